@@ -14,24 +14,20 @@ from typing import Any
 
 import torch
 
+from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, alternate, summarize, time_generation
-from benchmarks.neighbours import neighbours
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
+from benchmarks.measure import Sample, alternate, neighbours, time_generation
 from benchmarks.plotting import bars, panels, save
-from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.targets import load_target
 from benchmarks.workloads import Workload, uniform, workload
-from common.roofline import Ceilings
 from paged_cache import PagedEngine
 
 PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache"
-PLAIN = f"{PHASE}, no cpu_step"
 MODELS = ("smollm2", "gemma3-270m", "random:llama-160m")
 FORMATS: dict[str, dict[str, str]] = {
-    "": {},
-    ", int8": {"quantization": "int8"},
-    ", int4": {"quantization": "int4", "head": "int4"},
+    PHASE: {},
+    "10_quant int8": {"quantization": "int8"},
+    "10_quant int4": {"quantization": "int4", "head": "int4"},
 }
 MAX_LEN, ROWS = 1024, 16
 TOGETHER, BESIDE = 4, 1
@@ -44,66 +40,49 @@ def measured(options: BenchOptions) -> Evidence:
     runs: list[Run] = []
     for model in MODELS if options.model is None else (options.model,):
         target = replace(options, model=model, dtype=torch.bfloat16)
-        runs += measure(target, whole=not runs)
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+        runs += measure(Bench(target), whole=not runs)
+    return evidence_of(PHASE, runs, options)
 
 
-def measure(options: BenchOptions, whole: bool) -> list[Run]:
+def measure(bench: Bench, whole: bool) -> list[Run]:
     """One model. whole: not only one request alone."""
-    model, top = load_target(options), ceilings(options.device, options.dtype)
     sizes: dict[str, Any] = {"max_rows": ROWS, "max_len": MAX_LEN, "cache_bytes": 1 << 28}
-    engines = {BEFORE: engine_of("08", model, **sizes)} if whole else {}
+    engines = {BEFORE: engine_of("08", bench.model, **sizes)} if whole else {}
     for name, kind in FORMATS.items():
-        phase = "10" if kind else "09"
-        engines[PLAIN + name] = engine_of(phase, model, cpu_step=False, **kind, **sizes)
-        engines[PHASE + name] = engine_of(phase, model, **kind, **sizes)
+        for variant in (name, name + APPENDIX):
+            engines[variant] = engine_of(variant, bench.model, **kind, **sizes)
     single = workload("single-512-small")
     together = uniform(f"decode-{TOGETHER}x32", TOGETHER, 32, 64)
-    if options.quick:
-        single = replace(
-            single, name="single-quick", items=(replace(single.items[0], max_tokens=16),)
-        )
+    if bench.quick:
+        short = replace(single.items[0], max_tokens=16)
+        single = replace(single, name="single-quick", items=(short,))
         together = uniform(f"decode-{TOGETHER}x8", TOGETHER, 8, 8)
-    runs = compare(engines, single, options, model.config, top, 0)
+    runs = compare(bench, engines, single)
     if whole:
-        runs += compare(engines, together, options, model.config, top, 0)
+        runs += compare(bench, engines, together)
         with neighbours(BESIDE):
-            runs += compare(engines, single, options, model.config, top, BESIDE)
+            runs += compare(bench, engines, single, BESIDE)
     return runs
 
 
 def compare(
-    engines: dict[str, PagedEngine],
-    work: Workload,
-    options: BenchOptions,
-    config: Any,
-    top: Ceilings,
-    busy: int,
+    bench: Bench, engines: dict[str, PagedEngine], work: Workload, busy: int = 0
 ) -> list[Run]:
-    """All engines on one workload in alternating order, with other tokens at every repeat."""
-    shift = iter(range(1, 1000))
+    """All engines on one workload in alternating order, beside so many busy programs."""
+    shift = iter(range(1, 1000))  # other tokens at every turn: all have prefix caches
 
     def timed(engine: PagedEngine) -> Callable[[int], Sample]:
-        return lambda repeat: time_generation(engine, work.cold(next(shift)), options.device)
+        return lambda repeat: time_generation(engine, work.cold(next(shift)), bench.device)
 
     variants = {name: timed(engine) for name, engine in engines.items()}
-    kept = alternate(variants, options.repeats, beside=busy > 0, log=print)
-    about: dict[str, Any] = {"model": options.model or "", "dtype": options.dtype}
-    found = []
-    for name, samples in kept.items():
-        if busy or "int" in name:  # a roofline is that of the model's dtype
-            beside = {"neighbours": busy} if busy else {}
-            found.append(summarize(name, work, samples, options=beside, **about))
-        else:
-            batch = len(work.items)
-            found.append(
-                summarize_generation(
-                    name, work, samples, config=config, top=top, batch=batch, **about
-                )
-            )
-    return found
+    kept = alternate(variants, bench.options.repeats, beside=busy > 0)
+    facts: dict[str, Any] = {"neighbours": busy} if busy else {}
+    # A roofline is that of the model's dtype, on an idle machine.
+    batches = {name: 0 if busy or "int" in name else len(work.items) for name in kept}
+    return [
+        bench.run_of(name, work, samples, batches[name], **facts)
+        for name, samples in kept.items()
+    ]
 
 
 def draw(evidence: Evidence, out: Path) -> None:

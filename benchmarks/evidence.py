@@ -39,25 +39,9 @@ PEERS_FILE = "peers.json"
 ENGINES = ("vLLM ", "nano-vLLM ")
 """How runs of other engines begin that evidence of before 2026-11-27 has: `load` leaves them out."""
 
+APPENDIX = ", with the appendix"
+"""How a variant's name ends whose engine has features of the appendix; see `benchmarks.engines`."""
 PERCENTILES = ("p50", "p95", "p99")
-METRICS = frozenset(
-    [
-        "seconds",
-        "output_tokens_per_s",
-        "prompt_tokens_per_s",
-        "peak_memory_bytes",
-        "kv_cache_bytes",
-        "requests_in_flight",
-        "scheduling_us_per_step",
-        "bandwidth_fraction",
-        "flop_fraction",
-        "cache_hit_fraction",
-        "acceptance_fraction",
-        *(f"{name}_ms_{p}" for name in ("ttft", "itl", "e2e") for p in PERCENTILES),
-        *(f"{name}_ms_mean" for name in ("ttft", "itl", "e2e")),
-    ]
-)
-"""Metric names shared by all phases. A phase may add its own; these always mean the same thing."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +128,9 @@ class Evidence:
     runs: tuple[Run, ...]
     seconds: float | None = None
     """How long measuring took, all in all."""
+    appendix: str = ""
+    """Which engines have features of the appendix. "named": those whose variants end with `APPENDIX`; "all":
+    every one. Empty: of before 2026-11-29, when names hid it."""
 
     @property
     def folder(self) -> str:
@@ -182,6 +169,16 @@ class Evidence:
             )
         return found[0]
 
+    def own(self) -> dict[str, str]:
+        """The phase's variants by what tables call them: alone, and with the appendix, which is served.
+
+        In evidence of before names said so there is only one, which has the appendix.
+        """
+        if not self.appendix:
+            return {f"{self.phase}{APPENDIX}": self.phase}
+        names = (self.phase, f"{self.phase}{APPENDIX}")
+        return {name: name for name in names if self.find(name)}
+
     def write(self, path: Path | None = None) -> Path:
         """Write the file (by default to its place in `benchmarks/results`) and return where.
 
@@ -203,6 +200,7 @@ class Evidence:
             "machine": dict(self.machine),
             "versions": dict(self.versions),
             **({} if self.seconds is None else {"seconds": round(self.seconds, 1)}),
+            **({"appendix": self.appendix} if self.appendix else {}),
             "runs": [_run_to_json(run) for run in self.runs],
         }
 
@@ -224,6 +222,7 @@ class Evidence:
                 raw["versions"],
                 runs,
                 raw.get("seconds"),
+                raw.get("appendix", ""),
             )
         except FileNotFoundError:
             raise UserError(f"{path} does not exist: no evidence was written there") from None
@@ -238,6 +237,7 @@ def collect(
     runs: Sequence[Run],
     device: torch.device,
     ceilings: Mapping[str, float] | None = None,
+    appendix: str = "named",
 ) -> Evidence:
     """Put runs together with the time, the commit, the machine and the versions they belong to."""
     return Evidence(
@@ -247,6 +247,7 @@ def collect(
         machine=machine_facts(device, ceilings),
         versions=versions(),
         runs=tuple(runs),
+        appendix=appendix,
     )
 
 

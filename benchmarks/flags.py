@@ -9,7 +9,7 @@ from common.files import whole
 from common.options import described, names
 from continuous.sizes import Sizes
 from paged_cache import PagedSizes
-from phases import PHASES, ROOT, Flag, registry
+from phases import PHASES, ROOT, Flag, phase_named, registry
 from replicas.options import ReplicaOptions
 from serving.http.limits import Limits
 
@@ -28,16 +28,11 @@ def all_flags() -> list[Flag]:
         what = (inspect.getdoc(kind) or "").split("\n")[0]
         made.append(Flag(kind.name, "bool", what, panel, first=kind.phase))
         made += _of(kind, panel, kind.phase)
-        old = f"now part of --{kind.name}: torch switches that off"
-        made += [Flag(name, "str", old, panel, kind.phase) for name in kind.renamed]
-        made += [
-            Flag(name, "str", "removed; ignored", panel, kind.phase) for name in kind.removed
-        ]
     return made
 
 
 def _panel(number: int) -> str:
-    return f"{PHASES[number - 1].title}, from phase {number:02d} on"
+    return f"{phase_named(str(number)).title}, from phase {number:02d} on"
 
 
 def _of(kind: type, panel: str, first: int = 0) -> list[Flag]:

@@ -46,12 +46,16 @@ def bars(out: Path = FIGURES / "front.svg") -> None:
     named: list[str] = []
     for axis, (workload, words, metric) in zip(axes, WORKLOADS, strict=True):
         others = beside(evidence, model=MODEL, workload=workload)
-        runs = [*others, evidence.one(evidence.phase, workload, model=MODEL)]
+        mine = [evidence.one(v, workload, model=MODEL) for v in evidence.own().values()]
+        runs = [*others, *mine]
         named += [run.variant for run in others]
         shown = colours([run.variant for run in runs])
         rates = [run.median(metric) for run in runs]
         drawn = axis.barh(
-            [*(run.variant for run in others), "this engine"],
+            [
+                *(run.variant for run in others),
+                *(name.replace(", ", ",\n") for name in evidence.own()),
+            ],
             rates,
             color=[shown[run.variant] for run in runs],
             height=0.7,
@@ -60,7 +64,7 @@ def bars(out: Path = FIGURES / "front.svg") -> None:
         axis.tick_params(labelsize=8)
         axis.invert_yaxis()
         axis.set_title(
-            f"{words}: {_against(others, rates, metric)}", fontsize=8.5, loc="left", x=-0.42
+            f"{words}: {_against(others, rates, metric)}", fontsize=8.5, loc="left", x=-0.5
         )
         axis.set_xlim(0, 1.35 * max(rates))
         axis.xaxis.set_visible(False)

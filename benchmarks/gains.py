@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.evidence import Evidence, Run
+from benchmarks.evidence import APPENDIX, Evidence, Run
 from benchmarks.labels import axis_label
 from phases import PHASES, Phase
+
+FIRST_WITH_APPENDIX = 9
+"""The first phase whose benches loaded engines with the appendix's features, before names said so."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class Gain:
     metric: str
     before: Run
     after: Run
+    appendix: bool = False
+    """Whether the engine has features of the appendix."""
 
 
 def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
@@ -43,8 +48,18 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
                             phase.headline,
                             before,
                             after,
+                            hides_appendix(phase, evidence)
+                            or after.variant.endswith(APPENDIX),
                         )
     return None
+
+
+def hides_appendix(phase: Phase, evidence: Evidence) -> bool:
+    """Return True if a file's names do not say that its engines have the appendix: all of them have, or the
+    file is older than such names, and of a phase whose engines came with it.
+    """
+    older = not evidence.appendix and phase.number >= FIRST_WITH_APPENDIX
+    return older or evidence.appendix == "all"
 
 
 def is_level(found: Gain) -> bool:
@@ -56,12 +71,14 @@ def is_level(found: Gain) -> bool:
 
 
 def factor_text(found: Gain | None) -> str:
-    """`5.3×`, `level` where samples of both overlap, or nothing without a comparison."""
+    """`5.3×`, `level` where samples of both overlap, or nothing without a comparison.
+
+    What an engine with the appendix makes is named so.
+    """
     if found is None:
         return ""
-    if is_level(found):
-        return "level"
-    return f"{found.factor:.2g}×" if found.factor < 100 else f"{found.factor:,.0f}×"
+    factor = f"{found.factor:.2g}×" if found.factor < 100 else f"{found.factor:,.0f}×"
+    return ("level" if is_level(found) else factor) + " with the appendix" * found.appendix
 
 
 def gain_words(metric: str) -> str:

@@ -13,13 +13,12 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 from benchmarks.evidence import ROOT, BenchOptions, Evidence, Metric, Run, collect
-from common.console import err
 from common.errors import UserError
 
 NAME = "gpu_tests"
@@ -43,28 +42,8 @@ SELECTIONS = (
 """What pytest is asked for, in one call after the other."""
 OUTCOMES = ("passed", "failed", "skipped")
 
-Runner = Callable[[Sequence[str]], int]
-"""Runs pytest with these arguments and returns its exit code."""
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of one test. file: `tests/phases/test_06_....py`. result: one of `OUTCOMES`."""
-
-    file: str
-    name: str
-    result: str
-    seconds: float
-
-
-def pytest(arguments: Sequence[str]) -> int:
-    """Run pytest in a process of its own, its output on the terminal."""
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments], cwd=ROOT, check=False
-    ).returncode
-
-
-def run(options: BenchOptions, runner: Runner = pytest) -> Evidence:
+def run(options: BenchOptions) -> Evidence:
     """Run the tests and collect their outcomes.
 
     Raises:
@@ -74,76 +53,49 @@ def run(options: BenchOptions, runner: Runner = pytest) -> Evidence:
         raise UserError(
             f"device is {options.device.type!r}, but the GPU's tests run on 'cuda' only"
         )
+    by_file: dict[str, list[Element]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        outcomes: list[Outcome] = []
-        for selection in SELECTIONS:
-            report = Path(folder) / f"report{len(outcomes)}.xml"
-            code = runner(
-                [*selection, "-q", f"--junitxml={report}", "-o", "junit_family=xunit1"]
-            )
-            found = read_report(report) if report.exists() else []
+        for number, selection in enumerate(SELECTIONS):
+            report = Path(folder) / f"report{number}.xml"
+            how = ("-q", f"--junitxml={report}", "-o", "junit_family=xunit1")
+            command = [sys.executable, "-m", "pytest", *selection, *how]
+            code = subprocess.run(command, cwd=ROOT, check=False).returncode
+            cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
+            found = list(cases)
             if not found:
                 raise UserError(
                     f"pytest ended with code {code} and ran no test: its output says why"
                 )
-            outcomes += found
-    evidence = collect(NAME, runs_of(outcomes), options.device)
-    err.print(summary(evidence), soft_wrap=True)
-    return evidence
+            for case in found:
+                name = case.get("classname", "").replace(".", "/") + ".py"
+                by_file[case.get("file") or name].append(case)
+    runs = [run_of(file, cases) for file, cases in sorted(by_file.items())]
+    return collect(NAME, runs, options.device)
 
 
-def read_report(path: Path) -> list[Outcome]:
-    """The outcomes in a JUnit report, as pytest writes it with `junit_family=xunit1`."""
-    found = []
-    for case in ElementTree.parse(path).getroot().iter("testcase"):
-        result = "passed"
-        if case.find("skipped") is not None:
-            result = "skipped"
-        if case.find("failure") is not None or case.find("error") is not None:
-            result = "failed"
-        file = case.get("file") or case.get("classname", "").replace(".", "/") + ".py"
-        found.append(Outcome(file, case.get("name", ""), result, float(case.get("time", 0))))
-    return found
+def outcome(case: Element) -> str:
+    """What came of one test, as pytest reports it with `junit_family=xunit1`."""
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    return "skipped" if case.find("skipped") is not None else "passed"
 
 
-def runs_of(outcomes: Sequence[Outcome]) -> list[Run]:
-    """One run a test file. The hash names the tests that ran, so that two files can be compared."""
-    by_file: dict[str, list[Outcome]] = defaultdict(list)
-    for outcome in outcomes:
-        by_file[outcome.file].append(outcome)
-    runs = []
-    for file, mine in sorted(by_file.items()):
-        counts = {
-            result: sum(outcome.result == result for outcome in mine) for result in OUTCOMES
-        }
-        failed = [outcome.name for outcome in mine if outcome.result == "failed"]
-        names = "\n".join(sorted(outcome.name for outcome in mine))
-        runs.append(
-            Run(
-                variant=Path(file).stem,
-                workload="pytest on a GPU",
-                workload_sha256=hashlib.sha256(names.encode()).hexdigest(),
-                model="small shapes",
-                weights="random",
-                dtype="float32, float16, bfloat16",
-                options={"file": file} | ({"failed_tests": failed} if failed else {}),
-                metrics={
-                    f"tests_{result}": Metric((float(count),))
-                    for result, count in counts.items()
-                }
-                | {"seconds": Metric((sum(outcome.seconds for outcome in mine),))},
-            )
-        )
-    return runs
-
-
-def summary(evidence: Evidence) -> str:
-    """One line: how many tests passed, failed and were skipped, and which failed."""
-    totals = {
-        result: sum(int(run.median(f"tests_{result}")) for run in evidence.runs)
-        for result in OUTCOMES
-    }
-    seconds = sum(run.median("seconds") for run in evidence.runs)
-    failed = [name for run in evidence.runs for name in run.options.get("failed_tests", ())]
-    text = ", ".join(f"{count} {result}" for result, count in totals.items())
-    return f"{text} in {seconds:,.1f} s" + (f"; failed: {', '.join(failed)}" if failed else "")
+def run_of(file: str, cases: Sequence[Element]) -> Run:
+    """Count the outcomes of a test file. The hash names the tests, so that two files can be compared."""
+    said = [outcome(case) for case in cases]
+    counts = {f"tests_{name}": float(said.count(name)) for name in OUTCOMES}
+    counts["seconds"] = sum(float(case.get("time", 0)) for case in cases)
+    failed = [
+        case.get("name") for case, one in zip(cases, said, strict=True) if one == "failed"
+    ]
+    names = "\n".join(sorted(case.get("name", "") for case in cases))
+    return Run(
+        variant=Path(file).stem,
+        workload="pytest on a GPU",
+        workload_sha256=hashlib.sha256(names.encode()).hexdigest(),
+        model="small shapes",
+        weights="random",
+        dtype="float32, float16, bfloat16",
+        options={"file": file} | ({"failed_tests": failed} if failed else {}),
+        metrics={name: Metric((count,)) for name, count in counts.items()},
+    )

@@ -100,24 +100,11 @@ SCHEMAS: dict[str, Any] = {
     "anything": True,
 }
 """The schema sample."""
-PEOPLE = (
-    ("Ada", 36, "London"), ("Boris", 51, "Sofia"), ("Chen", 19, "Chengdu"), ("Dara", 64, "Dublin"),
-    ("Emil", 8, "Oslo"), ("Fatima", 27, "Rabat"), ("Goro", 73, "Osaka"), ("Hana", 45, "Prague"),
-)  # fmt: skip
-
 BACKENDS: dict[str, Callable[[], Callable[[Spelling], Backend]]] = {
     "llguidance": library,
     "automata": lambda: AutomataBackend,
 }
 """Kinds of backends, each found when it is asked for: a library may not be installed."""
-
-
-def question(name: str, age: int, city: str) -> str:
-    """An extraction prompt."""
-    return (
-        f'Extract the name, age and city from this text as JSON.\nText: "{name} is {age} years old and lives '
-        f'in {city}."\nAnswer with a JSON object with the keys "name", "age" and "city", and nothing else.'
-    )
 
 
 SYLLABLES = (

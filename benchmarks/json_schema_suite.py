@@ -1,30 +1,22 @@
 """Which JSON schemas each backend of phase 12 understands: the official test suite, draft 2020-12.
 
     ladder bench json_schema_suite
-    python -m benchmarks.json_schema_suite --folder CHECKOUT/maskbench/data [--every 8] [--record]
 
-The suite is taken from the source distribution of `jsonschema`, checked against a hash. The second form reads
-a folder of JSON files with `schema` and `tests` (`valid`, `data`), as a checkout of JSONSchemaBench has them
-(github.com/guidance-ai/jsonschemabench), and records its counts under `json_schema_bench`.
+The suite is taken from the source distribution of `jsonschema`, checked against a hash.
 
 A backend may refuse a schema. If it does not, each value of the test is given to it as text, byte by byte: a
 valid value must be taken in some spelling, an invalid one in none. Spellings differ in the order of keys,
 which a grammar may fix, and in zeros behind a whole number. Left out is `format.json`, which says that the
 keyword has no meaning: to make a date where one is asked for is no mistake.
 
-Every backend works in a process of its own. A case that computes longer than `CASE_SECONDS`, or that ends the
-process, is counted as given up, and the next one gets a new process; so is one on which a matcher stops at a
-limit of its own, which ends the request with an error, and one of which not all spellings can be tried.
+A case is given up on which a matcher stops at a limit of its own, which ends the request with an error, or of
+which not all spellings can be tried.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import multiprocessing
-import resource
-import signal
 import subprocess
 import sys
 import tarfile
@@ -32,18 +24,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.plotting import BAD, GOOD, panels, save
@@ -59,17 +49,10 @@ PACKAGE = "jsonschema==4.25.1"
 SHA256 = "e4a9655ce0da0c0b67a085847e00a3a51449e1157f4f75e9fb5aa545e122eb85"
 TESTS = "jsonschema-4.25.1/json/tests/draft2020-12"
 NAME = "json_schema_suite"
-FOLDER_NAME, FOLDER_WORK = "json_schema_bench", "JSONSchemaBench, MaskBench"
 MOST_TRIES = 5000
 """Beginnings of a value's text that are tried."""
 MOST_BACK = 64
 """Bytes that a matcher is taken back, at most; xgrammar's forget more."""
-CASE_SECONDS = 30.0
-"""Of processor time, which does not depend on what else the machine does."""
-STUCK = 20
-"""Times as long a case may take by the clock."""
-CASE_BYTES = 4 << 30
-"""Of the process's addresses, so that one schema cannot take a machine's memory."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +77,6 @@ class Score:
     wrong_rejects: int = 0
     compile_ms: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-
-    def __add__(self, other: Score) -> Score:
-        """Both together."""
-        return Score(
-            *(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__)
-        )
 
 
 def archive() -> Path:
@@ -151,26 +128,10 @@ def suite() -> list[Case]:
 
 
 def cases(name: str, raw: Any) -> Iterator[Case]:
-    """The cases of one file of the suite, or of MaskBench."""
-    for group in raw if isinstance(raw, list) else [raw]:
-        values = tuple(
-            (test["data"], bool(test["valid"]))
-            for test in group.get("tests", ())
-            if "data" in test
-        )
-        yield Case(f"{name}: {group.get('description', '')}", group["schema"], values)
-
-
-def folder_cases(folder: Path) -> list[Case]:
-    """Every case of the JSON files below a folder."""
-    found = []
-    for path in sorted(folder.rglob("*.json")):
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(raw, (dict, list)) and "schema" in (
-            raw[0] if isinstance(raw, list) and raw else raw
-        ):
-            found += list(cases(path.stem, raw))
-    return found
+    """The cases of one file of the suite."""
+    for group in raw:
+        values = tuple((test["data"], bool(test["valid"])) for test in group["tests"])
+        yield Case(f"{name}: {group['description']}", group["schema"], values)
 
 
 class GivenUp(Exception):
@@ -326,61 +287,7 @@ def backends() -> dict[str, Callable[[], Backend]]:
         label = f"xgrammar {metadata.version('xgrammar')}"
         found[label] = partial(XGrammarBackend, words)
         found[f"{label}, unchecked, strict"] = partial(XGrammarBackend, words, check=False)
-        found[f"{label}, unchecked, not strict"] = partial(
-            XGrammarBackend, words, check=False, strict=False
-        )
     return found
-
-
-def score_apart(
-    make: Callable[[], Backend], given: list[Case], seconds: float = CASE_SECONDS
-) -> Score:
-    """Try every case in another process, which may hang or die."""
-    total, at = Score(), 0
-    fork = multiprocessing.get_context("fork")
-    while at < len(given):
-        here, there = fork.Pipe(duplex=False)
-        worker = fork.Process(
-            target=_worker, args=(make, given[at:], seconds, there), daemon=True
-        )
-        worker.start()
-        there.close()
-        try:
-            while at < len(given) and here.poll(STUCK * seconds):
-                total += here.recv()
-                at += 1
-        except EOFError:  # it died
-            pass
-        if at < len(given):
-            total += Score(schemas=1, given_up=1, wrong=[f"{given[at].name}: given up"])
-            at += 1
-        worker.kill()
-        worker.join()
-    return total
-
-
-def _worker(
-    make: Callable[[], Backend], given: list[Case], seconds: float, out: Connection
-) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (CASE_BYTES, CASE_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    backend = make()
-    for case in given:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # whose signal ends the process
-        out.send(score(backend, [case]))
-
-
-def table(scores: Mapping[str, Score]) -> str:
-    """The scores as a table in Markdown."""
-    lines = [
-        "| backend | schemas | refused | given up | all right | wrong accepts | wrong rejects |"
-    ]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    for name, found in scores.items():
-        numbers = [found.schemas, found.refused, found.given_up, found.passed]
-        numbers += [found.wrong_accepts, found.wrong_rejects]
-        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
-    return "\n".join(lines)
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -450,55 +357,3 @@ def draw(evidence: Evidence, out: Path) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3)
     axes.grid(visible=False, axis="y")
     save(figure, out, evidence)
-
-
-def folder_digest(given: list[Case]) -> str:
-    """A hash of the cases, so that evidence says of which."""
-    digest = hashlib.sha256()
-    for case in given:
-        digest.update(
-            json.dumps([case.name, case.schema, case.values], sort_keys=True).encode()
-        )
-    return digest.hexdigest()
-
-
-def main() -> None:
-    """Print the table, and with `--wrong` what is wrong."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--folder", type=Path, help="a folder of cases instead of the suite")
-    parser.add_argument(
-        "--every", type=int, default=1, help="of the folder's cases only every so many"
-    )
-    parser.add_argument("--only", default="", help="backends whose name begins so")
-    parser.add_argument(
-        "--wrong", action="store_true", help="also print every value that is judged wrongly"
-    )
-    parser.add_argument(
-        "--record", action="store_true", help="write the folder's counts as evidence"
-    )
-    given = parser.parse_args()
-    found = folder_cases(given.folder)[:: given.every] if given.folder else suite()
-    if not found:
-        raise SystemExit(f"there are no cases in {given.folder}")
-    makers = {name: make for name, make in backends().items() if name.startswith(given.only)}
-    scores = {name: score_apart(make, found) for name, make in makers.items()}
-    print(table(scores))
-    if given.wrong:
-        for name, one in scores.items():
-            print(*(f"{name}: {line}" for line in one.wrong), sep="\n")
-    if given.record and given.folder:
-        record_folder(scores, folder_digest(found), given.every)
-
-
-def record_folder(scores: Mapping[str, Score], digest: str, every: int) -> None:
-    """Write evidence of a folder's cases. How long they took is left out: it was not looked at."""
-    work = FOLDER_WORK + (f" (every {every}th schema)" if every > 1 else "")
-    runs = [
-        as_run(name, work, digest, replace(found, compile_ms=[]))
-        for name, found in scores.items()
-    ]
-    print(collect(FOLDER_NAME, runs, torch.device("cpu")).write())
-
-
-if __name__ == "__main__":
-    main()

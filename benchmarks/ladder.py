@@ -1,116 +1,121 @@
-"""The whole ladder on one workload: `ladder bench ladder`, and one figure for all devices.
+"""The whole ladder on one workload: `ladder bench ladder`, and one figure for each device.
 
 Each phase's own benchmark compares it with the phase before it on the work that the phase is about. This one
-asks what the climb is worth in all: every phase that runs here serves the same requests, which are all there
-from the start. The two phases that serve one request at a time get the first few of them, under a name that
-says so. Phases that are about other things than this work (a shared prefix, a grammar, a server)
-change little here, and the figure shows that, too.
+asks what the climb is worth in all. Every phase gets the same requests, all from the start, and each engine
+has what the one before it has, and nothing else but its own phase: so phases 07 and 08 have the kernels of 06
+here. Once more from phase 06 on with the features of the appendix. Phases that are about other things than
+this work (a shared prefix, a grammar, a server) change little, and the figure shows that, too.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import alternate, time_generation
-from benchmarks.plotting import PHASE_COLOURS, number, panels, points, save
-from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.targets import load_target, targets
+from benchmarks.bench import Bench, evidence_of
+from benchmarks.engines import engine_of
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
+from benchmarks.plotting import bars, panels, save
+from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, workload
 from common.events import Streams
+from common.options import route
 from forward.model import Model
+from paged_cache import PagedSizes, Recipe, build
 from phases import PHASES, Phase
-from phases.registry import load_engine, missing_for
+from phases.registry import import_phase, missing_for
+from triton_paged_attention import Kernels
 
 NAME = "ladder"
 METRIC = "output_tokens_per_s"
+ROWS = 4
+BLOCKS = 5
+KERNELS = 6
+GRAPHS = 9
 LAST = 13
-"""The last phase: those above it are about several engines or several devices."""
-SMALL_BATCH = {"01_forward": 2, "02_kv_cache": 4}
-"""Requests that the slow phases get."""
+"""First phases with rows of requests, with blocks, with kernels, and with them among their own features; the
+last phase: those above it are about several engines or several devices."""
+SLOW = 2
+"""The last phase that serves one request at a time: it is measured once."""
 
 
 def run(options: BenchOptions) -> Evidence:
     """Serve the workload with every phase, one phase after the other: on a GPU each wants all the memory."""
     runs: list[Run] = []
     for target in targets(options):
-        model = load_target(target)
+        bench = Bench(target)
+        work = work_for(target)
         for phase in PHASES[:LAST]:
-            if not missing_for(phase, options.device):
-                runs.append(_measure(phase, model, _work_for(phase, target), target))
+            if missing_for(phase, options.device):
+                continue
+            for variant, engine in engines(phase, bench.model, len(work.items)):
+                runs += measure(bench, phase, variant, engine, work)
+                del engine
                 gc.collect()
                 if options.device.type == "cuda":
                     torch.cuda.empty_cache()
-    return collect(
-        NAME, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(NAME, runs, options)
 
 
-def _work_for(phase: Phase, options: BenchOptions) -> Workload:
-    on_gpu = options.device.type == "cuda"
-    whole = (
-        shortened(workload("offline-256").first(64))
-        if on_gpu
-        else workload("offline-256-small")
-    )
-    return whole.first(2 if options.quick else SMALL_BATCH.get(phase.name, len(whole.items)))
+def work_for(options: BenchOptions) -> Workload:
+    """The requests; on a GPU 64 with a quarter of their tokens: slow phases take minutes else."""
+    work = workload("offline-256-small")
+    if options.device.type == "cuda":
+        some = workload("offline-256").first(64)
+        items = [Item(i.prompt[: len(i.prompt) // 4], i.max_tokens // 4) for i in some.items]
+        work = replace(some, name=f"{some.name}/4", items=tuple(items))
+    return work.first(2, tokens=4) if options.quick else work
 
 
-def shortened(work: Workload) -> Workload:
-    """Return the requests with a quarter of their prompts and outputs: the slow phases take minutes else."""
-    items = tuple(
-        Item(item.prompt[: len(item.prompt) // 4], item.max_tokens // 4) for item in work.items
-    )
-    return replace(work, name=f"{work.name}/4", items=items)
+def engines(phase: Phase, model: Model, rows: int) -> Iterator[tuple[str, Streams]]:
+    """A phase's engine with all phases below it, and from 06 on another with the appendix."""
+    sizes: dict[str, Any] = {"max_rows": rows, "max_len": 1024}
+    if phase.number < ROWS:
+        sizes = {"batch_size": rows} if phase.number > SLOW else {}
+    if KERNELS < phase.number < GRAPHS and model.device.type == "cuda":
+        given, _ = route(sizes, [PagedSizes])
+        features = (Kernels(), *(kind() for kind in import_phase(phase).PRESET.on))
+        yield phase.name, build(Recipe(model, PagedSizes(**given), features))
+        return
+    if phase.number < BLOCKS:
+        yield phase.name, import_phase(phase).load(model, **sizes)
+        return
+    yield phase.name, engine_of(phase.name, model, **sizes)
+    if phase.number == KERNELS or phase.number >= GRAPHS:
+        yield phase.name + APPENDIX, engine_of(phase.name + APPENDIX, model, **sizes)
 
 
-def _measure(phase: Phase, model: Model, work: Workload, options: BenchOptions) -> Run:
-    engine = load_engine(phase, model, **_engine_options(phase, work))
-
-    def sample(repeat: int) -> dict[str, float]:
-        return time_generation(engine, work.cold(repeat), options.device)
-
-    def warm(engine: Streams = engine) -> None:
-        time_generation(engine, work.cold(99).first(1), options.device)
-
-    samples = alternate(
-        {phase.name: sample}, options.repeats, warm={phase.name: warm}, log=print
-    )[phase.name]
-    return summarize_generation(
-        phase.name,
-        work,
-        samples,
-        model=options.model or "",
-        config=model.config,
-        dtype=options.dtype,
-        top=ceilings(options.device, options.dtype),
-        batch=len(work.items),
-    )
-
-
-def _engine_options(phase: Phase, work: Workload) -> dict[str, Any]:
-    """As many requests at a time as there are; everything else is the phase's default."""
-    if phase.number <= 2:
-        return {}
-    if phase.number == 3:
-        return {"batch_size": len(work.items)}
-    return {"max_rows": len(work.items), "max_len": 1024}
+def measure(
+    bench: Bench, phase: Phase, variant: str, engine: Streams, work: Workload
+) -> list[Run]:
+    """Samples of one engine, after one short request."""
+    bench.warm_up({variant: engine}, work.cold(99).first(1, tokens=4))
+    timed = {variant: bench.timer(engine, work)}
+    repeats = 1 if phase.number <= SLOW else bench.options.repeats
+    rows = 1 if phase.number <= SLOW else len(work.items)
+    return bench.compare(timed, work, rows, repeats=repeats, warm={}, cached=phase.number > 1)
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Draw a point a phase: the output tokens a second of the same requests."""
-    figure, (axes,) = panels(1, height=4.0)
-    rates = [run.median(METRIC) for run in evidence.runs]
-    names = [run.variant for run in evidence.runs]
-    points(axes, rates, names, [number(rate) for rate in rates], PHASE_COLOURS[3])
-    axes.set_xlabel("output tokens per second")
-    best = max(rates)
-    axes.set_title(
-        f"{names[rates.index(best)]} makes {best / rates[0]:,.0f} times the tokens of {names[0]}"
-    )
+    """Draw a bar a phase, and a second panel of those with the appendix."""
+    own = [run for run in evidence.runs if not run.variant.endswith(APPENDIX)]
+    other = [run for run in evidence.runs if run.variant.endswith(APPENDIX)]
+    figure, axes = panels(1 + bool(other), height=4.4)
+    titles = [
+        f"{own[0].workload}, the same requests for all: each phase with all below it",
+        "The same with the appendix",
+    ]
+    if not evidence.appendix:  # of before 2026-11-29
+        titles[0] = (
+            "Each phase by itself, not added up. 01 got 2 of the requests, 02 got 4. "
+            "From 09 on with the appendix"
+        )
+    for place, runs, title in zip(axes, (own, other), titles, strict=False):
+        bars(runs, METRIC, axes=place, gain=False, label=lambda run: run.variant.split(",")[0])
+        place.set_title(title)
     save(figure, out, evidence)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from common.collector import freeze_collector
 from common.device import synchronize
 from common.events import Completion, Streams, generate
 from common.neighbours import LEAST_SECONDS, share, usage
+from common.sampling.params import SamplingParams
 
 Sample = dict[str, float]
 """One measurement: metric name -> value. `seconds` is the time that a roofline is compared with."""
@@ -212,14 +214,19 @@ def summarize(
 
 
 def time_generation(
-    engine: Streams, workload: Workload, device: torch.device | str = "cpu"
+    engine: Streams,
+    workload: Workload,
+    device: torch.device | str = "cpu",
+    params: Sequence[SamplingParams] | None = None,
 ) -> Sample:
     """Run the whole workload through a phase, all requests at once, and measure it.
+
+    params: what is asked for, if it is not what the workload says.
 
     Arrival times are ignored here: a phase that admits requests while it runs replays them itself, and turns
     its completions into metrics with `request_metrics`.
     """
-    prompts, params = workload.prompts, workload.params
+    prompts, params = workload.prompts, list(params or workload.params)
     with memory(device) as used:
         start = time.perf_counter()
         completions = generate(engine, prompts, params)
@@ -236,6 +243,36 @@ def timer(
 ) -> Callable[[int], Sample]:
     """A variant for `alternate`: times `workload` cold, other tokens each call."""
     return lambda number: time_generation(engine, workload.cold(number), device)
+
+
+def growth(engine: Streams, work: Workload, points: Sequence[int]) -> dict[int, Samples]:
+    """The mean rate up to each of `points` tokens, all from one generation of a single request.
+
+    How long the first 200 tokens took does not depend on what came later.
+    """
+    generate(engine, work.prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+    with Watch() as watch:
+        (done,) = generate(engine, work.prompts, work.params)
+    found = {}
+    for tokens in points:
+        seconds = done.times[tokens - 1] - done.arrival
+        sample = {"seconds": seconds, "output_tokens_per_s": tokens / seconds}
+        found[tokens] = Samples([sample], [watch.noise])
+    return found
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Run so many processes beside the block that count and do nothing else."""
+    command = [sys.executable, "-S", "-c", "while True: pass"]
+    started = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        time.sleep(0.2 * bool(count))  # until they do
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def request_metrics(completions: Sequence[Completion], seconds: float) -> Sample:

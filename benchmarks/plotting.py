@@ -27,9 +27,9 @@ from common.errors import UserError
 PHASE_COLOURS = (
     "#56B4E9", "#E69F00", "#CC79A7", "#0072B2", "#D55E00", "#009E73", "#332288",
     "#999933", "#882255", "#44AA99", "#AA4499", "#117733", "#CC6677", "#6A5D4D",
-    "#8C6BB1", "#B15928", "#1F78B4", "#33A02C",
+    "#8C6BB1", "#B15928", "#1F78B4", "#33A02C", "#E7298A",
 )  # fmt: skip
-"""Of phases 01 to 18, chosen so that no two that are compared look alike."""
+"""Of phases 01 to 19, chosen so that no two that are compared look alike."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 GREY = "#8A8A8A"
 GOOD, BAD = "#009E73", "#D55E00"
@@ -41,6 +41,8 @@ LIBRARIES = ("torch", "cuDNN", "FlashAttention")
 """And those of other people's kernels, measured beside ours."""
 LETTER = 0.092
 """Inches that a letter of a title takes on average."""
+SMALL_LETTER = 0.053
+"""And one of the small print."""
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -183,9 +185,7 @@ def bars(
         # Not across the roofline's mark: behind it, if it stands in the text's way.
         reach = end + axes.get_xlim()[1] * letter * (len(text) + 1)
         behind = ideal if end < ideal < reach else end
-        axes.annotate(
-            text, (behind, row), (5, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        beside(axes, text, behind, row, 5)
     axes.set_xlabel(axis_label(metric) + note)
     axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_locator(MaxNLocator(4))
@@ -291,14 +291,19 @@ def points(
     """
     axes.plot(values, range(len(values)), "o", color=colour, markersize=7)
     for row, (value, text) in enumerate(zip(values, texts, strict=True)):
-        axes.annotate(
-            text, (value, row), (7, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        beside(axes, text, value, row, 7)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(min(values) / 1.5, max(values) * (max(values) / min(values)) ** 0.45)
     log_axis(axes, vertical=False)
     axes.grid(visible=True, axis="y")
+
+
+def beside(axes: Axes, text: str, value: float, row: float, gap: float = 4) -> None:
+    """Write a text behind the end of a bar or a point."""
+    axes.annotate(
+        text, (value, row), (gap, 0), textcoords="offset points", va="center", fontsize=8
+    )
 
 
 def over_one(axes: Axes, counts: Sequence[int], of: str) -> None:
@@ -347,7 +352,8 @@ def caption(evidence: Evidence, runs: Sequence[Run] = ()) -> str:
 def save(figure: Figure, out: Path, evidence: Evidence | None = None) -> Path:
     """Write the figure as PNG (or SVG, by the name's ending), with the evidence's `caption` below it."""
     if evidence is not None:
-        figure.supxlabel(caption(evidence), x=0.01, ha="left", fontsize=6.5, color=GREY)
+        said = textwrap.fill(caption(evidence), int(figure.get_figwidth() / SMALL_LETTER))
+        figure.supxlabel(said, x=0.01, ha="left", fontsize=6.5, color=GREY)
     _wrap_titles(figure)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Without these the file would name the library and the time, and differ at every drawing.

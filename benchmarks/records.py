@@ -63,7 +63,7 @@ def peer_lines(root: Path) -> Lines:
                 peer.when,
                 phases,
                 f"`{peer.log}`",
-                f"`{peer.flags}`",
+                f"`{peer.flags}`".replace("|", "\\|"),
             ]
             lines.append([*cells, _range(counts)])
     return lines

@@ -3,9 +3,8 @@
     ladder bench replicas
 
 What is found where a request goes is counted in engines of this process, so that no clock is part of it. What
-the way to a replica costs is timed for one user: no way at all, the front without Ray, Ray Serve where it is
-installed, and sglang-router where `LADDER_SGLANG_ROUTER` names a Python that has it. On several GPUs: a
-replica on each of them, and all policies on prompts that begin alike.
+the way to a replica costs is timed for one user: no way at all, the front without Ray, and Ray Serve where it
+is installed. On several GPUs: a replica on each of them, and all policies on prompts that begin alike.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from string import ascii_lowercase
 from typing import Any
-from urllib.request import urlopen
 
 import msgspec
 import torch
@@ -39,7 +37,7 @@ from benchmarks.loadtest.loops import LoadPlan
 from benchmarks.loadtest.loops import run as run_plan
 from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
-from benchmarks.plotting import colours, number, over_one, panels, save
+from benchmarks.plotting import beside, colours, number, over_one, panels, save
 from benchmarks.roofline import ceilings
 from benchmarks.server import Server, answered, bodies_of, import_path, measured
 from benchmarks.workloads import Item, Workload, uniform, workload
@@ -59,11 +57,9 @@ PREFIXES = 16
 DIRECT = "no router"
 FRONT = "replicas, without Ray"
 RAY = "replicas, Ray Serve"
-SGLANG = "sglang-router"
 GPU_MODEL = "random:qwen3-8b"
 THROUGHPUT = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384}
 """Of each engine on a GPU, as in phases 09 and 13."""
-SGLANG_PYTHON = "LADDER_SGLANG_ROUTER"
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -151,8 +147,6 @@ class Bench:
                 "ray"
             ):  # on a GPU there is no room for another
                 ways[RAY] = stack.enter_context(self.server(replicas=1)).target
-            if os.environ.get(SGLANG_PYTHON):
-                ways[SGLANG] = stack.enter_context(sglang_router([server]))
             variants = {
                 name: partial(self.one_user, target, work) for name, target in ways.items()
             }
@@ -468,33 +462,6 @@ def front(targets: Sequence[Target], route: str) -> Iterator[Target]:
         yield Target.of(url)
 
 
-@contextmanager
-def sglang_router(targets: Sequence[Target], port: int = 30_991) -> Iterator[Target]:
-    """SGLang's router before servers, as soon as it says that it is ready."""
-    urls = [f"http://{target.host}:{target.port}" for target in targets]
-    command = [
-        os.environ[SGLANG_PYTHON],
-        "-m",
-        "sglang_router.launch_router",
-        "--worker-urls",
-        *urls,
-    ]
-    command += ["--policy", "cache_aware", "--host", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(120):
-            with (
-                suppress(OSError),
-                urlopen(f"http://127.0.0.1:{port}/readiness", timeout=2) as answer,
-            ):
-                if answer.status == 200:
-                    break
-            time.sleep(0.5)
-        yield Target("127.0.0.1", port)
-    finally:
-        end(process)
-
-
 def end(process: subprocess.Popen[Any]) -> None:
     """End a process that this one has started."""
     process.terminate()
@@ -615,9 +582,7 @@ def _draw_bars(
     for place, (name, value) in enumerate(values.items()):
         axes.barh(place, value, color=shown[name], height=0.6)
         text = number(value) + (behind[place] if behind else "")
-        axes.annotate(
-            text, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        beside(axes, text, value, place)
     axes.set_yticks(range(len(values)), list(values))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence import ROOT
+from benchmarks.pictures.svg import LINE, PALE, PAPER, SOFT, STRONG, Picture
 from common.files import whole
 from common.text.tokenizer import Tokenizer
 
@@ -38,8 +39,9 @@ class Recorder:
     def __init__(self, app: Any) -> None:
         self.app, self.notes = app, list[Note]()
         self.of: bytes | None = None
-        self._transmit, self._route_tokens = app.engine.transmit, app.engine.on_step
-        app.engine.transmit, app.engine.on_step = self.transmit, self.on_step
+        self._transmit = app.engine.transmit
+        app.engine.transmit = self.transmit
+        app.engine.on_step.insert(0, self.on_step)
 
     def note(self, lane: str, what: str, at: float, until: float | None = None) -> None:
         """Something has happened."""
@@ -81,7 +83,6 @@ class Recorder:
         now = self.app.engine.now
         self.note("engine", f"{step.stats.step_tokens}", now - step.stats.step_seconds, now)
         self.note("api", "report", now)
-        self._route_tokens(step)
 
 
 async def life(recorder: Recorder, server: Any, port: int) -> None:
@@ -153,83 +154,69 @@ def record() -> list[Note]:
     ]
 
 
-LANES = {"client": 54, "api": 128, "engine": 202}
+LANES = {
+    "client": ("client", 54),
+    "api": ("API process", 128),
+    "engine": ("engine process", 202),
+}
 WIDTH = 960
 HEIGHT = 262
 LEFT = 118
-RIGHT = 24
-INK = "#23211e"
-SOFT = "#6d6962"
-ACCENT = "#2a65a0"
-WARM = "#c98a3d"
-PALE = "#b9cbe0"
+RIGHT = WIDTH - 24
+OURS, PROMPT = STRONG["a"], STRONG["b"]
+"""Colours of steps and tokens, and of a step with the prompt in it."""
 
 
-def draw(notes: list[Note]) -> str:
+def draw(notes: list[Note]) -> Picture:
     """The picture: three lanes, one below the other; what is said goes from lane to lane."""
     first, last = min(note["at"] for note in notes), max(note["until"] for note in notes)
-    scale = (WIDTH - LEFT - RIGHT) / (last - first)
+    picture = Picture(
+        "A request's life",
+        "The client asks, the API process sends one message, and each step comes back as a token.",
+        HEIGHT,
+        WIDTH,
+    )
 
     def x(at: float) -> float:
-        return round(LEFT + (at - first) * scale, 1)
+        return LEFT + (at - first) * (RIGHT - LEFT) / (last - first)
 
-    def text(at: float, y: float, words: str, anchor: str = "middle", fill: str = INK) -> str:
-        return f'<text x="{at}" y="{y}" text-anchor="{anchor}" fill="{fill}">{words}</text>'
+    def arrow(start: float, top: float, end: float, bottom: float, colour: str = SOFT) -> None:
+        picture.line([(x(start), top), (x(end), bottom)], colour, tip=True)
 
-    def arrow(start: float, top: int, end: float, bottom: int, colour: str) -> str:
-        return f'<path d="M{start} {top} L{end} {bottom}" stroke="{colour}" marker-end="url(#tip)"/>'
-
-    def bar(left: float, y: int, wide: float, high: int, colour: str) -> str:
-        place = f'x="{left:.1f}" y="{y - high // 2}" width="{wide:.1f}" height="{high}"'
-        return f'<rect {place} rx="{min(3, wide / 2):.1f}" fill="{colour}"/>'
-
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        'font-size="12" role="img" aria-label="A request\'s life: client, API process, engine process">',
-        '<defs><marker id="tip" markerWidth="6" markerHeight="6" refX="5" refY="3" orient="auto">'
-        f'<path d="M0 0 L6 3 L0 6 z" fill="{SOFT}"/></marker></defs>',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="#fffefc"/>',
-    ]
-    names = {"client": "client", "api": "API process", "engine": "engine process"}
-    for lane, y in LANES.items():
-        out.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#e4e0d8"/>'
-        )
-        out.append(text(LEFT - 14, y + 4, names[lane], "end"))
-    client, api, engine = LANES.values()
-    steps = [note for note in notes if note["lane"] == "engine"]
-    for step in steps:
-        wide = max(1.5, x(step["until"]) - x(step["at"]) - 1)
-        colour = WARM if int(step["what"]) > 2 else ACCENT
-        out.append(bar(x(step["at"]), engine, wide, 26, colour))
-        if wide > 14:
-            out.append(text(x(step["at"]) + wide / 2, engine + 4, step["what"], fill="#fff"))
-        out.append(arrow(x(step["until"]), engine - 14, x(step["until"]), api + 9, SOFT))
-    asked = next(note["at"] for note in notes if note["what"] == "asks")
-    heard = next(note["at"] for note in notes if note["what"] == "headers")
-    told = [
-        note["at"] for note in notes if note["what"] == "to the engine" and note["at"] >= heard
-    ]
-    out.append(arrow(x(asked), client + 6, x(heard), api - 9, SOFT))
-    out.append(text(x(asked), client - 12, "asks"))
-    if told:
-        out.append(arrow(x(told[0]), api + 8, x(told[0]), engine - 15, ACCENT))
+    for name, y in LANES.values():
+        picture.line([(LEFT, y), (RIGHT, y)], LINE)
+        picture.text(LEFT - 14, y + 4, name, "end")
+    client, api, engine = (y for _, y in LANES.values())
+    by_what: dict[str, list[float]] = {}
     for note in notes:
+        by_what.setdefault(note["what"], []).append(note["at"])
         if note["lane"] == "api":
             high = {"report": 5, "chunk": 8, "headers": 8, "body": 8}.get(note["what"], 6)
-            out.append(bar(x(note["at"]) - 1, api, 2.4, 2 * high, PALE))
-    chunks = [note for note in notes if note["what"] == "chunk"]
-    tokens = [note for note in notes if note["what"] == "token"]
-    for chunk, token in zip(chunks, tokens, strict=False):
-        out.append(arrow(x(chunk["at"]), api - 9, x(token["at"]), client + 7, ACCENT))
-    for number, token in enumerate(tokens):
-        out.append(f'<circle cx="{x(token["at"])}" cy="{client}" r="5" fill="{ACCENT}"/>')
-        out.append(text(x(token["at"]), client - 12, f"{number + 1}"))
-    out.append(text(x(asked), HEIGHT - 12, "0 ms", "middle", SOFT))
-    out.append(text(WIDTH - RIGHT, HEIGHT - 12, f"{last:.1f} ms", "end", SOFT))
+            picture.box(x(note["at"]) - 1, api - high, 2.4, 2 * high, PALE["a"])
+        if note["lane"] == "engine":
+            begin, end = x(note["at"]), x(note["until"])
+            wide = max(1.5, end - begin - 1)
+            picture.box(
+                begin, engine - 13, wide, 26, PROMPT if int(note["what"]) > 2 else OURS
+            )
+            if wide > 14:
+                picture.text(begin + wide / 2, engine + 4, note["what"], "middle", PAPER)
+            arrow(note["until"], engine - 14, note["until"], api + 9)
+    (asked,), (heard,) = by_what["asks"], by_what["headers"]
+    arrow(asked, client + 6, heard, api - 9)
+    picture.text(x(asked), client - 12, "asks", "middle")
+    for told in [at for at in by_what["to the engine"] if at >= heard][:1]:
+        arrow(told, api + 8, told, engine - 15, OURS)
+    for number, token in enumerate(by_what["token"]):
+        picture.circle(x(token), client, 5, OURS, OURS)
+        picture.text(x(token), client - 12, str(number + 1), "middle")
+    for chunk, token in zip(by_what["chunk"], by_what["token"], strict=False):
+        arrow(chunk, api - 9, token, client + 7, OURS)
     says = "in each step: tokens computed, of this request and of a neighbour; brown: with its prompt"
-    out.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, says, fill=SOFT))
-    return "\n".join([*out, "</svg>"]) + "\n"
+    picture.text(x(asked), HEIGHT - 12, "0 ms", "middle", SOFT)
+    picture.text(RIGHT, HEIGHT - 12, f"{last:.1f} ms", "end", SOFT)
+    picture.text((LEFT + RIGHT) / 2, HEIGHT - 12, says, "middle", SOFT)
+    return picture
 
 
 def main() -> int:
@@ -246,9 +233,7 @@ def main() -> int:
                 "[\n" + ",\n".join(json.dumps(note) for note in notes) + "\n]\n"
             )
     with whole(PICTURE) as scratch:
-        scratch.write_text(
-            draw(json.loads(TRACE.read_text(encoding="utf-8"))), encoding="utf-8"
-        )
+        scratch.write_text(str(draw(json.loads(TRACE.read_text()))), encoding="utf-8")
     print(PICTURE.relative_to(ROOT))
     return 0
 

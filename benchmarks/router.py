@@ -3,21 +3,21 @@
     python -m benchmarks.router http://127.0.0.1:8001 http://127.0.0.1:8002 --route prefix --port 8000
 
 It does not start servers, or start them again. It is what routing itself costs: the same policies as under
-Ray, and nothing that is not needed to try them. `bench_replicas.py` measures Ray and others against it.
+Ray, and nothing that is not needed to try them. `benchmarks/replicas.py` measures Ray against it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import count
-from typing import cast
 from urllib.parse import urlsplit
 
-import httptools
-import msgspec
 import uvloop
 
 from common.errors import UserError
@@ -25,8 +25,6 @@ from common.sockets import listen
 from replicas.options import ROUTES
 from replicas.prefixes import chain_of
 from replicas.routing import InFlight, Policy, make_policy
-from serving.http.errors import ApiError, ErrorForm
-from serving.http.limits import Limits
 
 PROBE_SECONDS = 1.0
 """A server that cannot be reached is tried again after so long."""
@@ -68,160 +66,44 @@ def address_of(url: str) -> tuple[str, tuple[str, int]]:
     return f"{host}:{port}", (host, port)
 
 
-class Front(asyncio.Protocol):
-    """One client's connection: a request is read to its end, and then everything is copied, both ways."""
-
-    def __init__(self, servers: Servers, limits: Limits) -> None:
-        self.servers, self.limits = servers, limits
-        self._parser = httptools.HttpRequestParser(self)
-        self._head = [b""]
-        self._body = bytearray()
-        self._size = 0
-        self._task: asyncio.Task[None] | None = None
-        self._server: Copy | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has come."""
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """End the client's task: it has left."""
-        if self._task is not None:
-            self._task.cancel()
-        if self._server is not None:
-            self._server.transport.abort()
-
-    def pause_writing(self) -> None:
-        """The client is slow, so its server has to wait."""
-        if self._server is not None:
-            self._server.transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        """It reads again."""
-        if self._server is not None:
-            self._server.transport.resume_reading()
-
-    def data_received(self, data: bytes) -> None:
-        """More of the request. What comes after it is not listened to: a connection is for one request."""
-        self._size += len(data)
-        if self._task is not None:
-            return
-        try:
-            if self._size > self.limits.max_body_bytes + self.limits.max_header_bytes:
-                raise ApiError(
-                    413, f"the request has more than {self.limits.max_body_bytes:,} bytes"
-                )
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.refuse(ApiError(400, "this is no HTTP request"))
-        except ApiError as error:
-            self.refuse(error)
-
-    def on_url(self, url: bytes) -> None:
-        """See httptools."""
-        self._head[0] = self._parser.get_method() + b" " + url + b" HTTP/1.1\r\n"
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Headers go on as they are, but for the connection, and how the body comes."""
-        if name.lower() not in (
-            b"connection",
-            b"transfer-encoding",
-            b"content-length",
-            b"expect",
-        ):
-            self._head.append(name + b": " + value + b"\r\n")
-
-    def on_headers_complete(self) -> None:
-        """A client that asks first is told to go on."""
-        if self._parser.should_upgrade():
-            raise ApiError(400, "nothing can be upgraded here")
-
-    def on_body(self, body: bytes) -> None:
-        """More of it."""
-        self._body += body
-
-    def on_message_complete(self) -> None:
-        """All is here."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._forward())
-
-    async def _forward(self) -> None:
-        """Find a server that can be reached, and hand everything over."""
-        servers, body = self.servers, bytes(self._body)
+async def answer(
+    servers: Servers, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Serve one client: read its request, and then only copy bytes, until either side ends."""
+    number = str(next(servers.numbers))
+    with suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"\r\ncontent-length: *(\d+)", head, re.I)
+        body = await reader.readexactly(int(length[1]) if length else 0)
+        head = re.sub(rb"\r\nconnection:[^\r]*", b"", head[:-4], flags=re.I)
         chain = chain_of(body) if body else []
-        number = str(next(servers.numbers))
-        done = asyncio.get_running_loop().create_future()
-        length = b"content-length: %d\r\n" % len(body) if body else b""
-        request = b"".join([*self._head, length, b"connection: close\r\n\r\n", body])
-        try:
-            for name in servers.rank(chain):
-                servers.in_flight.begin(number, name)
-                servers.policy.sent(chain, name)
-                try:
-                    await self._connect(servers.addresses[name], done)
-                except OSError:
-                    servers.lost(name)
-                    continue
-                assert self._server is not None
-                self._server.transport.write(request)
-                await done
-                return
-            self.refuse(
-                ApiError(
-                    503, "no server can be reached; try again", retry=1, code="unavailable"
-                )
-            )
-        finally:
-            servers.in_flight.end(number)
-
-    async def _connect(self, address: tuple[str, int], done: asyncio.Future[None]) -> None:
-        async with asyncio.timeout(5.0):
-            make: Callable[[], Copy] = lambda: Copy(self, done)  # noqa: E731
-            _, self._server = await asyncio.get_running_loop().create_connection(
-                make, *address
-            )
-
-    def refuse(self, error: ApiError) -> None:
-        """Say what is wrong, and hang up."""
-        body = msgspec.json.encode(ErrorForm().body(error))
-        head = f"HTTP/1.1 {error.status} -\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        self.transport.close()
+        for name in servers.rank(chain):
+            servers.in_flight.begin(number, name)
+            servers.policy.sent(chain, name)
+            try:
+                async with asyncio.timeout(5.0):
+                    said, theirs = await asyncio.open_connection(*servers.addresses[name])
+            except OSError:
+                servers.lost(name)
+                continue
+            try:
+                theirs.write(head + b"\r\nconnection: close\r\n\r\n" + body)
+                while data := await said.read(1 << 16):
+                    writer.write(data)
+                    await writer.drain()
+            finally:
+                theirs.transport.abort()
+            break
+        else:
+            writer.write(b"HTTP/1.1 503 -\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+    servers.in_flight.end(number)
+    writer.close()
 
 
-class Copy(asyncio.Protocol):
-    """The connection to a server: what comes from there goes to the client."""
-
-    def __init__(self, front: Front, done: asyncio.Future[None]) -> None:
-        self.front = front
-        self.done = done
-        self.said = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It can be reached."""
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-
-    def data_received(self, data: bytes) -> None:
-        """The answer, a token, ..."""
-        self.said = True
-        self.front.transport.write(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """All is said; or the server has died, and the client sees a connection that was cut."""
-        if not self.said and not self.front.transport.is_closing():
-            self.front.refuse(
-                ApiError(503, "the server has ended; try again", retry=1, code="died")
-            )
-        self.front.transport.close()
-        if not self.done.done():
-            self.done.set_result(None)
-
-
-async def run(servers: Servers, host: str, port: int, limits: Limits) -> None:
+async def run(servers: Servers, host: str, port: int) -> None:
     """Serve until this is cancelled."""
-    loop = asyncio.get_running_loop()
     listening = listen(host, port)
-    front = await loop.create_server(lambda: Front(servers, limits), sock=listening)
+    front = await asyncio.start_server(partial(answer, servers), sock=listening)
     print(f"Ready: http://{host}:{listening.getsockname()[1]}", flush=True)
     async with front:
         await front.serve_forever()
@@ -238,7 +120,7 @@ def main() -> int:
     given = parser.parse_args()
     try:
         servers = Servers(given.urls, make_policy(given.route, given.imbalance))
-        uvloop.run(run(servers, given.host, given.port, Limits()))
+        uvloop.run(run(servers, given.host, given.port))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What the host does between two steps, in microseconds: `python -m benchmarks.scheduling_cost`.
+"""What the host does between two steps of phase 05, in microseconds.
 
 The model is a stub that computes nothing, so what is left is Python: scheduling, laying out the batch,
 sampling the argmax of eight numbers, and dealing out tokens. On a GPU all of it is time in which the GPU
@@ -7,7 +7,6 @@ idles, unless a later phase hides it.
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass, replace
 from statistics import median
@@ -27,7 +26,6 @@ from forward.shapes import SHAPES
 from paged_cache import PagedBatch, PagedCache, PagedRunner, PagedScheduler
 
 BLOCK_SIZE = 16
-PHASES = ("05_paged_cache", "07_chunked_prefill", "08_prefix_cache", "08_prefix_cache hash")
 
 
 class StubModel:
@@ -79,13 +77,12 @@ class TimedRunner(PagedRunner):
 class Cost:
     """Medians in microseconds a step.
 
-    schedule: choosing works. prepare: from works to tensors. rest: sampling a stub's logits, and the glue.
-    update: dealing out tokens, finish rule, and what the cache keeps.
+    schedule: choosing works. prepare: from works to tensors. update: dealing out tokens, finish rule, and
+    what the cache keeps.
     """
 
     schedule: float
     prepare: float
-    rest: float
     update: float
 
     @property
@@ -94,23 +91,13 @@ class Cost:
         return self.schedule + self.prepare + self.update
 
 
-def build(phase: str, running: int, context: int) -> Engine:
-    """An engine of `phase` with `running` requests at about `context` tokens each, all decoding."""
+def build(running: int, context: int) -> Engine:
+    """An engine with `running` requests at about `context` tokens each, all decoding."""
     max_len = context + 1024
     rows = RequestRows(running, max_len)
     blocks = running * (max_len // BLOCK_SIZE + 1)
     cache = PagedCache(running, max_len, blocks, BLOCK_SIZE)
-    kind: type[PagedScheduler] = PagedScheduler
-    if not phase.startswith("05"):  # a phase imports none above it
-        from chunked_prefill import ChunkedScheduler
-
-        kind = ChunkedScheduler
-    if phase.startswith("08"):
-        from prefix_cache import INDEXES, PrefixCache
-
-        index = INDEXES["hash" if phase.endswith("hash") else "radix"]()
-        cache = PrefixCache(running, max_len, blocks, BLOCK_SIZE, index)
-    scheduler = kind(rows, cache, step_tokens=max(8192, max_len))
+    scheduler = PagedScheduler(rows, cache, step_tokens=max(8192, max_len))
     runner = TimedRunner(cast(Model, StubModel()), cast(Any, StubAttention()), rows, cache)
     engine = Engine(scheduler, runner)
     engine.max_len = max_len
@@ -127,7 +114,7 @@ def build(phase: str, running: int, context: int) -> Engine:
 
 def cost(engine: Engine, steps: int) -> Cost:
     """Measure decode steps."""
-    samples: list[tuple[float, float, float, float]] = []
+    samples: list[tuple[float, float, float]] = []
     runner = cast(TimedRunner, engine.runner)
     for _ in range(steps):
         t0 = time.perf_counter()
@@ -139,31 +126,5 @@ def cost(engine: Engine, steps: int) -> Cost:
         engine.collect(pending)
         engine.take_outputs()
         t3 = time.perf_counter()
-        samples.append((t1 - t0, runner.seconds, t2 - t1 - runner.seconds, t3 - t2))
+        samples.append((t1 - t0, runner.seconds, t3 - t2))
     return Cost(*(1e6 * median(column) for column in zip(*samples, strict=True)))
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--running", type=int, nargs="*", default=[1, 64, 256])
-    parser.add_argument("--context", type=int, nargs="*", default=[500, 4000])
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    print(
-        f"{'phase':<22}{'running':>8}{'context':>8}{'schedule':>10}{'prepare':>9}{'update':>8}"
-        f"{'total us':>10}{'rest':>8}"
-    )
-    for phase in PHASES:
-        for context in arguments.context:
-            for running in arguments.running:
-                found = cost(build(phase, running, context), arguments.steps)
-                print(
-                    f"{phase:<22}{running:>8}{context:>8}{found.schedule:>10.0f}{found.prepare:>9.0f}"
-                    f"{found.update:>8.0f}{found.total:>10.0f}{found.rest:>8.0f}"
-                )
-
-
-if __name__ == "__main__":
-    main()

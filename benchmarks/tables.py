@@ -8,8 +8,9 @@ A table stands between two comments in a Markdown file:
     <!-- table: cpu/02_kv_cache workload=generate-256 columns=output_tokens_per_s,ttft_ms_p50 -->
     <!-- /table -->
 
-`ladder` is the list of phases with their gains on every device; `peers NAME` compares an evidence file's
-phase with other engines. They have a file of their own (`benchmarks.recorded_peers`), and the best of each
+`ladder` is the list of phases with what they answer, `gains` that with their gains on every device.
+`peers NAME` compares an evidence file's phase with other engines. They have a file of their own
+(`benchmarks.recorded_peers`), and the best of each
 follows our rows in a table that chooses no variant. Any other name is an evidence file; words with `=` choose
 its runs (variant, workload, model, dtype or an option) and `columns` its metrics, to which `gain` (over the
 first row), `roofline` and `microseconds` (of the metric `seconds`) can be added. `rows` names options to show
@@ -30,6 +31,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks import excerpts, numbers, records
@@ -40,7 +42,7 @@ from benchmarks.plotting import number
 from benchmarks.recorded_peers import beside, versus
 from common.errors import UserError
 from common.files import whole
-from phases import PHASES
+from phases import PHASES, Phase
 
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
 MAP = re.compile(r"^(<!-- map -->\n).*?^(<!-- /map -->)$", re.DOTALL | re.MULTILINE)
@@ -94,8 +96,8 @@ def markdown_files(root: Path = ROOT) -> list[Path]:
 
 
 def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
-    if words[0] == "ladder":
-        return _ladder(root, file)
+    if words[0] in ("ladder", "gains"):
+        return (_ladder if words[0] == "ladder" else _gains)(root, file)
     if words[0] == "evidence":
         return _markdown(records.evidence_lines(root), text_columns=5)
     if words[0] == "llama_cpp_server":
@@ -169,27 +171,70 @@ def _evidence(name: str, root: Path) -> Evidence:
     return Evidence.load(_file(name, root))
 
 
+QUESTIONS = (
+    "How does a token come out of weights?",
+    "Why compute a token twice?",
+    "Why does one user pay for all the weights?",
+    "Why should a short answer wait for a long one?",
+    "Who reserved all that memory, and for what?",
+    "What does the GPU do between two operators?",
+    "Why does everybody stall when a long prompt comes?",
+    "Why compute the same beginning for everyone?",
+    "Who is waiting: the host or the device?",
+    "How few bits does a weight need?",
+    "Can one step make several tokens?",
+    "How can an answer be forced to parse?",
+    "What stands between an engine and its users?",
+    "What if a model is too large, or too slow, for one GPU?",
+    "Which copy of a server should get a request?",
+    "How can a model have more weights than it reads?",
+    "What if layers remember less than all?",
+    "Why does company change an answer?",
+    "Where does a block go when the GPU is full?",
+)
+"""What the phases answer, in order; the table of a later one has its summary."""
+SPEED = (6, 9, 14)
+"""Phases whose speed needs a GPU."""
+HOURS = re.compile(r"^\| \[(\d\d) .*?\| (\d+) \|", re.MULTILINE)
+"""Of each phase in `docs/paths.md`."""
+
+
+def _link(phase: Phase, root: Path, file: Path | None) -> str:
+    """A phase's number and title, with a link to its lesson where there is one."""
+    lesson = f"phases/{phase.name}/README.md"
+    up = "../" * len(file.parent.relative_to(root).parts) if file is not None else ""
+    short = f"{phase.number:02d} {phase.title}"
+    return f"[{short}]({up}{lesson})" if (root / lesson).exists() else short
+
+
 def _ladder(root: Path, file: Path | None) -> str:
+    """The phases with what each answers, its hours, and whether it needs a GPU."""
+    hours = dict(HOURS.findall((root / "docs" / "paths.md").read_text(encoding="utf-8")))
+    lines = [["phase", "what it answers", "hours", "GPU"]]
+    for phase, question in zip_longest(PHASES, QUESTIONS):
+        needs = "for its speed" if phase.number in SPEED else "no"
+        name = _link(phase, root, file)
+        spent = hours.get(f"{phase.number:02d}", "")
+        lines.append([name, question or phase.summary, spent, needs])
+    return _markdown(lines, text_columns=2)
+
+
+def _gains(root: Path, file: Path | None) -> str:
     """The phases with their gains as bare factors, and below them what each factor is of."""
     evidence = results(root / RESULTS.relative_to(ROOT))
     lines = [["phase", "what it adds", *evidence]]
     notes = []
     usual = {device: _usual_model(files) for device, files in evidence.items()}
     for phase in PHASES:
-        lesson = f"phases/{phase.name}/README.md"
-        target = lesson
-        if file is not None and file.parent != root:
-            target = "../" * len(file.parent.relative_to(root).parts) + target
         found = {
             device: gain(phase, files.get(phase.name)) for device, files in evidence.items()
         }
-        short = f"{phase.number:02d} {phase.title}"
-        name = f"[{short}]({target})" if (root / lesson).exists() else short
+        name = _link(phase, root, file)
         lines.append([name, phase.summary, *(factor_text(one) for one in found.values())])
-        notes += [f"{phase.number:02d} {said}" for said in _gains_of(found, usual)]
+        notes += [f"- {phase.number:02d}: {said}" for said in _gains_of(found, usual)]
     models = ", ".join(f"{model} on {device}" for device, model in usual.items() if model)
-    said = f"Of output tokens a second, with {models}, unless said: {'; '.join(notes)}."
-    return f"{_markdown(lines, text_columns=2)}\n<sub>{said}</sub>\n"
+    said = "\n".join([f"Of output tokens a second, with {models}, unless said:", "", *notes])
+    return f"{_markdown(lines, text_columns=2)}\n{said}\n"
 
 
 def _usual_model(files: Mapping[str, Evidence]) -> str:
@@ -217,12 +262,13 @@ def _peers(evidence: Evidence, root: Path) -> str:
     """Each workload that another engine ran too: the best of each engine, this course's, and the factor."""
     others = beside(evidence, root / RESULTS.relative_to(ROOT))
     columns = list(dict.fromkeys(run.variant.split(" ")[0] for run in others))
-    lines = [["workload", "model", *columns, evidence.phase, "over the best"]]
+    own = evidence.own()
+    lines = [["workload", "model", *columns, *own, "over the best"]]
     for model, workload in dict.fromkeys((run.model, run.workload) for run in others):
         metric = (
             "prompt_tokens_per_s" if workload.startswith("prefill") else "output_tokens_per_s"
         )
-        ours = evidence.one(evidence.phase, workload, model=model).median(metric)
+        ours = [evidence.one(v, workload, model=model).median(metric) for v in own.values()]
         found = {
             run.variant.split(" ")[0]: run
             for run in others
@@ -230,7 +276,8 @@ def _peers(evidence: Evidence, root: Path) -> str:
         }
         theirs = [_rate(found.get(name), metric) for name in columns]
         best = max(run.median(metric) for run in found.values())
-        lines.append([workload, model, *theirs, number(ours), versus(ours, best)])
+        shown = [number(rate) for rate in ours]
+        lines.append([workload, model, *theirs, *shown, versus(ours[-1], best)])
     return _markdown(lines, text_columns=2)
 
 
@@ -279,7 +326,7 @@ def _markdown(lines: Sequence[Sequence[str]], text_columns: int) -> str:
 
 TRUNK = ("01", "02", "03", "04", "05", "07", "08", "13")
 GPU = ("06", "09")
-BRANCHES = {"09": ("10", "11", "12", "18"), "13": ("14", "15", "16", "17")}
+BRANCHES = {"09": ("10", "11", "12", "18"), "13": ("14", "15", "16", "17", "19")}
 """The tree of phases: on the trunk each needs those before it; a branch can be read behind its root."""
 
 

@@ -118,15 +118,7 @@ class Workload:
 
         Requests of one repeat still share what they shared. Repeat 0 is the workload itself.
         """
-        return Workload(
-            self.name,
-            self.items,
-            self.temperature,
-            self.sequential,
-            self.vocab,
-            repeat,
-            self.ends,
-        )
+        return replace(self, shift=repeat)
 
     def first(self, count: int, tokens: int | None = None) -> Workload:
         """The first `count` requests alone, under a name that says so: for warm-ups and quick looks.
@@ -139,9 +131,7 @@ class Workload:
             items = tuple(
                 replace(item, max_tokens=min(item.max_tokens, tokens)) for item in items
             )
-        return Workload(
-            name, items, self.temperature, self.sequential, self.vocab, self.shift, self.ends
-        )
+        return replace(self, name=name, items=items)
 
 
 def workload(name: str, vocab: int = VOCAB) -> Workload:

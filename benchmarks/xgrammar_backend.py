@@ -29,7 +29,6 @@ IGNORED = {
     "$schema", "$comment", "$defs", "definitions", "title", "description", "default", "examples",
     "deprecated", "readOnly", "writeOnly",
 }  # fmt: skip
-CACHE_BYTES = 64 << 20
 MOST_ROLLBACK = 64
 
 
@@ -81,11 +80,9 @@ class XGrammarCompiled(Compiled):
 class XGrammarBackend(Backend):
     """Compiles by xgrammar; `check=False` leaves out the look through the schema."""
 
-    def __init__(
-        self, vocabulary: Vocabulary, *, check: bool = True, strict: bool = True
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, check: bool = True) -> None:
         super().__init__(vocabulary)
-        self.check, self.strict = check, strict
+        self.check = check
         self.eos = list(vocabulary.eos)
         info = xg.TokenizerInfo(
             list(vocabulary.tokens), vocab_size=len(vocabulary.tokens), stop_token_ids=self.eos
@@ -109,7 +106,7 @@ class XGrammarBackend(Backend):
     def _compile(self, grammar: Grammar) -> Any:
         if grammar.kind == "json_schema":
             return self.compiler.compile_json_schema(
-                grammar.source, any_whitespace=True, strict_mode=self.strict
+                grammar.source, any_whitespace=True, strict_mode=True
             )
         if grammar.kind == "regex":
             return self.compiler.compile_regex(grammar.source)

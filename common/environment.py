@@ -3,7 +3,7 @@ win.
 
 PyTorch's threads come from GNU's OpenMP. A thread that waits for others spins before it sleeps, by default
 for 300,000 turns (some 1 to 10 ms): alone that is the fastest way to begin the next operator, but beside
-another program it burns the very processor that the thread waited for has lost (`ladder bench neighbours`).
+another program it burns the very processor that the thread waited for has lost.
 So a command looks at the machine first: where processors are shared, its threads sleep at once.
 """
 
@@ -38,7 +38,10 @@ def limit_threads_and_noise(
     measuring: bool = False,
     begun: Usage | None = None,
 ) -> None:
-    """Set what the user has not set. Later than the import of PyTorch it changes nothing.
+    """Set environment variables of PyTorch's threads and of libraries' messages, unless the user has set
+    them.
+
+    It must be called before PyTorch is imported.
 
     Args:
         measuring: the command is a benchmark, which is to have the machine for itself.

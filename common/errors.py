@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import re
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import SupportsFloat, SupportsIndex
 
@@ -176,3 +177,20 @@ def text(name: str, value: str) -> str:
             f"{name} is {brief(value)}, but must have a UTF-8 form: {error.reason}"
         ) from None
     return value
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turn any error of the tokenizers library in a block into a `UserError` that names `what`.
+
+    The library raises nothing more specific than Exception, and where its Rust code panics, for instance
+    because a file contradicts itself, a BaseException that `except Exception` would let through.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # the user stops the program
+        raise UserError(f"{what} cannot be used by the tokenizer ({error})") from None

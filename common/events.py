@@ -6,13 +6,13 @@ A phase's engine has a method `stream` that yields events; `generate` collects t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from common.errors import UserError, shown
 from common.sampling.params import SamplingParams
-from common.text.detokenizer import Detokenizer
+from common.text.text_stream import TextStream
 
 if TYPE_CHECKING:
     from common.text.tokenizer import Tokenizer
@@ -97,12 +97,12 @@ class Completion:
 
     @property
     def ttft_ms(self) -> float | None:
-        """Time to first token, in milliseconds; None without a token."""
+        """Return the time to first token, in milliseconds; None without a token."""
         return (self.times[0] - self.arrival) * 1e3 if self.times else None
 
     @property
     def itl_ms(self) -> list[float]:
-        """Inter-token latencies, in milliseconds: one fewer than there are tokens."""
+        """Return the inter-token latencies, in milliseconds: one fewer than there are tokens."""
         return [
             (later - earlier) * 1e3
             for earlier, later in zip(self.times, self.times[1:], strict=False)
@@ -110,7 +110,7 @@ class Completion:
 
     @property
     def e2e_ms(self) -> float | None:
-        """Milliseconds from arrival to the last event; None before it."""
+        """Return the milliseconds from arrival to the last event; None before it."""
         return None if self.finished is None else (self.finished - self.arrival) * 1e3
 
     def add(self, event: TokenEvent) -> None:
@@ -125,114 +125,6 @@ class Completion:
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason
             self.finished = event.time
-
-
-class TextStream:
-    """The text of one completion in pieces that can be shown as soon as they are returned.
-
-    The end-of-sequence or stop token that ended it is left out, and so is a stop string with what follows
-    it.
-
-    A stop string may be spread over several tokens. Text that may turn out to be the beginning of one is
-    held back until it is decided. The string that is completed first counts, and of several completed by
-    the same character the longest; so it does not matter how the text is split into tokens. The text of the
-    first `min_tokens` tokens is not searched. A token costs time in proportion to its own text and to what
-    is held back, not to the text before.
-
-    stop: the stop string that has ended it; None: there was none.
-    """
-
-    stop: str | None = None
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        prompt: Sequence[int] = (),
-        shown: frozenset[int] = frozenset(),
-        answer: Callable[[str, bool], str] | None = None,
-    ) -> None:
-        """Start with an empty text that continues `prompt` (token ids).
-
-        params: its `stop`, `min_tokens` and `grammar` are used.
-        shown: ids of special tokens that stay in the text.
-        answer: takes what each token adds, and True if nothing follows; returns the part that is shown and
-            searched for stop strings. Reasoning, say, is neither.
-        """
-        # A grammar counts the bytes that tokens have in the middle of a text.
-        middle = params.grammar is not None
-        self._detokenizer = Detokenizer(tokenizer, shown=shown, after=prompt, middle=middle)
-        self._stops, self._exempt = params.stop, params.min_tokens
-        self._held = ""
-        self._shown: list[str] = []
-        self._answer = answer
-
-    @property
-    def begins(self) -> bool:
-        """True if the next token begins a text, so that some decoders drop its leading space."""
-        return self._detokenizer.begins
-
-    @property
-    def text(self) -> str:
-        """The text returned so far, joined anew at each call."""
-        return "".join(self._shown)
-
-    def push(self, event: TokenEvent) -> str:
-        """Append the next event of the completion; return the text that it adds."""
-        if event.text is None:
-            return self.advance(event.token_id, event.finish_reason)[1]
-        self._shown.append(event.text)
-        return event.text
-
-    def advance(
-        self, token_id: int | None, reason: FinishReason | None
-    ) -> tuple[FinishReason | None, str]:
-        """Append the next token (None: there is none) with the reason why it ends the completion (None: it
-        does not).
-
-        Returns:
-            The reason, which is "stop" if the token completes a stop string, and the text that is added.
-        """
-        held, new = self._held, ""
-        if token_id is not None:
-            piece = self._detokenizer.push(token_id)
-            if self._answer is not None:
-                piece = self._answer("" if reason == "stop" else piece, reason is not None)
-            new, stopped = self._search(piece)
-            if stopped:
-                reason = "stop"
-            elif reason == "stop" and self._answer is None:  # so the token itself ended it
-                new, self._held = held, ""
-        elif self._answer is not None:
-            new, _ = self._search(self._answer("", True))
-        if reason is not None:
-            new, self._held = new + self._held, ""
-        self._shown.append(new)
-        return reason, new
-
-    def _search(self, piece: str) -> tuple[str, bool]:
-        """Append decoded text; return what can be shown, and True if a stop string is complete."""
-        if self._exempt > 0:
-            self._exempt -= 1
-            return piece, False
-        text = self._held + piece
-        found = [
-            (at + len(stop), -len(stop))
-            for stop in self._stops
-            if (at := text.find(stop)) >= 0
-        ]
-        if found:
-            end, size = min(found)
-            self._held, self.stop = "", text[end + size : end]
-            return text[: end + size], True
-        begins = (
-            at
-            for at in range(len(text))
-            if any(stop.startswith(text[at:]) for stop in self._stops)
-        )
-        safe = next(begins, len(text)) if self._stops else len(text)
-        self._held = text[safe:]
-        return text[:safe], False
 
 
 def params_per_prompt(

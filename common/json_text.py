@@ -24,8 +24,12 @@ _STEPS = np.isin(np.arange(256), list(b"{[")).astype(np.int32) - np.isin(
 )
 _LARGEST = sys.float_info.max
 _TYPES = {
-    **{"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"},
-    **{"array": "a list", "object": "an object", "null": "null"},
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
 }
 T = TypeVar("T")
 

@@ -29,10 +29,10 @@ information.
 
 @dataclass(frozen=True)
 class Usage:
-    """A reading of counters, all in seconds since some fixed time.
+    """A reading of the machine's counters of processor time, in seconds since some fixed time.
 
-    clock: wall time. machine: time that the usable processors were busy. ours: time of this process and its
-        children.
+    clock: wall time. machine: time that the usable processors were busy. ours: time of this process and
+        its children.
     """
 
     clock: float
@@ -48,7 +48,7 @@ def processors() -> list[int]:
 
 
 def usage() -> Usage:
-    """Read the counters. On systems without them the result says that the processors are idle."""
+    """Return a reading of the counters. On systems without them it says that the processors are idle."""
     now = time.perf_counter()
     try:
         times = psutil.cpu_times(percpu=True)
@@ -77,8 +77,8 @@ def warn(before: Usage) -> None:
     part = share(before, usage())
     if part > MOST:
         err.print(
-            f"Other programs take {part:.0%} of the processor, so this is slower than it could be. "
-            f"{_advice()}`ladder bench neighbours` measures it here.",
+            f"Other programs take {part:.0%} of the processor, so this is slower than it could be."
+            + _advice(),
             style="yellow",
             markup=False,
             soft_wrap=True,
@@ -86,10 +86,10 @@ def warn(before: Usage) -> None:
 
 
 def _advice() -> str:
-    """Return advice, where it is not followed already."""
+    """Return advice on how to share the processors, as far as it is not followed already."""
     if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
         return ""
-    return "OMP_WAIT_POLICY=PASSIVE loses less beside them, and is the default if they run at the start; "
+    return " OMP_WAIT_POLICY=PASSIVE loses less beside them, and is the default if they run at the start."
 
 
 def _busy(times: object) -> float:

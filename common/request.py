@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from common.events import FinishReason, TextStream
+from common.events import FinishReason
 from common.sampling.params import SamplingParams
+from common.text.text_stream import TextStream
 
 NO_ROW = -1
 """The row of a request that is not running."""
 
 
-@dataclass(
-    eq=False, slots=True
-)  # eq=False: two requests are never equal, even with equal fields
+# eq=False: two requests are never equal, even with equal fields.
+@dataclass(eq=False, slots=True)
 class Request:
     """One completion of one prompt.
 
@@ -26,9 +26,9 @@ class Request:
     - `len(tokens)`: tokens whose value the host knows: the prompt and the output so far.
     - `placeholders`: tokens that are being sampled on the device and whose value the host has yet to see.
     - `num_computed_tokens`: tokens whose keys and values are in the cache, or will be once the steps that
-    are already scheduled have run. It advances when work is scheduled, so that the next step can be
-    scheduled while this one runs. All a request ever needs is for this count to catch up with the other
-    two.
+      are already scheduled have run. It advances when work is scheduled, so that the next step can be
+      scheduled while this one runs. All a request ever needs is for this count to catch up with the other
+      two.
 
     id: order of arrival.
     tokens: token ids of the prompt and the output so far.
@@ -91,12 +91,12 @@ class Request:
 
     @property
     def output_ids(self) -> list[int]:
-        """The tokens generated so far."""
+        """Return the tokens generated so far."""
         return self.tokens[self.prompt_len :]
 
     @property
     def prefilling(self) -> bool:
-        """True if more than its newest token is to be computed; a request with one token to
-        compute decodes.
+        """Return True if more than the newest token is to be computed; with one token to compute, a
+        request decodes.
         """
         return self.num_computed_tokens + 1 < len(self.tokens) + self.placeholders

@@ -19,22 +19,27 @@ import torch
 from common.device import synchronize
 from common.models.config import ModelConfig
 
+WARM_UPS = 3
+"""Calls before those that are timed."""
+
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Ceilings of this machine: bytes read from memory a second, FLOPs of matrix products a second."""
+    """The ceilings of a machine's roofline: bytes read from memory per second, FLOPs of matrix products
+    per second.
+    """
 
     read_bytes_per_s: float
     matmul_flop_per_s: float
 
     def to_json(self) -> dict[str, float]:
-        """For the evidence file."""
+        """Return the ceilings by name, for the evidence file."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Work of one stretch of computation, on any machine.
+    """The work of one stretch of computation, on any machine.
 
     weight_bytes, kv_bytes: bytes read; a state, which is written as well, counts twice as keys and values.
     flops: multiplications and additions, counted separately.
@@ -46,17 +51,17 @@ class ComputeCost:
 
     @property
     def bytes(self) -> float:
-        """Everything read."""
+        """Return all bytes that are read."""
         return self.weight_bytes + self.kv_bytes
 
     def seconds(self, ceilings: Ceilings) -> float:
-        """Time at the ceilings, reading and computing at once."""
+        """Return the least seconds at these ceilings, with reading and computing at once."""
         return max(
             self.bytes / ceilings.read_bytes_per_s, self.flops / ceilings.matmul_flop_per_s
         )
 
     def __add__(self, other: ComputeCost) -> ComputeCost:
-        """Both as one stretch."""
+        """Return the work of both stretches together."""
         return ComputeCost(
             self.weight_bytes + other.weight_bytes,
             self.kv_bytes + other.kv_bytes,
@@ -65,45 +70,45 @@ class ComputeCost:
 
 
 def layer_parameters(config: ModelConfig, experts: float | None = None) -> float:
-    """Weights of all layers' matrix products: projections and MLP, without embedding, norms and biases.
+    """Return the number of weights in all layers' matrix products: no embedding, norms or biases.
 
-    experts: so many of a mixture's experts in each layer; None: all.
+    experts: how many of a mixture's experts to count in each layer; None: all.
     """
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (query + 2 * kv) + query * config.hidden_size
-    gated = (
-        2 if config.family == "gpt2" else 3
-    )  # GPT-2's MLP has two matrices, the others a gate as well
+    # GPT-2's MLP has two matrices, the others a gate as well.
+    gated = 2 if config.family == "gpt2" else 3
     mixers = _mixer_parameters(config, attention)
-    dense, facts = gated * config.hidden_size * config.intermediate_size, config.experts
+    facts = config.experts
     if facts is None:
+        dense = gated * config.hidden_size * config.intermediate_size
         return mixers + config.num_layers * dense
     inside = (
         facts.intermediate_size * (facts.count if experts is None else experts)
         + facts.shared_size
     )
     sparse = config.hidden_size * (3 * inside + facts.count)
-    plain = len([layer for layer in facts.dense_layers if layer < config.num_layers])
-    return mixers + plain * dense + (config.num_layers - plain) * sparse
+    return mixers + config.num_layers * sparse
 
 
 def _mixer_parameters(config: ModelConfig, attention: int) -> int:
-    """Weights around what mixes tokens, in all layers. attention: those of a layer of plain attention."""
+    """Return the number of weights of attention or Gated DeltaNet, in all layers.
+
+    attention: weights of one layer of plain attention.
+    """
     delta, states = config.delta, _state_layers(config)
     if delta is None:
         return config.num_layers * attention
-    values = (
-        delta.value_heads * delta.value_dim
-    )  # into the gate, out of it, and two numbers a head
+    # Into the gate, out of it, and two numbers a head.
+    values = delta.value_heads * delta.value_dim
     mixer = config.hidden_size * (delta.channels + 2 * values + 2 * delta.value_heads)
-    attention += (
-        config.hidden_size * config.num_heads * config.head_dim
-    )  # here attention has a gate as well
+    # Here attention has a gate as well.
+    attention += config.hidden_size * config.num_heads * config.head_dim
     return (config.num_layers - states) * attention + states * mixer
 
 
 def state_bytes(config: ModelConfig) -> float:
-    """Bytes of all layers' states of one request, in float32; each token reads them and writes them back."""
+    """Return the bytes of all layers' states of one request, in float32; each token reads and writes them."""
     return (
         0
         if config.delta is None
@@ -116,7 +121,7 @@ def _state_layers(config: ModelConfig) -> int:
 
 
 def experts_read(config: ModelConfig, tokens: float) -> float | None:
-    """Return how many of a layer's experts some tokens choose on average, if all are equally likely."""
+    """Return how many of a layer's experts `tokens` tokens choose on average, if all are equally likely."""
     if config.experts is None:
         return None
     return config.experts.count * (
@@ -125,17 +130,17 @@ def experts_read(config: ModelConfig, tokens: float) -> float | None:
 
 
 def parameters_of_a_token(config: ModelConfig) -> float:
-    """Weights of the layers that one token is multiplied with."""
+    """Return the number of the layers' weights that one token is multiplied with."""
     return layer_parameters(config, None if config.experts is None else config.experts.top_k)
 
 
 def decode_work(
     config: ModelConfig, dtype: torch.dtype, batch: int, context: float
 ) -> ComputeCost:
-    """One decode step: one new token for each of `batch` sequences that attend to `context` keys each.
+    """Return the work of one decode step: one new token for each of `batch` sequences of `context` keys.
 
-    The embedding is read once as the output head (a tied one is the same matrix); of the input embedding only
-    `batch` rows are read, which is nothing.
+    The embedding is read once as the output head (a tied one is the same matrix); of the input embedding
+    only `batch` rows are read, which is nothing.
     """
     head = config.vocab_size * config.hidden_size
     read = layer_parameters(config, experts_read(config, batch)) + head
@@ -153,7 +158,9 @@ def decode_work(
 def prefill_work(
     config: ModelConfig, dtype: torch.dtype, prompt_lens: Sequence[int]
 ) -> ComputeCost:
-    """Prompts computed in one pass: every token through the layers, the head for each prompt's last token."""
+    """Return the work of prompts computed in one pass: all tokens through the layers, the head for the
+    last ones.
+    """
     head = config.vocab_size * config.hidden_size
     tokens = sum(prompt_lens)
     read = layer_parameters(config, experts_read(config, tokens))
@@ -175,10 +182,10 @@ def generation_work(
     batch: int,
     cached: bool = True,
 ) -> list[ComputeCost]:
-    """All prefills and all decodes of requests that run at most `batch` at a time, as two stretches.
+    """Return the work of all prefills, and of all decodes, of requests that run at most `batch` at a time.
 
-    The number of decode steps is the least that any schedule needs: no request goes faster than one token a
-    step, and no step yields more than `batch` tokens. The first output token comes from the prefill.
+    The number of decode steps is the least that any schedule needs: no request goes faster than one token
+    a step, and no step yields more than `batch` tokens. The first output token comes from the prefill.
 
     cached=False: no cache, so that every output token is a prefill of all that stands before it (phase 01).
     """
@@ -208,24 +215,26 @@ def generation_work(
 
 
 def ideal_seconds(works: Sequence[ComputeCost], ceilings: Ceilings) -> float:
-    """Time of several stretches one after the other."""
+    """Return the least seconds of several stretches of work, one after the other."""
     return sum(work.seconds(ceilings) for work in works)
 
 
 def _keys(config: ModelConfig, context: float) -> float:
-    """Keys that one query reads, summed over the layers: `context`, or less in sliding-window layers."""
+    """Return the keys that one query reads, summed over the layers: `context`, or less with a sliding
+    window.
+    """
     return sum(
         context if window is None else min(context, window) for window in _windows(config)
     )
 
 
 def _windows(config: ModelConfig) -> list[int | None]:
-    """The window of each layer of attention."""
+    """Return the window in tokens of each layer of attention; None: it sees all."""
     return [config.sliding_windows[layer] for layer in config.attention_layers]
 
 
 def _pairs(config: ModelConfig, length: int) -> float:
-    """Query-key pairs of one causal prompt, summed over the layers."""
+    """Return the query-key pairs of one causal prompt of `length` tokens, summed over the layers."""
     total = 0.0
     for window in _windows(config):
         seen = length if window is None else min(length, window)
@@ -234,30 +243,30 @@ def _pairs(config: ModelConfig, length: int) -> float:
 
 
 def _kv_bytes_per_key(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one token's key and value in one layer."""
+    """Return the bytes of one token's key and value in one layer."""
     return 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def _flops_per_key(config: ModelConfig) -> float:
-    """FLOPs that one query spends on one key in one layer: a score and a weighted value in each head."""
+    """Return the FLOPs that one query spends on one key in one layer: a score and a weighted value in
+    each head.
+    """
     return 4.0 * config.num_heads * config.head_dim
 
 
 def time_call(
     function: Callable[[], object],
-    device: torch.device | str = "cpu",
+    device: torch.device,
     *,
-    repeats: int = 20,
-    warm_up: int = 3,
-    floor: float = 0.0,
+    repeats: int,
+    floor: float,
 ) -> list[float]:
-    """Seconds of each of `repeats` calls, for kernels and probes.
+    """Return the seconds of each of `repeats` calls of a function, for kernels and probes.
 
-    On CUDA each call is timed by events on the device, so launch costs before it do not count. `floor` keeps
-    going until this many seconds were spent.
+    On CUDA each call is timed by events on the device, so launch costs before it do not count. warm_up:
+    calls before that are not timed. floor: call on until this many seconds were spent.
     """
-    device = torch.device(device)
-    for _ in range(warm_up):
+    for _ in range(WARM_UPS):
         function()
     synchronize(device)
     times: list[float] = []
@@ -278,12 +287,12 @@ def time_call(
     return times
 
 
-def probe_read(device: torch.device, size: int | None = None) -> float:
+def probe_read(device: torch.device) -> float:
     """Bytes a second that a large tensor is read at: the best of several sums over it.
 
-    `size` in bytes; it must be far larger than the caches (1 GiB on CUDA, 256 MiB elsewhere).
+    It is far larger than the caches: 1 GiB on CUDA, 256 MiB elsewhere.
     """
-    size = size or (2**30 if device.type == "cuda" else 2**28)
+    size = 2**30 if device.type == "cuda" else 2**28
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     # A sum is arithmetic too, and may not be what reads fastest: on a CPU a product with two vectors is (one
     # vector takes MKL's single-threaded path, see `forward.cpu_linear`).
@@ -297,9 +306,12 @@ def probe_read(device: torch.device, size: int | None = None) -> float:
     return data.numel() * 4 / best
 
 
-def probe_matmul(device: torch.device, dtype: torch.dtype, n: int | None = None) -> float:
-    """FLOPs a second of an n x n matrix product: the best of several (n is 8,192 on CUDA, else 1,024)."""
-    n = n or (8192 if device.type == "cuda" else 1024)
+def probe_matmul(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOPs per second of an n x n matrix product: the best of several.
+
+    n: 8,192 on CUDA, else 1,024, by default.
+    """
+    n = 8192 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device).to(dtype)
     b = torch.randn(n, n, device=device).to(dtype)
     synchronize(device)

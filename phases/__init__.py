@@ -57,12 +57,12 @@ class Phase:
 
     @property
     def name(self) -> str:
-        """Folder name and the name used in evidence files, such as `05_paged_cache`."""
+        """Return the folder's name, also used in evidence files, such as `05_paged_cache`."""
         return f"{self.number:02d}_{self.package}"
 
     @property
     def folder(self) -> Path:
-        """The phase's folder in this checkout."""
+        """Return the phase's folder in this checkout."""
         return ROOT / "phases" / self.name
 
 
@@ -137,6 +137,11 @@ _CONTENTS = (
         "Batch invariance",
         "every sum has one order, so a request gets the same bits whatever shares its batch",
     ),
+    (
+        "moving_blocks",
+        "Moving blocks",
+        "blocks go to host memory and to files, and come back: a restarted server is warm",
+    ),
 )
 """Package, title and summary of each phase, in order."""
 _MORE: dict[int, dict[str, Any]] = {
@@ -161,6 +166,11 @@ _MORE: dict[int, dict[str, Any]] = {
         "headline_before": ("dense of all weights", "dense of equal activity"),
     },
     17: {"headline": "requests_in_flight", "headline_runs": {"context": 8192}},
+    19: {
+        "headline": "ttft_ms_p50",
+        "headline_runs": {"workload": "restart-2000"},
+        "headline_before": ("08_prefix_cache",),
+    },
 }
 """Number of a phase -> other fields of its `Phase`."""
 PHASES = tuple(
@@ -223,25 +233,6 @@ def flags() -> list[Flag]:
 def first_phases() -> dict[str, int]:
     """Return every option of an engine and every feature's switch, with the first phase that has it."""
     return {flag.name: flag.first for flag in flags() if flag.first}
-
-
-def own_options(
-    phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]
-) -> dict[str, Any]:
-    """Return options without switches of later phases that are off, for comparisons of several phases.
-
-    first: name of an option -> number of the first phase that has it.
-
-    Raises:
-        UserError: another option is of a later phase; see `check_phase`.
-    """
-    own = {
-        name: value
-        for name, value in options.items()
-        if value is not False or first.get(name, 0) <= phase.number
-    }
-    check_phase(phase, own, first)
-    return own
 
 
 def check_phase(phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]) -> None:

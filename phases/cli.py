@@ -74,14 +74,8 @@ LOADING = {
 HELP_ALL = "--help-all"
 EPILOG = f"{HELP_ALL} shows all options; behind a phase, those of that phase."
 SHORT_HELP = {
-    "run": (
-        *("model", "prompt", "prompts_file", "chat", "max_tokens", "temperature", "seed"),
-        *("device", "as_json", "verbose", "help"),
-    ),
-    "serve": (
-        *("host", "port", "api_key", "name", "phase", "max_len", "cache_bytes", "access_log"),
-        *("device", "dtype", "help"),
-    ),
+    "run": "model prompt prompts_file chat max_tokens temperature seed device as_json verbose help",
+    "serve": "host port api_key name phase max_len cache_bytes access_log device dtype help",
 }
 """Command -> its options that `--help` shows."""
 
@@ -118,9 +112,8 @@ def command(
             if function.__name__ in LOADING and err.is_terminal:
                 err.print(f"[dim]{LOADING[function.__name__].format(**vars(asked))} ...[/dim]")
             measuring = function.__name__ in MEASURING
-            limit_threads_and_noise(
-                measuring=measuring, begun=BEGUN
-            )  # before PyTorch is imported
+            # Before PyTorch is imported.
+            limit_threads_and_noise(measuring=measuring, begun=BEGUN)
             code: int = resolve_name(target)(asked)
             return code
 
@@ -390,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _hidden(command: str, given: Sequence[str], options: Sequence[str]) -> set[str]:
     """Return the options that the help does not show: those beyond `SHORT_HELP`, or those of later phases."""
     if HELP_ALL not in given:
-        return set(options) - set(SHORT_HELP[command])
+        return set(options) - set(SHORT_HELP[command].split())
     phase = next(filter(None, map(find_phase, given)), None)
     return {flag.name for flag in flags() if phase is not None and flag.first > phase.number}
 
@@ -408,9 +401,8 @@ def _call(given: Sequence[str]) -> int:
     if named in SHORT_HELP:
         hidden = _hidden(named, given, [param.name for param in group.commands[named].params])
         for param in group.commands[named].params:
-            param.hidden = (
-                param.name in hidden
-            )  # an argument has no such field, and shows itself
+            # An argument has no such field, and shows itself.
+            param.hidden = param.name in hidden
     given = ["--help" if word == HELP_ALL else word for word in given]
     try:
         code = group(given, prog_name="ladder", standalone_mode=False)

@@ -19,7 +19,7 @@ from common.options import route, unknown
 from common.text.tokenizer import Tokenizer
 from forward.loading import facts_of
 from forward.model import Model
-from phases import PHASES, Phase, appendix, check_phase, first_phases, own_options
+from phases import PHASES, Phase, appendix, check_phase, first_phases
 from phases import phase_named as phase_named
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def features(phase: Phase) -> list[type[Feature]]:
 
 @dataclass(frozen=True)
 class Checked:
-    """Options of a phase's engine that can be had.
+    """Checked options of a phase's engine.
 
-    own: by name. chosen: from phase 05 on, the sizes and features that they mean.
+    own: by name. chosen: from phase 05 on, the sizes and features that they ask for.
     """
 
     phase: Phase
@@ -187,10 +187,17 @@ def load_engine(
 ) -> Streams:
     """Check options, and make a phase's engine with them: everything that runs one comes here.
 
+    Switches of later phases that are off are left out, for comparisons of several phases.
+
     Raises:
         UserError: see `check_options` and `check_model`.
     """
     where = model.device if isinstance(model, Model) else pick_device(device)
-    own = own_options(phase, options, first_phases())
+    first = first_phases()
+    own = {
+        name: value
+        for name, value in options.items()
+        if value is not False or first.get(name, 0) <= phase.number
+    }
     checked = check_options(phase, own, where)
     return load_checked(checked, model, device=device, dtype=dtype, tokenizer=tokenizer)

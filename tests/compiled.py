@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that are not here: `python -m tests.compiled 80 90`, for these capabilities; with
-`--quant` behind it those of phase 10, with `--experts` those of phase 16,
-with `--delta` those of layers with states, else phase 09's for a few tokens.
+`--quant` behind it those of phase 10, with `--experts` those of phase 16, with `--delta` those of layers with
+states.
 
 A variable that gets another shape in a branch, a tile that no tensor core has, more registers than there are:
 the interpreter minds none of these. Triton needs no device to compile for one, only not to be interpreting,
@@ -30,8 +30,6 @@ from experts.kernels.grouped import LARGE, OLDER, TABLE, add_choices_kernel, gro
 from experts.kernels.routing import count_kernel, place_kernel, route_kernel
 from experts.kernels.small_batch import SHAPES, small_batch_expert_kernel
 from phases.appendix.delta_layers import kernels as delta_layers
-from phases.appendix.latency.small_batch import small_batch_attention_kernel
-from phases.appendix.latency.tables import small_batch_config
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import gemv8_kernel
 from phases.appendix.quant_kernels.gemv4 import gemv4_kernel
@@ -40,7 +38,7 @@ HOPPER, ADA = 90, 89
 TYPES = {
     "block_table": "*i32", "context_len": "*i32", "query_starts": "*i32", "arrived": "*i32", "slots": "*i64",
     "cos": "*fp32", "sin": "*fp32", "partial": "*fp32", "lse": "*fp32",
-    "eps": "fp32", "scale": "fp32", "soft_cap": "fp32",
+    "eps": "fp32", "scale": "fp32",
     "block_stride": "i32", "slot_stride": "i32", "head_stride": "i32", "tokens": "i32", "N": "i32",
     "scale_stride": "i32", "weight_scale": "*fp32", "zero": "*u8",
 }  # fmt: skip
@@ -100,41 +98,13 @@ def main() -> None:
     """The kernels that are asked for."""
     wanted = sys.argv[1:]
     kinds = {"--quant": few_bits, "--experts": experts, "--delta": delta}
-    kernels = next((kinds[kind] for kind in wanted if kind in kinds), few_tokens)
+    kernels = next(kinds[kind] for kind in wanted if kind in kinds)
     for capability in map(int, filter(str.isdigit, wanted)):
         for name, kernel, constants, warps, stages, types in kernels(capability):
             lost = spills(
                 kernel, capability, constants, warps=warps, stages=stages, types=types
             )
             print(f"sm_{capability} {name}: spills {lost}", flush=True)
-
-
-def few_tokens(capability: int) -> Iterator[Kernel]:
-    """Attention of a few tokens of one request."""
-    early = capability >= HOPPER
-    for heads, kv_heads, d, tokens, window, cap, wait_for_all_splits in (
-        (9, 3, 64, 8, 0, False, False),
-        (32, 8, 128, 8, 0, False, True),
-        (4, 1, 128, 4, 512, True, True),
-        (16, 8, 128, 8, 0, False, False),
-    ):
-        config = small_batch_config(d, 2)
-        group = heads // kv_heads
-        constants = {
-            "H": heads, "KH": kv_heads, "GROUP": group, "D": d, "D_PAD": d, "P": 16, "WINDOW": window,
-            "SOFT_CAP": cap, "NORM": d == 128, "ONE_PLUS": False, "TOKENS": tokens,
-            "BLOCK_M": max(16, triton.next_power_of_2(tokens * group)), "BLOCK_N": config.block_n,
-            "SPLITS": config.splits, "WAIT_FOR_SPLITS": wait_for_all_splits, "PDL": early,
-        }  # fmt: skip
-        name = f"lone_few, {tokens} tokens, {heads} heads of {d}"
-        yield (
-            name,
-            small_batch_attention_kernel,
-            constants,
-            config.num_warps,
-            config.num_stages,
-            {},
-        )
 
 
 def few_bits(capability: int) -> Iterator[Kernel]:

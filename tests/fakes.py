@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.cache import RowCache
+from continuous.cache import CacheManager
 from continuous.engine import Engine
 from continuous.rows import RequestRows
 from continuous.seams import Drafter, GrammarManager
@@ -127,7 +127,7 @@ def must(condition: bool, message: str) -> None:
 class FakeRunner:
     """`fail_run` and `fail_get` make the next step raise, when it is launched or when it is read."""
 
-    def __init__(self, rows: RequestRows, cache: RowCache | HasBlocks) -> None:
+    def __init__(self, rows: RequestRows, cache: CacheManager | HasBlocks) -> None:
         config = replace(SHAPES["tiny"], vocab_size=VOCAB, eos_token_ids=(EOS,))
         self.model: Any = SimpleNamespace(config=config, device=torch.device("cpu"))
         self.rows, self.cache = rows, cache

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.rows import RequestRows
 from continuous.work import Work
+from forward.attention import LayerSpec
 from paged_cache import LayerBlocks, PagedBatch, PagedCache
 from paged_cache.reference import paged_attention
 from paged_cache.runner import PagedRunner
@@ -25,7 +26,6 @@ GARBAGE = 2**30  # a block id that no pool has
 FEATURES: dict[str, dict[str, float]] = {
     "plain": {},
     "window": {"sliding_window": 20},
-    "cap": {"soft_cap": 4.0},
 }
 
 
@@ -42,6 +42,11 @@ class Batch:
     @property
     def arguments(self) -> tuple[Tensor, LayerBlocks, Tensor, Tensor]:
         return self.q, self.cache, self.tables, self.context_lens
+
+    def layer(self, **features: Any) -> LayerSpec:
+        """The layer that the inputs are of, with these features."""
+        heads, d = self.q.shape[1:]
+        return LayerSpec(0, heads, self.cache.k.shape[2], d, 0.2, **features)
 
 
 def prepared(rows: RequestRows, cache: PagedCache, works: Sequence[Work]) -> PagedBatch:
@@ -156,9 +161,3 @@ def assert_attention(
         )
         + f"; {wrong} of {apart.numel()} heads are wrong"
     )
-
-
-def combined(partial: Tensor, logs: Tensor, used: int) -> Tensor:
-    """Attention's output `[T, H, D]` from splits `[splits, T, H, D]` and logarithms `[splits, T, H]`."""
-    weights = torch.softmax(logs[:used].float() * math.log(2), 0)
-    return (partial[:used].float() * weights[..., None]).sum(0)

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import pytest
 
 import cuda_graphs
-from common.events import TextStream
 from common.sampling.params import SamplingParams
+from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
 from paged_cache import PagedEngine
@@ -64,7 +64,7 @@ def make_with_grammars(model: Model, tokenizer: Tokenizer) -> Callable[..., App]
 
 def extension(app: App, kind: type[E]) -> E:
     """The part of the appendix of this kind, which has hooks in the application."""
-    hooks = [*app.before, *app.on_step, *app.on_end]
+    hooks = [*app.before, *app.engine.on_step, *app.on_end]
     bound = [hook for hook in hooks if inspect.ismethod(hook)] + [app.routes["/events"]["GET"]]
     return next(hook.__self__ for hook in bound if isinstance(hook.__self__, kind))
 

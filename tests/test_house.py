@@ -25,11 +25,8 @@ LARGER = {
 }
 """Packages with more to teach."""
 OVER = {
-    "continuous": 10_370,
-    "triton_paged_attention": 15_245,
-    "speculative": 10_740,
     "structured": 11_550,
-    "serving": 13_860,
+    "serving": 13_762,
 }
 """Packages that are over their budget still: they may only shrink."""
 WIDTH, WIDE = 95, 0.03

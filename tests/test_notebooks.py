@@ -92,6 +92,31 @@ class TestNotebook:
         ]
         assert any("**Predict" in text for text in before), "no prediction in front of a plot"
 
+    def test_every_section_predicts_runs_and_explains(self, path: Path) -> None:
+        """A reader guesses before the code runs, and reads why it came out so behind it."""
+        titles: list[str] = []
+        asks: set[str] = set()
+        runs: set[str] = set()
+        explains: set[str] = set()
+        for cell in read(path)["cells"]:
+            source = "".join(cell["source"])
+            if "## Exercises" in source:
+                break
+            if cell["cell_type"] == "code":
+                runs |= set(titles[-1:])
+                continue
+            before, *sections = re.split(r"^## ", source, flags=re.MULTILINE)
+            if titles and titles[-1] in runs and before.strip():
+                explains.add(titles[-1])
+            if "**Predict" in before:
+                asks |= set(titles[-1:])
+            for section in sections:
+                titles.append(section.splitlines()[0])
+                if "**Predict" in section:
+                    asks.add(titles[-1])
+        assert sorted(runs - asks) == [], "sections that ask for no prediction"
+        assert sorted(runs - explains) == [], "sections that explain nothing behind their code"
+
     def test_names_no_machine(self, path: Path) -> None:
         assert MACHINE.search(path.read_text(encoding="utf-8")) is None
 

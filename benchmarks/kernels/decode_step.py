@@ -1,58 +1,55 @@
-"""A whole decode step of few requests, replayed from a CUDA graph, and the kernels that choose tokens.
+"""A whole decode step of few requests, replayed from a CUDA graph.
 
 Workload `decode-step`: from tokens and their positions to the next greedy tokens, each request with so many
 keys. `seconds` is one replay of many in a row, so gaps between kernels count and the host does not. The
-roofline reads every weight that the step needs and all keys and values once. Workload `sampling`: logits
-`[batch, 151936]` to tokens; the roofline reads the logits once.
+roofline reads every weight that the step needs and all keys and values once.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
-from benchmarks.kernels.harness import graph_seconds
-from benchmarks.kernels.sampling import choose_times
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run, collect
+from benchmarks.kernels.harness import graph_seconds, read_once
 from benchmarks.plotting import MARKERS, colours, log_axis, panels, reference_line, save, tick
 from benchmarks.roofline import ceilings
 from common.errors import UserError
 from common.roofline import Ceilings
-from common.sampling.params import SamplingParams
-from common.sampling.sampler import Sampler
 from cuda_graphs.batch import fixed_batch
-from cuda_graphs.sampling import DrawSettings, argmax_rows, draw_rows
+from cuda_graphs.sampling import argmax_rows
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache import BlockPool, PagedBatch
 from paged_cache.memory import weight_bytes
-from phases.appendix.latency.layers import LatencyAttention, install
+from phases.appendix.latency.layers import install
+from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.layers import optimize
 
 NAME, STEP = "decode_step", "06_triton_paged_attention"
+LATENCY = STEP + APPENDIX
+"""With the appendix's kernels for one token."""
 MODELS = ("qwen3-0.6b", "qwen3-8b")
 CONTEXTS = (100, 356, 612, 4096, 16384)
 MIDDLE = 356
 """Keys in the middle of `single-512`: a prompt of 100 tokens and half of 512."""
 FEW_COUNTS = (2, 4, 8)
-BATCHES = (1, 64, 256)
-VOCAB, BLOCK = 151_936, 64
+BLOCK = 64
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Both models, then the sampling kernels."""
+    """Both models."""
     if options.device.type != "cuda":
         raise UserError(
             f"device is {options.device.type!r}, but kernels are timed on 'cuda' only"
         )
     top = ceilings(options.device, options.dtype)
-    runs = [*sampling(options, top)]
+    runs: list[Run] = []
     for name in MODELS[:1] if options.quick else MODELS:
         runs += steps(name, options, top)
     return collect(NAME, runs, options.device, top.to_json())
@@ -64,15 +61,15 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
         f"random:{name}", device=str(options.device), dtype=str(options.dtype).split(".")[-1]
     )
     models = {
-        "06_triton_paged_attention": install(optimize(clone(base))),
-        "without kernels for one token": optimize(clone(base)),
+        LATENCY: install(optimize(clone(base))),
+        STEP: optimize(clone(base)),
         "attention only": clone(base),
     }
     config = base.config
     blocks = -(-max(CONTEXTS) // BLOCK)
     pool = BlockPool(config, blocks, BLOCK, device=options.device, dtype=options.dtype)
     pool.data.normal_()
-    attention = LatencyAttention(pool, config.num_heads)
+    attention = TritonPagedAttention(pool, config.num_heads)
 
     def step(model: Model, batch: PagedBatch) -> Tensor:
         attention.begin(batch)
@@ -101,99 +98,36 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
                 flush=True,
             )
             chosen = {"batch": count, "context": context}
-            yield record("decode-step", variant, name, options, top, samples, work, **chosen)
+            yield read_once(
+                variant,
+                "decode-step",
+                samples,
+                work,
+                model=name,
+                dtype=options.dtype,
+                top=top,
+                options=chosen,
+            )
 
 
 def cases(variant: str, quick: bool) -> list[tuple[int, int]]:
     """Requests and keys of each."""
     some = [(count, MIDDLE) for count in FEW_COUNTS]
-    if variant != "06_triton_paged_attention" or quick:
+    if variant != LATENCY or quick:
         return [(1, MIDDLE)]
     return [(1, context) for context in CONTEXTS] + some
 
 
-def sampling(options: BenchOptions, top: Ceilings) -> Iterator[Run]:
-    """Greedy and random rows, by torch and by the kernels, which must choose the same."""
-    for batch in BATCHES[:1] if options.quick else BATCHES:
-        sets = [
-            torch.randn(batch, VOCAB, device=options.device).mul_(3).to(options.dtype)
-            for _ in range(3)
-        ]
-        choices = choosers(batch, options.device)
-        for pair in (("torch draw", "draw_rows"), ("torch argmax", "argmax_rows")):
-            wanted, got = (choices[variant](sets[0]) for variant in pair)
-            if not torch.equal(wanted, got):
-                raise UserError(f"batch is {batch}, and {pair} choose different tokens")
-        for variant, call in choices.items():
-            samples = graph_seconds([partial(call, x) for x in sets], repeats=9)
-            print(f"sampling {batch} {variant}: {sorted(samples)[4] * 1e6:.1f} us", flush=True)
-            work = batch * VOCAB * options.dtype.itemsize
-            yield record(
-                "sampling",
-                variant,
-                "vocabulary of Qwen3",
-                options,
-                top,
-                samples,
-                work,
-                batch=batch,
-            )
-
-
-def choosers(batch: int, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Ways from logits `[batch, VOCAB]` to tokens `[batch]`."""
-    sampler = Sampler(batch, VOCAB, device, seed=0)
-    host = list(range(batch))
-    for row in host:
-        sampler.set_row(row, SamplingParams(temperature=0.8, seed=row))
-    plan = sampler.plan(host).for_any_rows()
-    rows, steps = torch.arange(batch, device=device), torch.full((batch,), 7, device=device)
-    return {
-        "torch draw": lambda x: sampler.sample(x.float(), rows, host, steps, plan).tokens,
-        "draw_rows": lambda x: draw_rows(
-            x, DrawSettings(rows, steps, sampler.floats, sampler.ints)
-        ),
-        "torch argmax": lambda x: x.argmax(1),
-        "argmax_rows": argmax_rows,
-    }
-
-
-def record(
-    workload: str,
-    variant: str,
-    model: str,
-    options: BenchOptions,
-    top: Ceilings,
-    samples: list[float],
-    work: int,
-    **chosen: int,
-) -> Run:
-    """One variant's samples, with the time that reading `work` bytes takes as roofline."""
-    floor = work / top.read_bytes_per_s
-    return Run(
-        variant=variant,
-        workload=workload,
-        workload_sha256=hashlib.sha256(
-            repr((workload, VOCAB, sorted(chosen.items()))).encode()
-        ).hexdigest(),
-        model=model,
-        weights="random",
-        dtype=str(options.dtype).removeprefix("torch."),
-        options=chosen,
-        metrics={"seconds": Metric(tuple(samples))},
-        roofline=Roofline(seconds=floor, fraction=floor / Metric(tuple(samples)).median),
-    )
-
-
 def draw(evidence: Evidence, out: Path) -> None:
-    """Steps over the context, and sampling over the batch."""
-    figure, (left, right) = panels(2)
-    models = list(dict.fromkeys(run.model for run in evidence.find(STEP, batch=1)))
+    """Steps of one request over the context."""
+    figure, (left,) = panels()
+    step = LATENCY if evidence.appendix else STEP  # names hid it before 2026-11-29
+    models = list(dict.fromkeys(run.model for run in evidence.find(step, batch=1)))
     shown = colours(models, STEP)
     reached = {}
     for model, marker in zip(models, MARKERS, strict=False):
         runs = sorted(
-            evidence.find(STEP, model=model, batch=1), key=lambda run: run.options["context"]
+            evidence.find(step, model=model, batch=1), key=lambda run: run.options["context"]
         )
         fractions = [run.roofline.fraction for run in runs if run.roofline]
         reached[model] = max(fractions)
@@ -209,5 +143,4 @@ def draw(evidence: Evidence, out: Path) -> None:
     left.set_ylabel("share of the roofline")
     reference_line(left, 1.0, "reading weights and cache, and nothing else")
     left.legend(loc="lower right")
-    choose_times([run for run in evidence.runs if run.workload == "sampling"], right)
     save(figure, out, evidence)

@@ -7,11 +7,17 @@ events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from benchmarks.evidence import Metric, Roofline, Run
+from common.roofline import Ceilings
+from forward.attention import LayerSpec
 
 L2_BYTES = 60e6
 
@@ -33,6 +39,12 @@ class Case:
     def scale(self) -> float:
         """1 / sqrt(D)."""
         return float(self.q.shape[-1] ** -0.5)
+
+    @property
+    def layer(self) -> LayerSpec:
+        """The layer that the problem is of."""
+        heads, d = self.q.shape[1:]
+        return LayerSpec(0, heads, self.k_cache.shape[2], d, self.scale)
 
     @property
     def kv_bytes(self) -> int:
@@ -140,3 +152,35 @@ def eager_seconds(
         if repeat:  # the first is a warm-up
             samples.append(begin.elapsed_time(end) * 1e-3 / count)
     return samples
+
+
+def read_once(
+    variant: str,
+    workload: str,
+    samples: Sequence[float],
+    work: int,
+    *,
+    model: str,
+    dtype: torch.dtype,
+    top: Ceilings,
+    options: Mapping[str, Any],
+) -> Run:
+    """Evidence of something whose roofline is to read `work` bytes once."""
+    seconds = Metric(tuple(samples))
+    floor = work / top.read_bytes_per_s
+    return Run(
+        variant=variant,
+        workload=workload,
+        workload_sha256=hashlib.sha256(
+            repr((workload, sorted(options.items()))).encode()
+        ).hexdigest(),
+        model=model,
+        weights="random",
+        dtype=str(dtype).removeprefix("torch."),
+        metrics={
+            "seconds": seconds,
+            "bandwidth_fraction": Metric(tuple(floor / one for one in samples)),
+        },
+        options=options,
+        roofline=Roofline(floor, floor / seconds.median),
+    )

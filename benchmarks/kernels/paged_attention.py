@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,6 @@ from common.errors import UserError
 from common.roofline import Ceilings
 from continuous.batch import HostBatch
 from cuda_graphs.batch import fixed_batch
-from forward.attention import LayerSpec
 from paged_cache import LayerBlocks, TorchPagedAttention
 from paged_cache.reference import gather
 from triton_paged_attention.decode import Workspace, paged_decode
@@ -43,6 +43,7 @@ from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import for_keys, prefill_default
 
 NAME, PREFILL_KERNEL = "paged_attention", "06_triton_paged_attention"
+BLOCKS = (16, 64, 256)
 HEADS = {"qwen3-0.6b": (16, 8), "qwen3-8b": (32, 8)}
 Call = Callable[[Tensor], Tensor]
 """One attention over one of a case's block tables."""
@@ -69,7 +70,7 @@ def decode_cases() -> dict[str, list[int]]:
     }
 
 
-LAUNCHED = ("decode_v4", "05_paged_cache", "loop over requests", "loop over blocks")
+LAUNCHED = ("decode_v4", "05_paged_cache", "loop over requests")
 """Variants that are timed outside a graph as well: a loop in Python is slow because it launches so much."""
 PREFILL_CASES = {"2x8192": [8192] * 2, "16x1024": [1024] * 16}
 
@@ -95,59 +96,36 @@ class Bench:
 
     def decode(self) -> Iterator[Run]:
         """All versions at block size 16; the last one at 64 and 256 too."""
-        for model, (heads, kv_heads) in HEADS.items():
-            for name, contexts in decode_cases().items():
-                if self.options.quick and name not in ("1x4096", "32x1024"):
-                    continue
-                for block in (16, 64, 256):
-                    case = make_case(
-                        contexts,
-                        heads=heads,
-                        kv_heads=kv_heads,
-                        block_size=block,
-                        dtype=self.options.dtype,
-                    )
-                    for variant, call in decode_variants(case, name, block).items():
-                        yield self.measure(
-                            case, call, variant, model, "paged-decode-attention", name, block
-                        )
-                        if name == "4x2048" and variant in LAUNCHED:
-                            yield self.measure(
-                                case,
-                                call,
-                                variant,
-                                model,
-                                "paged-decode-attention",
-                                name,
-                                block,
-                                graph=False,
-                            )
-                    del case
+        cases = decode_cases()
+        if self.options.quick:
+            cases = {name: cases[name] for name in ("1x4096", "32x1024")}
+        for model, (name, contexts), block in product(HEADS, cases.items(), BLOCKS):
+            case = self.case(model, contexts, block)
+            for variant, call in decode_variants(case, name, block).items():
+                what = case, call, variant, model, "paged-decode-attention", name, block
+                yield self.measure(*what)
+                if name == "4x2048" and variant in LAUNCHED:
+                    yield self.measure(*what, graph=False)
+            del case
 
     def prefill(self) -> Iterator[Run]:
         """The kernel at three block sizes, and torch's kernels on contiguous tensors."""
-        for model, (heads, kv_heads) in HEADS.items():
-            for name, contexts in PREFILL_CASES.items():
-                for block in (16, 64, 256):
-                    case = make_case(
-                        contexts,
-                        contexts,
-                        heads=heads,
-                        kv_heads=kv_heads,
-                        block_size=block,
-                        dtype=self.options.dtype,
-                        sets=2,
-                    )
-                    variants: dict[str, Call] = {
-                        "06_triton_paged_attention": prefill_call(case)
-                    }
-                    if block == 16:
-                        variants |= contiguous_calls(case)
-                    for variant, call in variants.items():
-                        yield self.measure(
-                            case, call, variant, model, "paged-prefill-attention", name, block
-                        )
-                    del case
+        for model, (name, contexts), block in product(HEADS, PREFILL_CASES.items(), BLOCKS):
+            case = self.case(model, contexts, block, query_lens=contexts, sets=2)
+            variants: dict[str, Call] = {PREFILL_KERNEL: prefill_call(case)}
+            if block == 16:
+                variants |= contiguous_calls(case)
+            for variant, call in variants.items():
+                yield self.measure(
+                    case, call, variant, model, "paged-prefill-attention", name, block
+                )
+            del case
+
+    def case(self, model: str, contexts: list[int], block: int, **more: Any) -> Case:
+        """Blocks of this size with the heads of a model."""
+        heads, kv_heads = HEADS[model]
+        sizes = {"heads": heads, "kv_heads": kv_heads, "block_size": block}
+        return make_case(contexts, dtype=self.options.dtype, **sizes, **more)
 
     def measure(
         self,
@@ -182,7 +160,7 @@ class Bench:
         work = case.kv_bytes if decode else case.flop
         ceiling = self.top.read_bytes_per_s if decode else self.top.matmul_flop_per_s
         fraction = "bandwidth_fraction" if decode else "flop_fraction"
-        contiguous = not decode and variant != "06_triton_paged_attention"
+        contiguous = not decode and variant != PREFILL_KERNEL
         middle = Metric(tuple(samples)).median
         print(f"{workload} {model} {name} block {block} {variant}: {middle * 1e6:.1f} us, "
               f"{work / middle / 1e12:.2f} T/s, error {error:.1e}", flush=True)  # fmt: skip
@@ -234,31 +212,30 @@ def oracle(case: Case) -> Tensor:
 
 def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
     """The kernels; at block size 16 their ancestors, and for one case the two gathers in torch."""
-    _, _, kv_heads, d = case.k_cache.shape
+    kv_heads, d = case.k_cache.shape[2:]
     workspace = Workspace(2**14, d, case.q.device)
     q = case.q
     lens = case.context_lens
-    scale = case.scale
+    layer = case.layer
     cache = LayerBlocks(case.k_cache, case.v_cache)
 
     def latest(table: Tensor) -> Tensor:
-        return paged_decode(q, cache, table, lens, scale=scale, workspace=workspace)
+        return paged_decode(layer, q, cache, table, lens, workspace=workspace)
 
     if block != 16:
         return {"decode_v4": latest}
     splits = max(1, min(32, 264 // (len(case.contexts) * kv_heads)))
     variants: dict[str, Call] = {
-        "decode_v1": lambda table: paged_decode_v1(q, cache, table, lens, scale=scale),
-        "decode_v2": lambda table: paged_decode_v2(q, cache, table, lens, scale=scale),
+        "decode_v1": lambda table: paged_decode_v1(layer, q, cache, table, lens),
+        "decode_v2": lambda table: paged_decode_v2(layer, q, cache, table, lens),
         "decode_v3": lambda table: paged_decode_v3(
-            q, cache, table, lens, scale=scale, splits=splits
+            layer, q, cache, table, lens, splits=splits
         ),
         "decode_v4": latest,
     }
     if name == "4x2048":
         variants["05_paged_cache"] = gather_call(case)
         variants["loop over requests"] = loop_call(case)
-        variants["loop over blocks"] = block_loop_call(case)
     return variants
 
 
@@ -270,9 +247,7 @@ def gather_call(case: Case) -> Call:
     host = HostBatch(
         zeros, ones, starts, lens, zeros, lens - 1, starts[:-1], zeros, lens, zeros
     )
-    heads = case.q.shape[1]
-    kv_heads, d = case.k_cache.shape[2:]
-    layer = LayerSpec(0, heads, kv_heads, d, case.scale)
+    layer = case.layer
     cache = LayerBlocks(case.k_cache, case.v_cache)
     pool: Any = SimpleNamespace(data=case.k_cache[None, None], layers=[cache], exact=True)
     attentions = {}
@@ -315,40 +290,6 @@ def loop_call(case: Case) -> Call:
     return call
 
 
-def block_loop_call(case: Case) -> Call:
-    """The online softmax in torch: for each request, one block after the other; block ids are on the host.
-
-    As a loop over tokens would be, this is bound by launches.
-    """
-    tables = {table.data_ptr(): table.tolist() for table in case.tables}
-    _, block_size, kv_heads, d = case.k_cache.shape
-    group = case.q.shape[1] // kv_heads
-
-    def call(table: Tensor) -> Tensor:
-        out = torch.empty_like(case.q)
-        for b, context in enumerate(case.contexts):
-            q = case.q[b].view(kv_heads, group, d)
-            top = torch.full(
-                (kv_heads, group, 1), -torch.inf, dtype=torch.float32, device=q.device
-            )
-            total, acc = torch.zeros_like(top), torch.zeros_like(q, dtype=torch.float32)
-            for i, block in enumerate(
-                tables[table.data_ptr()][b][: -(-context // block_size)]
-            ):
-                count = min(block_size, context - i * block_size)
-                k, v = (c[block, :count].transpose(0, 1) for c in (case.k_cache, case.v_cache))
-                scores = (q @ k.transpose(1, 2)).float() * case.scale  # [KH, GROUP, count]
-                new = torch.maximum(top, scores.amax(-1, keepdim=True))
-                weights, shrink = (scores - new).exp(), (top - new).exp()
-                total = total * shrink + weights.sum(-1, keepdim=True)
-                acc = acc * shrink + weights.to(v.dtype) @ v
-                top = new
-            out[b] = (acc / total).view(-1, d)
-        return out
-
-    return call
-
-
 def prefill_call(case: Case) -> Call:
     """The prefill kernel with its defaults."""
     _, block_size, kv_heads, d = case.k_cache.shape
@@ -358,14 +299,8 @@ def prefill_call(case: Case) -> Call:
     tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(
         case.q.device
     )
-    return lambda table: paged_prefill(
-        case.q,
-        LayerBlocks(case.k_cache, case.v_cache),
-        table,
-        tiles,
-        scale=case.scale,
-        config=config,
-    )
+    cache = LayerBlocks(case.k_cache, case.v_cache)
+    return lambda table: paged_prefill(case.layer, case.q, cache, table, tiles, config)
 
 
 def contiguous_calls(case: Case) -> dict[str, Call]:

@@ -1,14 +1,11 @@
 """From logits to tokens: the sampler in torch, its kernels, and the argmax alone.
 
 Workload `sampling-kernels`: random logits `[batch, vocab]` to tokens. `bandwidth_fraction` is the share of
-the read ceiling at which the logits are read, once. On CUDA the vocabulary is Qwen3's, logits are in the
-dtype asked for, and times are of graph replays; on a CPU it is SmolLM2's, in float32, by torch alone.
+the read ceiling at which the logits are read, once. The vocabulary is Qwen3's; times are of graph replays.
 """
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,9 +14,8 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
-from benchmarks.kernels.harness import graph_seconds
-from benchmarks.measure import alternate
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.kernels.harness import graph_seconds, read_once
 from benchmarks.plotting import MARKERS, colours, lines, log_axis, panels, save, tick
 from benchmarks.roofline import ceilings
 from common.errors import UserError
@@ -30,8 +26,8 @@ from cuda_graphs.sampling import DrawSettings, argmax_rows, draw_rows
 
 NAME, PHASE = "sampling", "06_triton_paged_attention"
 WORKLOAD = "sampling-kernels"
-BATCHES = {"cuda": (1, 16, 64, 256), "cpu": (1, 16)}
-VOCAB = {"cuda": 151_936, "cpu": 49_152}
+BATCHES = (1, 16, 64, 256)
+VOCAB = 151_936
 SETS = 3
 """Logits that take turns, so that at large batches no cache holds them."""
 
@@ -41,122 +37,64 @@ SamplerBackend = Callable[[Tensor], Tensor]
 
 def run(options: BenchOptions) -> Evidence:
     """Every way of choosing at every batch size; that kernels and torch agree first."""
-    kind = options.device.type
-    if kind not in VOCAB:
-        raise UserError(f"device is {kind!r}, but must be one of {', '.join(sorted(VOCAB))}")
-    dtype = options.dtype if kind == "cuda" else torch.float32
-    top = ceilings(options.device, dtype)
-    batches = BATCHES[kind][:1] if options.quick else BATCHES[kind]
-    runs = [run for batch in batches for run in _at(batch, VOCAB[kind], dtype, options, top)]
+    if options.device.type != "cuda":
+        raise UserError(
+            f"device is {options.device.type!r}, but kernels are timed on 'cuda' only"
+        )
+    top = ceilings(options.device, options.dtype)
+    batches = BATCHES[:1] if options.quick else BATCHES
+    runs = [run for batch in batches for run in _at(batch, options, top)]
     return collect(NAME, runs, options.device, top.to_json())
 
 
-def _at(
-    batch: int, vocab: int, dtype: torch.dtype, options: BenchOptions, top: Ceilings
-) -> Iterator[Run]:
+def _at(batch: int, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
     made = torch.Generator().manual_seed(batch)
     sets = [
-        (3 * torch.randn(batch, vocab, generator=made)).to(options.device, dtype)
+        (3 * torch.randn(batch, VOCAB, generator=made)).to(options.device, options.dtype)
         for _ in range(SETS)
     ]
-    choices = choosers(batch, vocab, options.device)
-    work = batch * vocab * dtype.itemsize
-    measure = _on_cuda if options.device.type == "cuda" else _on_cpu
-    for variant, (samples, noise) in measure(choices, sets, options).items():
-        middle = Metric(samples).median
-        print(
-            f"{batch} x {vocab} {variant}: {middle * 1e6:.1f} us, {work / middle / 1e9:.0f} GB/s",
-            flush=True,
-        )
-        yield Run(
-            variant=variant,
-            workload=WORKLOAD,
-            workload_sha256=hashlib.sha256(
-                repr((WORKLOAD, batch, vocab)).encode()
-            ).hexdigest(),
-            model="none",
-            weights="random",
-            dtype=str(dtype).removeprefix("torch."),
-            options={"batch": batch, "vocab": vocab},
-            metrics={
-                "seconds": Metric(samples),
-                "bandwidth_fraction": Metric(
-                    tuple(work / s / top.read_bytes_per_s for s in samples)
-                ),
-            },
-            roofline=Roofline(
-                work / top.read_bytes_per_s, work / top.read_bytes_per_s / middle
-            ),
-            noise=noise,
-        )
-
-
-def choosers(batch: int, vocab: int, device: torch.device) -> dict[str, SamplerBackend]:
-    """Ways from logits `[batch, vocab]` to tokens `[batch]`; every row has temperature 0.8."""
-    sampler = Sampler(batch, vocab, device, seed=0)
-    host = list(range(batch))
-    for row in host:
-        sampler.set_row(row, SamplingParams(temperature=0.8, seed=row))
-    plan = sampler.plan(host).for_any_rows() if device.type == "cuda" else sampler.plan(host)
-    rows, steps = torch.arange(batch, device=device), torch.full((batch,), 7, device=device)
-    choices: dict[str, SamplerBackend] = {
-        "torch draw": lambda x: sampler.sample(x.float(), rows, host, steps, plan).tokens,
-        "torch argmax": lambda x: x.argmax(1),
-    }
-    if device.type == "cuda":
-        choices["draw_rows"] = lambda x: draw_rows(
-            x, DrawSettings(rows, steps, sampler.floats, sampler.ints)
-        )
-        choices["argmax_rows"] = argmax_rows
-    return choices
-
-
-Timed = dict[str, tuple[tuple[float, ...], dict[str, float] | None]]
-"""Seconds of one choice, sample by sample, and how idle the machine was, by variant."""
-
-
-def _on_cuda(
-    choices: dict[str, SamplerBackend], sets: list[Tensor], options: BenchOptions
-) -> Timed:
-    for one, other, may_differ in (
+    choices = choosers(batch, options.device)
+    # Of draws a near tie may go the other way.
+    for one, other, most in (
         ("torch draw", "draw_rows", 1),
         ("torch argmax", "argmax_rows", 0),
     ):
         differ = int((choices[one](sets[0]) != choices[other](sets[0])).sum())
-        if differ > may_differ:  # a near tie may go the other way
+        if differ > most:
             raise UserError(
-                f"batch is {len(sets[0])}, and {one} and {other} choose {differ} different tokens"
+                f"batch is {batch}, and {one} and {other} choose {differ} different tokens"
             )
-    repeats = 3 if options.quick else 9
-    return {
-        variant: (
-            tuple(graph_seconds([partial(choose, x) for x in sets], repeats=repeats)),
-            None,
+    work = batch * VOCAB * options.dtype.itemsize
+    for variant, choose in choices.items():
+        calls = [partial(choose, x) for x in sets]
+        samples = graph_seconds(calls, repeats=3 if options.quick else 9)
+        print(f"{batch} x {VOCAB} {variant}: {sorted(samples)[1] * 1e6:.1f} us", flush=True)
+        yield read_once(
+            variant,
+            WORKLOAD,
+            samples,
+            work,
+            model="none",
+            dtype=options.dtype,
+            top=top,
+            options={"batch": batch, "vocab": VOCAB},
         )
-        for variant, choose in choices.items()
-    }
 
 
-def _on_cpu(
-    choices: dict[str, SamplerBackend], sets: list[Tensor], options: BenchOptions
-) -> Timed:
-    least = (
-        0.02 if options.quick else 0.5
-    )  # seconds a sample: enough to see whether others disturb it
-
-    def sample(choose: SamplerBackend, _: int) -> dict[str, float]:
-        begun, count = time.perf_counter(), 0
-        while time.perf_counter() - begun < least:
-            choose(sets[count % SETS])
-            count += 1
-        return {"seconds": (time.perf_counter() - begun) / count}
-
-    measured = alternate(
-        {v: partial(sample, choose) for v, choose in choices.items()}, options.repeats
-    )
+def choosers(batch: int, device: torch.device) -> dict[str, SamplerBackend]:
+    """Ways from logits `[batch, VOCAB]` to tokens `[batch]`; every row has temperature 0.8."""
+    sampler = Sampler(batch, VOCAB, device, seed=0)
+    host = list(range(batch))
+    for row in host:
+        sampler.set_row(row, SamplingParams(temperature=0.8, seed=row))
+    plan = sampler.plan(host).for_any_rows()
+    rows, steps = torch.arange(batch, device=device), torch.full((batch,), 7, device=device)
+    settings = DrawSettings(rows, steps, sampler.floats, sampler.ints)
     return {
-        variant: (tuple(one["seconds"] for one in samples.kept), samples.noise())
-        for variant, samples in measured.items()
+        "torch draw": lambda x: sampler.sample(x.float(), rows, host, steps, plan).tokens,
+        "torch argmax": lambda x: x.argmax(1),
+        "draw_rows": lambda x: draw_rows(x, settings),
+        "argmax_rows": argmax_rows,
     }
 
 

@@ -37,8 +37,7 @@ import psutil
 import torch
 
 from benchmarks.evidence import Evidence, Run, collect, sample_metrics
-from benchmarks.measure import alternate
-from benchmarks.neighbours import neighbours
+from benchmarks.measure import alternate, neighbours
 from benchmarks.other_engines import record
 from benchmarks.records import server_lines
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import chunked_prefill
 import paged_cache
+from benchmarks.pictures import chunk_mask
 from benchmarks.pictures.svg import INK, SOFT, STRONG, WIDTH, Picture
 from common.request import Request
 from common.sampling.params import SamplingParams
@@ -92,13 +93,13 @@ def budget(lanes: Sequence[tuple[str, Sequence[Step]]], after: int = 2) -> Pictu
     )
     for lane, (name, steps) in enumerate(lanes):
         y = 36 + high * lane
-        picture.text(left - 14, y + 38, name, anchor="end", bold=True)
+        picture.text(left - 14, y + 38, name, "end", bold=True)
         x, behind = float(left), PROMPT
         widest = max(range(len(steps)), key=lambda at: sum(steps[at].values()))
         for at, one in enumerate(steps):
             if at == after:
                 picture.line([(x - 3, y), (x - 3, y + 52)], STRONG["c"], dash="3 2")
-                picture.text(x - 7, y + 6, "L arrives", anchor="end", fill=STRONG["c"])
+                picture.text(x - 7, y + 6, "L arrives", "end", STRONG["c"])
             begin = x
             for who, count in one.items():
                 for _ in range(count):
@@ -112,11 +113,7 @@ def budget(lanes: Sequence[tuple[str, Sequence[Step]]], after: int = 2) -> Pictu
             if behind <= 0 < done:
                 picture.line([(x + 1, y + 2), (x + 1, y + 46)], STRONG["c"])
                 picture.text(
-                    x - 3,
-                    y + 8,
-                    "L's first token",
-                    anchor="end" if x > 500 else "start",
-                    fill=STRONG["c"],
+                    x - 3, y + 8, "L's first token", "end" if x > 500 else "start", STRONG["c"]
                 )
             x += 5
     picture.legend(
@@ -145,10 +142,10 @@ def turns(steps: Sequence[Step]) -> Picture:
         ),
         height=46 + high * (len(names) + 2) + 16,
     )
-    picture.text(left - 14, 26, "step", anchor="end", fill=SOFT)
+    picture.text(left - 14, 26, "step", "end", SOFT)
     for at, one in enumerate(steps):
         x = left + cell * at
-        picture.text(x + cell / 2, 26, str(at + 1), anchor="middle", fill=SOFT)
+        picture.text(x + cell / 2, 26, str(at + 1), "middle", SOFT)
         for line, who in enumerate([*names, "L"]):
             y = 34 + high * line + (8 if who == "L" else 0)
             count = one.get(who, 0)
@@ -163,21 +160,19 @@ def turns(steps: Sequence[Step]) -> Picture:
                 f"+{count}" if count else "",
             )
         y = 34 + high * (len(names) + 1) + 26
-        picture.text(x + cell / 2, y, str(sum(one.values())), anchor="middle", fill=SOFT)
+        picture.text(x + cell / 2, y, str(sum(one.values())), "middle", SOFT)
     for line, who in enumerate([*names, "L"]):
         y = 34 + high * line + (8 if who == "L" else 0) + 15
-        picture.text(left - 14, y, "prompt L" if who == "L" else f"decode {who}", anchor="end")
+        picture.text(left - 14, y, "prompt L" if who == "L" else f"decode {who}", "end")
         served = sum(who in one for one in steps)
         picture.text(left + cell * len(steps) + 12, y, f"{served} of {len(steps)}", fill=SOFT)
-    picture.text(
-        left - 14, 34 + high * (len(names) + 1) + 26, "tokens", anchor="end", fill=SOFT
-    )
+    picture.text(left - 14, 34 + high * (len(names) + 1) + 26, "tokens", "end", SOFT)
     return picture
 
 
 def pictures() -> dict[str, Picture]:
-    """The lesson's two."""
-    return {
+    """The lesson's three."""
+    return chunk_mask.pictures() | {
         "budget": budget([("05", record(None)), ("07", record(BUDGET))]),
         "turns": turns(record_turns()),
     }

@@ -171,13 +171,11 @@ def rows(trace: Trace) -> Picture:
         top = 16 + panel * 136
         picture.text(16, top + 8, headline, bold=True)
         for row in range(ROWS):
-            picture.text(62, top + 52 + 28 * row, f"row {row}", anchor="end", fill=SOFT)
+            picture.text(62, top + 52 + 28 * row, f"row {row}", "end", SOFT)
         x = 74.0
         for number, step in enumerate(steps, 1):
             wide = CELL * max(pad + count for _, pad, _, count in step.values())
-            picture.text(
-                x + wide / 2, top + 28, str(number), anchor="middle", fill=SOFT, size=11
-            )
+            picture.text(x + wide / 2, top + 28, str(number), "middle", SOFT, 11)
             for row, (who, pad, start, count) in step.items():
                 for at in range(pad + count):
                     real = who and at >= pad
@@ -216,18 +214,18 @@ def ragged(step: Step, number: int) -> Picture:
         starts[row], x = x, x + cell * fresh
     for row in range(ROWS):
         y = 40 + 30 * row
-        picture.text(left - 16, y + 18, f"row {row}", anchor="end", fill=SOFT)
+        picture.text(left - 16, y + 18, f"row {row}", "end", SOFT)
         who, start, fresh = step.rows.get(row, ("", 0, 0))
         for at in range(start + fresh):
             kind: Kind = "now" if at >= start else "kept"
             picture.cell(left + cell * at, y, cell, 27, kind, who, f"{who}{at}")
         if not who:
             picture.text(left + 4, y + 18, "free", fill=SOFT)
-    picture.text(left - 16, base + 18, f"tokens, T = {count}", anchor="end", bold=True)
+    picture.text(left - 16, base + 18, f"tokens, T = {count}", "end", bold=True)
     lines = ("token_rows", "positions", "query_starts", "context_lens", "sample_at")
     ys = {name: base + 50 + 22 * at for at, name in enumerate(lines)}
     for name, y in ys.items():
-        picture.text(left - 16, y, name, anchor="end", mono=True)
+        picture.text(left - 16, y, name, "end", mono=True)
     for at, (row, (who, start, fresh)) in enumerate(spans):
         for token in range(fresh):
             x = starts[row] + cell * token
@@ -238,16 +236,14 @@ def ragged(step: Step, number: int) -> Picture:
                 ("token_rows", arrays.token_rows),
                 ("positions", arrays.positions),
             ):
-                picture.text(x + cell / 2, ys[array], str(value[index]), anchor="middle")
+                picture.text(x + cell / 2, ys[array], str(value[index]), "middle")
             if index in arrays.sample_at:
-                picture.text(x + cell / 2, ys["sample_at"], str(index), anchor="middle")
+                picture.text(x + cell / 2, ys["sample_at"], str(index), "middle")
         x = starts[row]
         picture.text(x + 3, ys["query_starts"], str(arrays.query_starts[at]))
         picture.line([(x, base - 4), (x, ys["query_starts"] + 3)], dash="2 3")
         wide = cell * fresh
-        picture.text(
-            x + wide / 2, ys["context_lens"], str(arrays.context_lens[at]), anchor="middle"
-        )
+        picture.text(x + wide / 2, ys["context_lens"], str(arrays.context_lens[at]), "middle")
     end = left + cell * count
     picture.line([(end, base - 4), (end, ys["query_starts"] + 3)], dash="2 3")
     picture.text(end + 3, ys["query_starts"], str(arrays.query_starts[-1]))
@@ -278,11 +274,11 @@ def counts(trace: Trace) -> Picture:
         height=78 + height * len(trace.watched),
     )
     for x, name in ((480, "tokens"), (568, "placeholders"), (668, "computed")):
-        picture.text(x, 24, name, anchor="middle", fill=SOFT)
+        picture.text(x, 24, name, "middle", SOFT)
     picture.text(16, 24, f"request {WATCHED}", bold=True)
     for at, counts in enumerate(trace.watched):
         y = 36 + height * at
-        picture.text(150, y + 17, counts.moment, anchor="end")
+        picture.text(150, y + 17, counts.moment, "end")
         for token in range(counts.tokens + counts.placeholders):
             kind: Kind = (
                 "now"
@@ -300,7 +296,7 @@ def counts(trace: Trace) -> Picture:
             (568, counts.placeholders),
             (668, counts.computed),
         ):
-            picture.text(x, y + 17, str(value), anchor="middle")
+            picture.text(x, y + 17, str(value), "middle")
     picture.legend(
         16,
         58 + height * len(trace.watched),

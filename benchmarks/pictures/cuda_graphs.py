@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cuda_graphs
+from benchmarks.pictures import capture
 from benchmarks.pictures.svg import LINE, SOFT, Kind, Picture
 from common.sampling.params import SamplingParams
 from forward import load_model
@@ -98,16 +99,16 @@ def timeline(panels: Sequence[tuple[str, Sequence[Event]]]) -> Picture:
         picture.text(16, top + 16, title, bold=True)
         for lane, name in enumerate(("host", "device")):
             y = top + 30 + 36 * lane
-            picture.text(left - 14, y + 19, name, anchor="end")
+            picture.text(left - 14, y + 19, name, "end")
             picture.line([(left, y + 15), (left + unit * longest, y + 15)], LINE)
-        picture.text(left - 14, top + 116, "host knows", anchor="end", fill=SOFT)
+        picture.text(left - 14, top + 116, "host knows", "end", SOFT)
         for event, start in zip(events, starts, strict=True):
             wide = unit * (PLAN if event.what == "plan" else DEAL)
             x = left + unit * start
             plan = event.what == "plan"
             picture.cell(x, top + 30, wide, 30, "kept" if plan else "known", "")
             words = f"{event.what} {event.step}"
-            picture.text(x + wide / 2, top + 49, words, anchor="middle", size=11)
+            picture.text(x + wide / 2, top + 49, words, "middle", size=11)
             if plan:
                 for token in range(event.tokens + event.placeholders):
                     kind: Kind = "known" if token < event.tokens else "coming"
@@ -134,8 +135,8 @@ def timeline(panels: Sequence[tuple[str, Sequence[Event]]]) -> Picture:
 
 
 def pictures() -> dict[str, Picture]:
-    """The lesson's one."""
-    return {
+    """The lesson's two."""
+    return capture.pictures() | {
         "overlap": timeline(
             [("one after the other", record(False)), ("one step ahead", record(True))]
         ),

@@ -42,10 +42,10 @@ def attention(
         picture.text(left, 26, title, bold=True)
         for column in range(len(KEYS)):
             x = left + wide * column + wide / 2
-            picture.text(x, 48, f"key {column}", anchor="middle", size=11, fill=SOFT)
+            picture.text(x, 48, f"key {column}", "middle", SOFT, 11)
         for line, row in enumerate(rows):
             y = 56 + high * line
-            picture.text(left - 10, y + 20, f"query {line}", anchor="end", size=11, fill=SOFT)
+            picture.text(left - 10, y + 20, f"query {line}", "end", SOFT, 11)
             for column, value in enumerate(row):
                 hidden = column > line
                 shown = f"{value:g}" if rows is scores else f"{value:.2f}"
@@ -77,7 +77,7 @@ def rope() -> Picture:
             zip(angles.cos().tolist(), angles.sin().tolist(), strict=True)
         ):
             picture.line([(x, y), (x + 60 * cos, y - 60 * sin)], STRONG["a"], tip=True)
-            picture.text(x + 74 * cos, y - 74 * sin + 4, str(at), anchor="middle", size=11)
+            picture.text(x + 74 * cos, y - 74 * sin + 4, str(at), "middle", size=11)
         picture.text(x + 100, 56, pair, bold=True)
         picture.text(x + 100, 76, f"{turn:.3g} radians a position", fill=SOFT)
     return picture

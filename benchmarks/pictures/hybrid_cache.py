@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.pictures import snapshots
 from benchmarks.pictures.svg import INK, LINE, SOFT, STRONG, Kind, Picture
 from chunked_prefill import ChunkedScheduler
 from common.models.config import DeltaConfig
@@ -244,4 +245,5 @@ def states(steps: Sequence[StateStep]) -> Picture:
 
 def pictures() -> dict[str, Picture]:
     """All of this lesson's pictures."""
-    return {"groups": groups(record()), "states": states(record_states())}
+    drawn = {"groups": groups(record()), "states": states(record_states())}
+    return drawn | snapshots.pictures()

@@ -55,9 +55,7 @@ def fill(trace: dict[str, list[tuple[int, int]]]) -> Picture:
         for at, (kept, count) in enumerate(steps):
             y = 42 + 36 * at
             if not panel:
-                picture.text(
-                    left - 14, y + 18, f"decode {at}" if at else "prefill", anchor="end"
-                )
+                picture.text(left - 14, y + 18, f"decode {at}" if at else "prefill", "end")
             for token in range(kept + count):
                 picture.cell(
                     left + cell * token,
@@ -110,14 +108,14 @@ def ring(moments: Sequence[Sequence[int]]) -> Picture:
         ),
         height=top + 32 * WINDOW + 66,
     )
-    picture.text(left - 14, 28, "written", anchor="end", fill=SOFT)
-    picture.text(left - 14, 46, f"column mod {WINDOW}", anchor="end", fill=SOFT)
+    picture.text(left - 14, 28, "written", "end", SOFT)
+    picture.text(left - 14, 46, f"column mod {WINDOW}", "end", SOFT)
     for slot in range(WINDOW):
-        picture.text(left - 14, top + 32 * slot + 19, f"slot {slot}", anchor="end")
+        picture.text(left - 14, top + 32 * slot + 19, f"slot {slot}", "end")
     for at, held in enumerate(moments):
         x = left + cell * at
-        picture.text(x + cell / 2, 28, f"column {at}", anchor="middle", fill=INK, size=11)
-        picture.text(x + cell / 2, 46, str(at % WINDOW), anchor="middle", fill=SOFT, size=11)
+        picture.text(x + cell / 2, 28, f"column {at}", "middle", INK, 11)
+        picture.text(x + cell / 2, 46, str(at % WINDOW), "middle", SOFT, 11)
         for slot in range(WINDOW):
             y = top + 32 * slot
             if slot >= len(held):
@@ -130,10 +128,8 @@ def ring(moments: Sequence[Sequence[int]]) -> Picture:
         oldest, newest = min(held), max(held)
         y = top + 32 * WINDOW + 18
         words = f"{oldest} to {newest}" if oldest < newest else str(newest)
-        picture.text(x + cell / 2, y, words, anchor="middle", fill=STRONG["a"], size=11)
-    picture.text(
-        left - 14, top + 32 * WINDOW + 18, "in the window", anchor="end", fill=STRONG["a"]
-    )
+        picture.text(x + cell / 2, y, words, "middle", STRONG["a"], 11)
+    picture.text(left - 14, top + 32 * WINDOW + 18, "in the window", "end", STRONG["a"])
     picture.legend(
         left,
         top + 32 * WINDOW + 48,

@@ -135,13 +135,11 @@ def blocks(step: Step) -> Picture:
             picture.cell(middle - 16, 80, 32, 26, "known", who, str(number))
             picture.curve((middle, 107), (place[number] + P * CELL / 2, pool - 6), STRONG[who])
         if table:
-            picture.text(x - 8, 97, "table" if x > 60 else "", anchor="end", fill=SOFT)
+            picture.text(x - 8, 97, "table" if x > 60 else "", "end", SOFT)
         x += wide + 56
     for number, left in place.items():
         colour = INK if step.users[number] else SOFT
-        picture.text(
-            left + P * CELL / 2, pool + 42, f"block {number}", anchor="middle", fill=colour
-        )
+        picture.text(left + P * CELL / 2, pool + 42, f"block {number}", "middle", colour)
         if not step.users[number]:
             picture.cell(left, pool, P * CELL, 26, "free", words="free")
             continue
@@ -230,27 +228,18 @@ def preempted(steps: Sequence[Step]) -> Picture:
     )
     bottom = top + high * len(steps[0].users)
     for number in range(len(steps[0].users)):
-        picture.text(
-            left - 12, top + high * number + 18, f"block {number}", anchor="end", fill=SOFT
-        )
+        picture.text(left - 12, top + high * number + 18, f"block {number}", "end", SOFT)
     for name in ("a", "b"):
         y = bottom + (24 if name == "a" else 44)
-        picture.text(left - 12, y, f"{name} computes", anchor="end", fill=STRONG[name])
+        picture.text(left - 12, y, f"{name} computes", "end", STRONG[name])
         for at, step in enumerate(steps):
             count = step.fresh.get(name)
             words = str(count) if count else "waits" if name in step.waiting else ""
             x = left + cell * at + cell / 2
-            picture.text(
-                x,
-                y,
-                words,
-                anchor="middle",
-                fill=INK if count else SOFT,
-                bold=(count or 0) > 1,
-            )
+            picture.text(x, y, words, "middle", INK if count else SOFT, bold=(count or 0) > 1)
     for at, step in enumerate(steps):
         x = left + cell * at
-        picture.text(x + cell / 2, top - 8, str(at + 1), anchor="middle", fill=SOFT)
+        picture.text(x + cell / 2, top - 8, str(at + 1), "middle", SOFT)
         for number in range(len(step.users)):
             cells = _cells(step, number)
             held = [(kind, owner) for kind, owner, name in cells if name]
@@ -262,16 +251,10 @@ def preempted(steps: Sequence[Step]) -> Picture:
                 kind = "now" if any(how == "now" for how, _ in held) else "kept"
             words = f"{owner} {len(held)}" if held else ""
             picture.cell(x, top + high * number, cell, high - 1, kind, owner, words)
-    picture.text(left - 12, top - 8, "step", anchor="end", fill=SOFT)
+    picture.text(left - 12, top - 8, "step", "end", SOFT)
     x = left + cell * lost
     picture.line([(x, 18), (x, bottom + 4)], STRONG[who], dash="4 3")
-    picture.text(
-        x - 6,
-        28,
-        f"no block is free: {who} gives back its own",
-        anchor="end",
-        fill=STRONG[who],
-    )
+    picture.text(x - 6, 28, f"no block is free: {who} gives back its own", "end", STRONG[who])
     x = left + cell * back
     picture.line([(x, 18), (x, bottom + 4)], STRONG[who], dash="4 3")
     picture.text(x + 6, 28, f"{again} tokens again", fill=STRONG[who])
@@ -280,9 +263,7 @@ def preempted(steps: Sequence[Step]) -> Picture:
         bottom + 84,
         [("now", "a", "written in this step"), ("kept", "a", "in use"), ("free", "", "free")],
     )
-    picture.text(
-        744, bottom + 85, f"numbers: tokens in the block, of {P}", anchor="end", fill=SOFT
-    )
+    picture.text(744, bottom + 85, f"numbers: tokens in the block, of {P}", "end", SOFT)
     return picture
 
 
@@ -290,9 +271,12 @@ GROWING: dict[str, Any] = {"prompts": (5, 3), "output": 6, "blocks": 8}
 
 
 def pictures() -> dict[str, Picture]:
-    """The lesson's three."""
+    """The lesson's four."""
+    # Here, since it imports phases up to 09, and `show` is called in phase 05's notebook.
+    from benchmarks.pictures import parts
+
     growing = record(**GROWING)
-    return {
+    return parts.pictures() | {
         "blocks": blocks(next(step for step in growing if step.stored["a"] == 9)),
         "copy": copied(record(prompts=(6,), output=4, blocks=3, n=2)[:3], prompt=6),
         "preempt": preempted(record(prompts=(5, 5), output=11, blocks=6)),

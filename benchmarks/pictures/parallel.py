@@ -104,16 +104,16 @@ def split(cuts: Mapping[str, Cut]) -> Picture:
                 *centre, ",".join(owners), anchor="middle", fill=STRONG[who], bold=True
             )
         centres[name] = x + wide / 2
-        picture.text(centres[name], 24, name, anchor="middle", bold=True)
+        picture.text(centres[name], 24, name, "middle", bold=True)
         words = "inputs" if cut.dim else "outputs"
-        picture.text(centres[name], 40, f"by {words}", anchor="middle", fill=SOFT, size=11)
+        picture.text(centres[name], 40, f"by {words}", "middle", SOFT, 11)
         x += wide
         if name in ("O", "down"):
             picture.line([(x + 4, middle), (x + 14, middle)], INK, tip=True)
             picture.circle(x + 28, middle, 13, "#fffefc", INK)
-            picture.text(x + 28, middle + 5, "Σ", anchor="middle", bold=True, size=14)
+            picture.text(x + 28, middle + 5, "Σ", "middle", bold=True, size=14)
             picture.line([(x + 42, middle), (x + 53, middle)], INK, tip=True)
-            picture.text(x + 28, middle + 32, "one sum", anchor="middle", size=11, fill=SOFT)
+            picture.text(x + 28, middle + 32, "one sum", "middle", SOFT, 11)
             x += 58
         else:
             x += 16 if name in ("V", "up") else 8
@@ -134,7 +134,7 @@ def split(cuts: Mapping[str, Cut]) -> Picture:
     for name, words in places:
         anchor: Anchor = "end" if name == "head" else "middle"
         at = 744 if name == "head" else centres[name]
-        picture.text(at, 222, words, anchor=anchor, size=11, fill=INK)
+        picture.text(at, 222, words, anchor, INK, 11)
     for rank in range(ranks):
         x = 20.0 + 90 * rank
         picture.box(x, 262, 18, 15, PALE["abcd"[rank]], STRONG["abcd"[rank]])

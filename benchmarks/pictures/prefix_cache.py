@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import prefix_cache
+from benchmarks.pictures import radix_trace
 from benchmarks.pictures.svg import (
     GREY,
     INK,
@@ -172,25 +173,11 @@ def _draw(picture: Picture, node: Stretch, moment: Moment, x: float, y: float) -
         picture.box(left + 1, y, cell - 2, 26, fill, stroke)
         shown = text.replace(" ", "␣")
         picture.text(
-            left + cell / 2,
-            y + 17,
-            shown,
-            anchor="middle",
-            mono=True,
-            fill=INK if pinned else SOFT,
+            left + cell / 2, y + 17, shown, "middle", INK if pinned else SOFT, mono=True
         )
-        picture.text(
-            left + cell / 2, y + 41, f"block {block}", anchor="middle", size=11, fill=SOFT
-        )
+        picture.text(left + cell / 2, y + 41, f"block {block}", "middle", SOFT, 11)
         words = "1 user" if users == 1 else f"{users} users"
-        picture.text(
-            left + cell / 2,
-            y + 55,
-            words,
-            anchor="middle",
-            size=11,
-            fill=INK if users > 1 else SOFT,
-        )
+        picture.text(left + cell / 2, y + 55, words, "middle", INK if users > 1 else SOFT, 11)
     pins = {0: "no pins", 1: "1 pin"}.get(node.pins, f"{node.pins} pins")
     picture.text(x + 2, y - 6, pins, fill=INK if pinned else SOFT, bold=pinned, size=11)
     right = x
@@ -250,7 +237,7 @@ def forgotten(moments: Sequence[tuple[str, Mapping[str, int]]]) -> Picture:
         total = sum(held.values())
         picture.text(x, 42 + 34 * len(names) + 20, f"{total} blocks kept", fill=SOFT)
     for line, name in enumerate(names):
-        picture.text(left - 14, 42 + 34 * line + 18, f"prompt {name}", anchor="end")
+        picture.text(left - 14, 42 + 34 * line + 18, f"prompt {name}", "end")
     picture.legend(
         left, 42 + 34 * len(names) + 46, [("kept", "a", "a block that is remembered")]
     )
@@ -264,8 +251,9 @@ def forgotten(moments: Sequence[tuple[str, Mapping[str, int]]]) -> Picture:
 
 
 def pictures() -> dict[str, Picture]:
-    """The lesson's two."""
-    return {"tree": tree(record()), "evict": forgotten(record_forgetting())}
+    """The lesson's three."""
+    drawn = {"tree": tree(record()), "evict": forgotten(record_forgetting())}
+    return drawn | radix_trace.pictures()
 
 
 def show(moment: int) -> Picture:

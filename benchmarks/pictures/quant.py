@@ -58,16 +58,9 @@ def scales(errors: Mapping[int, torch.Tensor]) -> Picture:
         words = "one scale a row" if group == INPUTS else f"a scale for {group} inputs"
         picture.text(left, top - 9, words, bold=True)
         mean = f"mean error {wrong.mean():.3f}; a scale of 16 bits adds {16 / (4 * group):.0%}"
-        picture.text(left + cell * INPUTS, top - 9, mean, anchor="end", fill=SOFT)
+        picture.text(left + cell * INPUTS, top - 9, mean, "end", SOFT)
         for row in range(ROWS):
-            picture.text(
-                left - 14,
-                top + high * row + 13,
-                f"output {row}",
-                anchor="end",
-                fill=SOFT,
-                size=11,
-            )
+            picture.text(left - 14, top + high * row + 13, f"output {row}", "end", SOFT, 11)
             for column in range(INPUTS):
                 shade = sum(float(wrong[row, column]) >= step for step in STEPS)
                 x, y = left + cell * column, float(top + high * row)

@@ -115,11 +115,11 @@ def verified(steps: Sequence[Step]) -> Picture:
         height=62 + sum(80 if step.drafts else 40 for step in steps) + 30,
     )
     start = left + cell * before
-    picture.text(start - 8, 26, "known", anchor="end", fill=SOFT)
+    picture.text(start - 8, 26, "known", "end", SOFT)
     picture.text(start + 2, 26, "computed in one step", fill=SOFT)
     y = 36.0
     for at, step in enumerate(steps, 1):
-        picture.text(left - 14, y + 18, f"step {at}", anchor="end", bold=True)
+        picture.text(left - 14, y + 18, f"step {at}", "end", bold=True)
         for place, word in enumerate(step.known[-1 - before : -1]):
             picture.cell(left + cell * place, y, cell, 27, "kept", "a", word)
         picture.cell(start, y, cell, 27, "now", "a", step.known[-1])
@@ -136,9 +136,7 @@ def verified(steps: Sequence[Step]) -> Picture:
             )
         below = y + (44 if step.drafts else 0)
         if step.drafts:
-            picture.text(
-                start + cell - 8, below + 18, "the model says", anchor="end", fill=SOFT
-            )
+            picture.text(start + cell - 8, below + 18, "the model says", "end", SOFT)
         for place, word in enumerate(step.sampled):
             x = start + cell * (place + 1)
             picture.cell(
@@ -149,15 +147,7 @@ def verified(steps: Sequence[Step]) -> Picture:
             elif place < len(step.drafts):
                 same = place < right
                 sign, colour = ("=", SOFT) if same else ("≠", STRONG["e"])
-                picture.text(
-                    x + cell / 2,
-                    y + 40,
-                    sign,
-                    anchor="middle",
-                    fill=colour,
-                    bold=not same,
-                    size=14,
-                )
+                picture.text(x + cell / 2, y + 40, sign, "middle", colour, 14, bold=not same)
         x = start + cell * (DRAFTS + 2) + 16
         words = (
             f"{right} of {len(step.drafts)} drafts right"

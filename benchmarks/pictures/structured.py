@@ -101,12 +101,12 @@ def automaton(edges: Mapping[int, Mapping[str, int]], ends: Sequence[int]) -> Pi
             x, y = (begin[0] + end[0]) / 2, (begin[1] + end[1]) / 2
             up = -1 if not side else 1
             picture.text(
-                x - up * dy * away, y + up * dx * away + 4, letter, anchor="middle", bold=True
+                x - up * dy * away, y + up * dx * away + 4, letter, "middle", bold=True
             )
     for state, (x, y) in PLACES.items():
         for radius in (18, 14) if state in ends else (18,):
             picture.circle(x, y, radius, PAPER, NEUTRAL)
-        picture.text(x, y + 5, str(state), anchor="middle", bold=True, size=14)
+        picture.text(x, y + 5, str(state), "middle", bold=True, size=14)
     for line, words in enumerate(
         (
             "0  nothing read yet",
@@ -163,12 +163,7 @@ def walk(one: Walk, masks: Sequence[Sequence[bool]]) -> Picture:
         )
         if text in TOKENS:
             picture.text(
-                x + wide / 2,
-                y + high + 11,
-                text,
-                anchor="middle",
-                size=11,
-                fill=SOFT if state < 0 else INK,
+                x + wide / 2, y + high + 11, text, "middle", SOFT if state < 0 else INK, 11
             )
         return y
 
@@ -183,16 +178,11 @@ def walk(one: Walk, masks: Sequence[Sequence[bool]]) -> Picture:
     for state in range(len(masks)):
         x = left + 50 * state
         picture.text(
-            x + 25,
-            top - 10,
-            f"state {state}",
-            anchor="middle",
-            size=11,
-            bold=state == one.state,
+            x + 25, top - 10, f"state {state}", "middle", size=11, bold=state == one.state
         )
     for at, token in enumerate(TOKENS):
         y = top + 22 * at
-        picture.text(left - 14, y + 15, token, anchor="end", mono=True)
+        picture.text(left - 14, y + 15, token, "end", mono=True)
         for state, mask in enumerate(masks):
             picture.cell(
                 left + 50 * state,
@@ -205,11 +195,7 @@ def walk(one: Walk, masks: Sequence[Sequence[bool]]) -> Picture:
     for state, mask in enumerate(masks):
         words = f"{sum(mask)} of {len(TOKENS)}"
         picture.text(
-            left + 50 * state + 25,
-            top + 22 * len(TOKENS) + 16,
-            words,
-            anchor="middle",
-            size=11,
+            left + 50 * state + 25, top + 22 * len(TOKENS) + 16, words, "middle", size=11
         )
     return picture
 
@@ -249,14 +235,14 @@ def stack(found: Sequence[tuple[str, Stack, str]]) -> Picture:
     for at, (text, states, following) in enumerate(found):
         x = left + wide * at
         middle = x + wide / 2
-        picture.text(middle, 28, text[-1:] or "·", anchor="middle", mono=True, size=14)
+        picture.text(middle, 28, text[-1:] or "·", "middle", mono=True, size=14)
         for height, state in enumerate(states):
             top = height == len(states) - 1
             y = 80 - 34 * height
             picture.cell(
                 x + 3, y, wide - 6, high, "now" if top else "kept", "ab"[height], str(state)
             )
-        picture.text(middle, 150, following, anchor="middle", mono=True)
+        picture.text(middle, 150, following, "middle", mono=True)
     picture.line([(left, 36), (left + wide * len(found), 36)], LINE)
     picture.line([(left, 122), (left + wide * len(found), 122)], LINE)
     return picture

@@ -101,17 +101,17 @@ class Picture:
             **dash,
         )
         if words:
-            self.text(x + wide / 2, y + high / 2 + 4, words, anchor="middle", fill=ink)
+            self.text(x + wide / 2, y + high / 2 + 4, words, "middle", ink)
 
     def text(
         self,
         x: float,
         y: float,
         words: str,
-        *,
         anchor: Anchor = "start",
         fill: str = INK,
         size: float = 12,
+        *,
         bold: bool = False,
         mono: bool = False,
     ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from benchmarks.pictures.svg import INK, SOFT, Picture
+from forward.attention import LayerSpec
 from paged_cache import LayerBlocks
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.tables import DecodeConfig
@@ -43,11 +44,11 @@ def record(contexts: Sequence[int] = CONTEXTS, splits: int = SPLITS) -> Grid:
     space = Workspace(rows * group, D, device)
     space.partial.fill_(0.0)
     out = paged_decode(
+        LayerSpec(0, HEADS, KV_HEADS, D, 1.0),
         torch.zeros(len(contexts), HEADS, D, device=device),
         LayerBlocks(keys, values),
         tables,
         torch.tensor(contexts, dtype=torch.int32, device=device),
-        scale=1.0,
         workspace=space,
         config=DecodeConfig(block_n=TILE, splits=splits),
     )
@@ -84,9 +85,9 @@ def grid(found: Grid, contexts: Sequence[int] = CONTEXTS) -> Picture:
         ),
         height=308,
     )
-    picture.text(left - 14, top + 18, "keys", anchor="end", fill=SOFT)
+    picture.text(left - 14, top + 18, "keys", "end", SOFT)
     for head in range(KV_HEADS):
-        picture.text(left - 14, top + 64 + 42 * head, f"kv head {head}", anchor="end")
+        picture.text(left - 14, top + 64 + 42 * head, f"kv head {head}", "end")
     x = float(left)
     for request, context in enumerate(contexts):
         who, tiles = "ab"[request], -(-context // TILE)
@@ -109,9 +110,7 @@ def grid(found: Grid, contexts: Sequence[int] = CONTEXTS) -> Picture:
                 words = f"split {first}" if first == last else f"splits {first} to {last}"
                 picture.cell(x + cell * tiles + 12, y, 92, 32, "coming", "", words)
         if len(read) < splits:
-            picture.text(
-                x + cell * tiles + 58, y + 50, "returns at once", anchor="middle", fill=SOFT
-            )
+            picture.text(x + cell * tiles + 58, y + 50, "returns at once", "middle", SOFT)
         middle, bottom = sum(used) / len(used), top + 42 + 42 * KV_HEADS
         for place in used:
             picture.curve((place, bottom), (middle + (place - middle) / 6, bottom + 42))

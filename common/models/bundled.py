@@ -174,10 +174,8 @@ def _converted(bundle: Bundle, work: Path) -> Path:
 
     The SHA-256 of the GGUF file is compared first. Raises `UserError` if it is another.
     """
-    from common.models.gguf_import import (
-        import_gguf,
-        write_json,
-    )  # the gguf library takes a second
+    # The gguf library takes a second.
+    from common.models.gguf_import import import_gguf, write_json
 
     work.mkdir()
     gguf = _given_file(bundle.member) or _unpacked(bundle, work)

@@ -83,9 +83,8 @@ def load_weights(
                 if read
                 else transform(target, file.get_tensor(source))
             )
-            tensor = tensor.reshape(
-                tensor.shape or (1,)
-            )  # one number by itself is a vector of one
+            # One number by itself is a vector of one.
+            tensor = tensor.reshape(tensor.shape or (1,))
             wanted = expected[target]
             rounded = isinstance(wanted, nn.Parameter) and wanted.dtype in _FLOATS
             if rounded or torch.device(device).type != "cpu":
@@ -220,9 +219,8 @@ def _match(
         sources[target] = source
         header = file.get_slice(source)
         want, have = tuple(expected[target].shape), tuple(header.get_shape()) or (1,)
-        if prod(have) == prod(
-            want
-        ):  # no file can ask for a tensor that torch cannot even describe
+        # No file can ask for a tensor that torch cannot even describe.
+        if prod(have) == prod(want):
             have = tuple(transform(target, torch.empty(have, device="meta")).shape)
         if have != want:
             misshapen.append(f"{target} {list(have)} instead of {list(want)}")

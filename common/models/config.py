@@ -18,7 +18,7 @@ import torch
 from common.errors import UserError, brief
 from common.models import hf_fields as hf
 from common.models.fields import Field, read_object
-from common.text.tokenizer import eos_of_tokenizer
+from common.text.tokenizer_files import eos_of_tokenizer
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class ExpertConfig:
 
     ``count`` experts, of which a token uses ``top_k``; each has an inner size of ``intermediate_size``.
     ``normalize``: the weights of a token's ``top_k`` experts sum to 1. ``shared_size`` is the inner size of
-    the expert that every token uses, 0 where there is none. ``dense_layers`` are the numbers of layers with
-    a plain MLP.
+    the expert that every token uses, 0 where there is none.
     """
 
     count: int
@@ -71,7 +70,6 @@ class ExpertConfig:
     intermediate_size: int
     normalize: bool = True
     shared_size: int = 0
-    dense_layers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Raise `UserError` for more experts a token than there are."""
@@ -153,7 +151,6 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...] = ()
     attention_bias: bool = False
     mlp_bias: bool = False
-    attention_soft_cap: float | None = None
     final_soft_cap: float | None = None
     scale_by_layer: bool = False
     delta: DeltaConfig | None = None
@@ -233,10 +230,9 @@ class ModelConfig:
                     )
         values = {ours: field.read(raw) for ours, field in hf.FIELDS[family].items()}
         values |= _gpt2(raw, values) if family == "gpt2" else _rope_family(family, raw, values)
-        values["experts"] = _experts(family, raw, values["num_layers"])
-        values["activation"] = hf.SAME_ACTIVATIONS.get(
-            values["activation"], values["activation"]
-        )
+        if family in hf.EXPERTS:
+            sizes = {ours: field.read(raw) for ours, field in hf.EXPERTS[family].items()}
+            values["experts"] = ExpertConfig(**sizes)
         values["quantization"] = _quantization(raw)
         bos: int = _token_id("bos_token_id", values["vocab_size"]).read(raw)
         values["bos_token_id"] = None if bos < 0 else bos
@@ -303,7 +299,7 @@ def _gpt2(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": values["intermediate_size"] or 4 * hidden,
         "num_kv_heads": heads,
         "head_dim": head_dim,
-        "attention_scale": head_dim**-0.5 if hf.SCALE_WEIGHTS.read(raw) else 1.0,
+        "attention_scale": head_dim**-0.5,
         "attention_bias": True,
         "mlp_bias": True,
     }
@@ -328,19 +324,6 @@ def _rope_family(
         "rope_local": rope_local,
         "sliding_windows": _sliding_windows(family, raw, values["num_layers"]),
     }
-
-
-def _experts(family: str, raw: Mapping[str, Any], layers: int) -> ExpertConfig | None:
-    """Return the mixture of experts of a model with ``layers`` layers; None for a family without experts."""
-    if family not in hf.EXPERTS:
-        return None
-    values = {ours: field.read(raw) for ours, field in hf.EXPERTS[family].items()}
-    step, given = hf.SPARSE_STEP.read(raw), hf.DENSE_LAYERS.read(raw)
-    dense = {
-        hf.DENSE_LAYER.check(layer, f"mlp_only_layers[{i}]") for i, layer in enumerate(given)
-    }
-    dense |= {layer for layer in range(layers) if (layer + 1) % step}
-    return ExpertConfig(**values, dense_layers=frozenset(dense))
 
 
 def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:

@@ -46,9 +46,8 @@ def read_object(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except RecursionError:
         raise UserError(f"{path} is not valid JSON: it is nested too deeply") from None
-    except (
-        ValueError
-    ) as error:  # JSON's, UTF-8's, and Python's for an integer of thousands of digits
+    except ValueError as error:
+        # JSON's, UTF-8's, and Python's for an integer of thousands of digits.
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} is not valid JSON: {error}") from None
@@ -112,9 +111,8 @@ class Field:
         ``name``, if it does not fit.
         """
         fits = isinstance(value, (int, float) if self.kind is float else self.kind)
-        fits = fits and isinstance(value, bool) == (
-            self.kind is bool
-        )  # to Python, True is an integer
+        # To Python, True is an integer.
+        fits = fits and isinstance(value, bool) == (self.kind is bool)
         if fits and self.kind in (int, float):
             fits = self.low <= value <= self.high  # false for NaN
         if not fits:

@@ -51,8 +51,13 @@ BLOCKS = {
     GGMLQuantizationType.Q8_0: "q8_0",
 }
 """The types of which a quantized copy is kept, with their names in its `quantization_config`."""
+_BLOCK_TYPES = {
+    "q4_0": np.dtype([("scale", "f2"), ("data", "u1", 16)]),
+    "q4_1": np.dtype([("scale", "f2"), ("minimum", "f2"), ("data", "u1", 16)]),
+    "q8_0": np.dtype([("scale", "f2"), ("data", "i1", 32)]),
+}
+"""A block of 32 numbers as it lies in the file."""
 BLOCKS_FOLDER = "blocks"
-_BLOCK = 32  # numbers that share a scale
 # GGUF's tokenizer.ggml.token_type
 _NORMAL = 1
 _CONTROL = 3
@@ -116,16 +121,11 @@ def block_parts(rows: npt.NDArray[np.uint8], kind: str) -> dict[str, npt.NDArray
         number i in its low and number i + 16 in its high half. `scale`, and of q4_1 `minimum`: float16
         `[N, K / 32]`.
     """
-    size = 2 + (2 if kind == "q4_1" else 0) + (_BLOCK if kind == "q8_0" else _BLOCK // 2)
-    blocks = rows.reshape(len(rows), -1, size)
-    halves = ("scale", "minimum") if kind == "q4_1" else ("scale",)
-    parts: dict[str, npt.NDArray[Any]] = {}
-    for place, name in enumerate(halves):
-        two_bytes = np.ascontiguousarray(blocks[..., 2 * place : 2 * place + 2])
-        parts[name] = two_bytes.view(np.float16)[..., 0]
-    data = np.ascontiguousarray(blocks[..., 2 * len(halves) :]).reshape(len(rows), -1)
-    parts["data"] = data.view(np.int8) if kind == "q8_0" else data
-    return parts
+    blocks = np.ascontiguousarray(rows).view(_BLOCK_TYPES[kind])  # [N, K / 32]
+    return {
+        name: np.ascontiguousarray(blocks[name]).reshape(len(rows), -1)
+        for name in _BLOCK_TYPES[kind].names or ()
+    }
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -247,10 +247,8 @@ def _tokenizer(meta: dict[str, Any], config: dict[str, Any]) -> Tokenizer:
         # SmolLM's: each digit by itself, then GPT-2's words, then bytes.
         merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
         tokenizer = Tokenizer(BPE(vocabulary, merges))
-        digits, words = (
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(False),
-        )
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        words = pre_tokenizers.ByteLevel(False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
         tokenizer.decoder = decoders.ByteLevel()
     else:

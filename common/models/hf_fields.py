@@ -103,10 +103,6 @@ EXPERTS = {
     },
 }
 """Family with experts -> field of `ExpertConfig` -> the `Field` of ``config.json`` that it is read from."""
-SPARSE_STEP = Field("decoder_sparse_step", int, 1, 1 << 10, 1)
-DENSE_LAYERS = Field("mlp_only_layers", list, default=[])
-DENSE_LAYER = Field("mlp_only_layers", int, 0, 1 << 10)
-SCALE_WEIGHTS = Field("scale_attn_weights", bool, default=True)
 NEEDED = {"gpt_oss": ("layer_types", "sliding_window", "rope_theta", "rope_type")}
 """Fields for which `transformers` has defaults of that family's own."""
 QUERY_SCALE = Field("query_pre_attn_scalar", float, 1e-3, 1e6, 256.0)
@@ -148,13 +144,6 @@ DELTA = {
     "conv_width": Field("linear_conv_kernel_dim", int, 2, 1 << 6, 4),
 }
 
-SAME_ACTIVATIONS = {
-    "swish": "silu",
-    "gelu_python": "gelu",
-    **dict.fromkeys(("gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_pytorch_tanh"),
-}
-"""Other names of activations -> the names used here."""
-
 ONLY = {
     "use_bidirectional_attention": False,
     "add_cross_attention": False,
@@ -162,6 +151,9 @@ ONLY = {
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
     "use_sliding_window": False,
+    "scale_attn_weights": True,
+    "decoder_sparse_step": 1,  # layers without experts, which no published mixture has
+    "mlp_only_layers": [],
     "mscale": None,
     "mscale_all_dim": None,
     "compression_config": None,  # what quantization_config was called first

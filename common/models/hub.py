@@ -74,10 +74,8 @@ def local(name: str | Path) -> Path | None:
 
 def _fetch_from_hub(name: str) -> Path:
     """Download a model's safetensors, configuration and tokenizer into the hub's cache; return the folder."""
-    from huggingface_hub import (
-        errors,
-        snapshot_download,
-    )  # takes half a second, and most runs need none
+    # Takes half a second, and most runs need none.
+    from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(

@@ -10,19 +10,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args
+from typing import Any, Literal, get_args
 
 from common.errors import UserError, brief, choice, text
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
 
-MAX_GRAMMAR_CHARACTERS: Final = 1 << 18
+MAX_GRAMMAR_CHARACTERS = 1 << 18
 """Longest source of a grammar; the largest schemas of public collections have some 100,000 characters."""
 
-MAX_CHOICES: Final = 10_000
-MAX_DEPTH: Final = 128
+MAX_CHOICES = 10_000
+MAX_DEPTH = 128
 """Deepest nesting of brackets in a JSON schema: what reads one recurses."""
-MAX_KEYS: Final = 2_000
+MAX_KEYS = 2_000
 """Most keys of one object in a JSON schema: llguidance's time grows with their square, and 7,000 took it 13
 seconds.
 """

@@ -10,36 +10,34 @@ Only int64, int32 and float32 are used, since Apple GPUs have no float64. Intege
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 import torch
 from torch import Tensor
 
-WEIGHT_BITS: Final = 40
+WEIGHT_BITS = 40
 """A token's weight is exp((logit - largest) / temperature) as a multiple of 2**-40, so at most 2**40."""
 
-FRACTION_BITS: Final = 31
+FRACTION_BITS = 31
 """top_p is a multiple of 2**-31."""
 
-HASH_1: Final = 0x7FEB352D
-HASH_2: Final = 0x846CA68B - (1 << 32)
+HASH_1 = 0x7FEB352D
+HASH_2 = 0x846CA68B - (1 << 32)
 """The multipliers of `noise_bits`, as int32: those of lowbias32, https://github.com/skeeto/hash-prospector."""
 
-NOISE_UNIT: Final = 2.0**-31 * (1 - 2.0**-24)
+NOISE_UNIT = 2.0**-31 * (1 - 2.0**-24)
 """The float32 just below 2**-31, so that even the largest of the noise's 31 bits stay below 1."""
 
-NAN_TOKEN: Final = -1
+NAN_TOKEN = -1
 """In place of a token whose logit is NaN."""
 
-_GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
-_MIX_1: Final = 0xBF58476D1CE4E5B9
-_MIX_2: Final = 0x94D049BB133111EB
-_MASK: Final = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
 
-_ONE: Final = 0x3F800000  # the bits of float32 1.0
-_NOT_SIGN: Final = 0x7FFFFFFF
-DIGIT_BITS: Final = 15  # a key is below 2**30: two digits
+_ONE = 0x3F800000  # the bits of float32 1.0
+_NOT_SIGN = 0x7FFFFFFF
+DIGIT_BITS = 15  # a key is below 2**30: two digits
 
 
 def _signed(value: int) -> int:
@@ -70,9 +68,8 @@ def stream_key(seed: int) -> int:
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits) & (
-        (1 << (64 - bits)) - 1
-    )  # torch's >> copies the sign bit; the hash needs zeros
+    # Torch's >> copies the sign bit; the hash needs zeros.
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def random_words(keys: Tensor, steps: Tensor) -> Tensor:
@@ -87,9 +84,8 @@ def random_words(keys: Tensor, steps: Tensor) -> Tensor:
     z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
     z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
     z = z ^ _shift_right(z, 31)
-    return z.unsqueeze(1).view(
-        torch.int32
-    )  # the lower half first, as on every machine that torch runs on
+    # The lower half first, as on every machine that torch runs on.
+    return z.unsqueeze(1).view(torch.int32)
 
 
 def noise_bits(upper: Tensor, lower: Tensor, ids: Tensor) -> Tensor:
@@ -101,9 +97,8 @@ def noise_bits(upper: Tensor, lower: Tensor, ids: Tensor) -> Tensor:
     upper, lower: int32 [B, 1], the row's words; ids: int32 [V]. Returns int32 [B, V] in [0, 2**31).
     """
     x = upper ^ ids  # [B, V]
-    shifted = (
-        x >> 16
-    )  # one tensor for all three shifts: on a CPU a new one costs more than the shift
+    # One tensor for all three shifts: on a CPU a new one costs more than the shift.
+    shifted = x >> 16
     x.bitwise_xor_(shifted).mul_(HASH_1)
     torch.bitwise_right_shift(x, 15, out=shifted)
     x.bitwise_xor_(shifted).bitwise_xor_(lower).mul_(HASH_2)
@@ -156,9 +151,8 @@ def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
 
     def reach(digits: Tensor, amounts: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         mass = torch.zeros(keys.shape[0], bins, dtype=torch.int64, device=keys.device)
-        mass.scatter_add_(1, digits, amounts).cumsum_(
-            1
-        )  # [B, bins]: of the first digit, the first two, ...
+        # [B, bins]: of the first digit, the first two, ...
+        mass.scatter_add_(1, digits, amounts).cumsum_(1)
         digit = torch.searchsorted(mass, target.contiguous()).clamp_(max=bins - 1)
         before = mass.gather(1, (digit - 1).clamp_(min=0)).masked_fill_(digit == 0, 0)
         return digit, target - before
@@ -200,9 +194,8 @@ def forbid(logits: Tensor, allowed: Tensor, positions: Tensor) -> Tensor:
     allowed: int32 [M, ceil(V / 32)], bit i of word w for token 32 * w + i.
     positions: int64 [M], the rows of `logits` that are masked.
     """
-    if (
-        allowed.device.type == "cpu"
-    ):  # numpy takes all bits out in one pass, and no row is copied
+    # Numpy takes all bits out in one pass, and no row is copied.
+    if allowed.device.type == "cpu":
         octets = allowed.numpy().view(np.uint8)
         every = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little")
         for row, some in zip(positions.tolist(), every, strict=True):

@@ -18,44 +18,44 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, SupportsIndex
+from typing import Any, SupportsIndex
 
 from common.errors import UserError, boolean, brief, choice, integer, number, shown
 from common.models.fields import read_object
 from common.sampling.grammar import Grammar
 
-GREEDY_BELOW: Final = 1e-5
+GREEDY_BELOW = 1e-5
 """Temperatures under this one mean greedy: dividing by them says nothing that the argmax does not."""
 
-MAX_LOGPROBS: Final = 20
-MAX_LOGIT_BIAS: Final = 100.0
-SEED_BITS: Final = 64
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100.0
+SEED_BITS = 64
 
-MAX_INT: Final = (1 << 31) - 1
+MAX_INT = (1 << 31) - 1
 """Largest max_tokens, min_tokens, top_k and token id: far above any context and any vocabulary."""
 
-MAX_N: Final = 128
+MAX_N = 128
 """Most completions of one prompt: each is a request of its own, made at once."""
 
-MAX_STOPS: Final = 64
+MAX_STOPS = 64
 """Most stop strings: each is looked for in every new piece of text."""
 
-MAX_STOP_CHARACTERS: Final = 1024
+MAX_STOP_CHARACTERS = 1024
 """Longest stop string: so much text may be held back."""
 
-MAX_STOP_TOKEN_IDS: Final = 1024
+MAX_STOP_TOKEN_IDS = 1024
 """Most stop tokens: with min_tokens each is an edit of the logits in every step."""
 
-MAX_BIASED_TOKENS: Final = 1024
+MAX_BIASED_TOKENS = 1024
 """Most entries of logit_bias: each is an edit of the logits in every step."""
 
-INTEGERS: Final = {
+INTEGERS = {
     "max_tokens": (0, MAX_INT),
     "min_tokens": (0, MAX_INT),
     "top_k": (-1, MAX_INT),
     "n": (1, MAX_N),
 }
-NUMBERS: Final = {
+NUMBERS = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -187,9 +187,8 @@ def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, 
 
 
 def _stop_strings(value: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(
-        value, str
-    ):  # one string; taken as an iterable it would be a list of characters
+    # One string; taken as an iterable it would be a list of characters.
+    if isinstance(value, str):
         value = (value,)
     strings = _items("stop", value, "strings", MAX_STOPS)
     for string in strings:

@@ -6,7 +6,7 @@ import enum
 import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,17 +17,17 @@ from common.errors import UserError
 from common.sampling import ops
 from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
 
-MAX_VOCAB: Final = 1 << 21  # so that the integer weights of a row add up to less than 2**62
+MAX_VOCAB = 1 << 21  # so that the integer weights of a row add up to less than 2**62
 
 # The columns of the two tables of settings, `floats` and `ints`.
 TEMPERATURE, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(5)
 KEY, TOP_K, TOP_P = range(3)
 
-_FOREVER: Final = (1 << 63) - 1
+_FOREVER = (1 << 63) - 1
 
 
 class SamplingFlags(enum.IntFlag):
-    """Needs of a row beyond the argmax."""
+    """Operations that a request's settings need beyond the argmax, such as top-k or penalties."""
 
     RANDOM = enum.auto()  # a temperature above 0
     EDITS = enum.auto()  # logit_bias or min_tokens
@@ -37,9 +37,9 @@ class SamplingFlags(enum.IntFlag):
     TOP_P = enum.auto()
 
 
-RADIX: Final = SamplingFlags.TOP_K | SamplingFlags.TOP_P
+RADIX = SamplingFlags.TOP_K | SamplingFlags.TOP_P
 """Settings that need a selection by radix."""
-TRUNCATION: Final = RADIX | SamplingFlags.MIN_P
+TRUNCATION = RADIX | SamplingFlags.MIN_P
 """Settings that exclude tokens before the draw."""
 
 Positions = slice | Tensor
@@ -148,12 +148,10 @@ class SamplerRows:
         self._edits: dict[int, Edits] = {}
         # For the penalties: which tokens stand in the prompt, and how often each one stands in the output.
         self._history: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-        self.in_prompt = torch.zeros(
-            0, vocab_size, dtype=torch.bool, device=self.device
-        )  # later [rows, V]
-        self.counts = torch.zeros(
-            0, vocab_size, dtype=torch.int32, device=self.device
-        )  # later [rows, V]
+        # later [rows, V]
+        self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=self.device)
+        # later [rows, V]
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=self.device)
         self._changed: set[int] = set()
         self._planned: tuple[list[int], SamplingMetadata] | None = (
             None  # for which rows the last plan was
@@ -216,11 +214,8 @@ class SamplerRows:
             params.frequency_penalty,
         )
         temperature = params.temperature if SamplingFlags.RANDOM in features else 0.0
-        self._floats[row] = (
-            temperature,
-            params.min_p,
-            *penalties,
-        )  # the order of the columns' names
+        # The order of the columns' names.
+        self._floats[row] = (temperature, params.min_p, *penalties)
         self._ints[row] = (
             ops.stream_key(seed),
             top_k,
@@ -247,9 +242,8 @@ class SamplerRows:
         wanted_rows = list(rows_host)
         if self._changed:
             self._send()
-        elif (
-            self._planned is not None and self._planned[0] == wanted_rows
-        ):  # a decode like the last one
+        elif self._planned is not None and self._planned[0] == wanted_rows:
+            # A decode like the last one.
             return self._planned[1]
         rows = np.array(wanted_rows, np.int64)
         features = self._features[rows]

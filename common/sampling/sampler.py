@@ -50,7 +50,7 @@ class Sampled(NamedTuple):
 
     @property
     def for_host(self) -> Tensor:
-        """The tokens for the host, int64 [B], with `ops.NAN_TOKEN` where logits are NaN."""
+        """Return the tokens for the host, int64 [B], with `ops.NAN_TOKEN` where logits are NaN."""
         return self.tokens if self.reported is None else self.reported
 
     def logprob(self, place: int) -> Logprob | None:
@@ -183,12 +183,10 @@ class SamplerBackend:
         weight / E, or -E / weight, which is minus infinity for a weight of 0.
         """
         weights = sampler.weigh(logits, rows, features)  # [B, V]
-        noise = ops.negative_exponentials(
-            sampler.ints[rows, KEY], steps, sampler.ids
-        )  # [B, V]
-        return (
-            noise.div_(weights).max(1).indices
-        )  # of equals the first, and NaN is the largest
+        # [B, V]
+        noise = ops.negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)
+        # Of equals the first, and NaN is the largest.
+        return noise.div_(weights).max(1).indices
 
 
 TORCH = SamplerBackend()
@@ -298,9 +296,10 @@ class Sampler(SamplerRows):
         largest = largest.nan_to_num(_LARGEST, math.inf, -math.inf)
         # Subtract first: then a small temperature scales differences, all at most 0, and nothing overflows.
         # The reciprocal of temperature 0 is infinite: the largest becomes NaN, and the others' weights 0.
+        # [B, V]
         return (
             (logits - largest).mul_(self.floats[rows, TEMPERATURE, None].reciprocal()).exp_()
-        )  # [B, V]
+        )
 
     def _adjust(
         self,
@@ -323,11 +322,8 @@ class Sampler(SamplerRows):
         for positions in plan.penalties:
             at, some = rows[positions], logits[positions]
             floats = self.floats[at].unsqueeze(2)  # [B, 5, 1]
-            penalties = (
-                floats[:, REPETITION],
-                floats[:, PRESENCE],
-                floats[:, FREQUENCY],
-            )  # each [B, 1]
+            # each [B, 1]
+            penalties = (floats[:, REPETITION], floats[:, PRESENCE], floats[:, FREQUENCY])
             logits[positions] = ops.penalize(
                 some, self.in_prompt[at], self.counts[at], *penalties
             )

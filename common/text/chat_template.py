@@ -161,6 +161,15 @@ class ChatTemplate:
         return checked
 
 
+def count_characters(value: Any) -> int:
+    """Return how many characters all texts in a value have together."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(count_characters, value.values()))
+    return sum(map(count_characters, value)) if isinstance(value, list) else 0
+
+
 def _said(parts: Iterable[Message]) -> set[str]:
     """Return the names of the fields that are not empty in any of the messages."""
     return {field for part in parts for field, value in part.items() if value not in _NOTHING}

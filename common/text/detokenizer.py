@@ -128,12 +128,7 @@ class Detokenizer:
         )
         self._utf8 = self._bytes.decoder()
         self.begins = not middle
-        visible = (
-            token
-            for token in map(int, reversed(after))
-            if token not in self._skipped and self._bytes[token]
-        )
-        for token in reversed([*islice(visible, MOST_TOKENS_OF_A_CHARACTER)]):
+        for token in last_visible(after, self._bytes, self._skipped):
             self.push(token)
 
     def push(self, token_id: int) -> str:
@@ -152,6 +147,24 @@ class Detokenizer:
         drop its bytes.
         """
         return self._utf8.decode(b"", final=True)
+
+
+def last_visible(
+    tokens: Sequence[int], known: TokenBytes, skipped: frozenset[int]
+) -> list[int]:
+    """Return as many of the last tokens with a text as one character may have.
+
+    It takes time in proportion to the tokens if these are special or have no text.
+
+    Args:
+        tokens: of a prompt.
+        known: the bytes of each token.
+        skipped: ids of tokens that are left out of texts.
+    """
+    visible = (
+        token for token in map(int, reversed(tokens)) if token not in skipped and known[token]
+    )
+    return [*islice(visible, MOST_TOKENS_OF_A_CHARACTER)][::-1]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -117,7 +117,7 @@ class SpecialGuard:
 
     @cached_property
     def _blind(self) -> tokenizers.Tokenizer:
-        """The tokenizer that turns stand-ins back; it shares the model, so it takes little memory."""
+        """Return the tokenizer that turns stand-ins back; it shares the model, so it takes little memory."""
         blind = tokenizers.Tokenizer(self._backend.model)
         back: list[Any] = [
             normalizers.Replace(there, char) for char, there in self._stand_in.items()
@@ -137,7 +137,7 @@ class SpecialGuard:
 
     @cached_property
     def _renumbered(self) -> dict[int, int]:
-        """Ids of added tokens in `_blind` -> their ids in the model's tokenizer, where the two differ."""
+        """Return the model's id for each id of an added token in `_blind` that differs."""
         pairs = (
             (self._blind.token_to_id(token.content), index) for index, token in self._added
         )

@@ -11,15 +11,6 @@ Turn = dict[str, Any]
 """A message with its `role`."""
 
 
-def characters(value: Any) -> int:
-    """Return how many characters all texts in a value have together."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(characters, value.values()))
-    return sum(map(characters, value)) if isinstance(value, list) else 0
-
-
 def join_turns(messages: Sequence[Turn]) -> list[Turn]:
     """Return a conversation in which turns of one role in a row are one, and system messages come first.
 

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SITE = ROOT / "build" / "site"
 SOURCE, HTML = SITE / "source", SITE / "html"
 PAGES = (
-    "*.md", "docs/*.md", "phases/*/*.md", "phases/appendix/*/*.md", "notebooks/*.md", "notebooks/*.ipynb",
-    "benchmarks/*.md", "tests/*.md",
+    "*.md", "docs/*.md", "docs/log/*.md", "phases/*/*.md", "phases/appendix/*/*.md",
+    "notebooks/*.md", "notebooks/*.ipynb", "benchmarks/*.md", "tests/*.md",
 )  # fmt: skip
 PICTURES = (".png", ".svg", ".gif")
 LANGUAGES = {
@@ -145,7 +145,7 @@ class Stage:
             for path in self.pages
             if "phases" in path.parts
         ]
-        others = ["benchmarks/README", "tests/README"]
+        others = ["docs/README", "benchmarks/README", "tests/README"]
         top = [
             path.stem for path in self.pages if path.parent == ROOT and path.stem != "README"
         ]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+import benchmarks.bench
 import forward
 import kv_cache
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Samples, Watch, alternate, time_generation, timer
+from benchmarks.bench import evidence_of
+from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.measure import Samples, alternate, growth
 from benchmarks.peers import Transformers, transformers_version
 from benchmarks.plotting import lines, panels, save
-from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.targets import load_target, targets
+from benchmarks.targets import targets
 from benchmarks.workloads import Workload, uniform
-from common.events import generate
 from common.models.hub import model_folder
-from common.sampling.params import SamplingParams
 from forward import Model
 from forward.cpu_linear import FlippedLinear
 from forward.surgery import clone
@@ -40,118 +40,75 @@ def run(options: BenchOptions) -> Evidence:
         runs += bench.main() + bench.longer_prompts()
         # The naive loop computes 130,000 tokens for its first 500, and half a million for its first thousand.
         # On two cores these are minutes in bfloat16, which both phases take then, and a quarter of an hour.
-        if options.device.type == "cpu":
+        if bench.on_cpu:
             bench = Bench(replace(target, dtype=torch.bfloat16))
             runs += bench.main(naive=False)
         runs += bench.longer_outputs()
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(PHASE, runs, options)
 
 
-class Bench:
-    """The two engines over one model, and how they are measured."""
+class Bench(benchmarks.bench.Bench):
+    """The two engines over one model."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.model = model = load_target(options)
-        self.options = options
-        self.name = options.model or ""
-        self.config = model.config
-        self.engines = {BEFORE: forward.load(model), PHASE: kv_cache.load(model)}
-        self.top = ceilings(options.device, options.dtype)
+        super().__init__(options)
+        self.engines = {BEFORE: forward.load(self.model), PHASE: kv_cache.load(self.model)}
 
     def main(self, naive: bool = True) -> list[Run]:
         """256 generated tokens, which the naive loop takes minutes for on a CPU."""
-        work = uniform("generate-256", 1, 64, 32 if self.options.quick else 256)
-        device = self.options.device
-        short = uniform(work.name, 1, 64, 4)
-        slow = alternate(
-            {BEFORE: lambda _: time_generation(self.engines[BEFORE], work, device)}
-            if naive
-            else {},
-            repeats=self.options.repeats,
-            warm={BEFORE: lambda: time_generation(self.engines[BEFORE], short, device)},
-        )
-        contenders = {PHASE: timer(self.engines[PHASE], work, device)}
+        work = uniform("generate-256", 1, 64, 32 if self.quick else 256)
+        short = self.timer(self.engines[BEFORE], uniform(work.name, 1, 64, 4))
+        slow = {BEFORE: self.timer(self.engines[BEFORE], work)} if naive else {}
+        runs = self.compare(slow, work, 1, warm={BEFORE: lambda: short(0)}, cached=False)
+        contenders = {PHASE: self.timer(self.engines[PHASE], work)}
         if any(isinstance(module, FlippedLinear) for module in self.model.modules()):
-            contenders[PLAIN] = timer(kv_cache.load(unflipped(self.model)), work, device)
+            contenders[PLAIN] = self.timer(kv_cache.load(unflipped(self.model)), work)
         if transformers_version() and not self.name.startswith("random:"):
-            peer = Transformers(
-                model_folder(self.name), device=device, dtype=self.options.dtype
-            )
+            peer = Transformers(model_folder(self.name), device=self.device, dtype=self.dtype)
             contenders[transformers_version()] = lambda repeat: peer.measure(work.cold(repeat))
-        return [
-            self.summarize(variant, work, samples, variant != BEFORE)
-            for variant, samples in (
-                slow | alternate(contenders, self.options.repeats)
-            ).items()
-        ]
+        return runs + self.compare(contenders, work, 1)
 
     def longer_outputs(self) -> list[Run]:
         """Rates up to 200, 500 and 1,000 tokens, all from one generation; on a CPU the loop ends at 500."""
-        all_points = (8, 16, 32) if self.options.quick else GENERATED
+        all_points = (8, 16, 32) if self.quick else GENERATED
         runs = []
         for variant, engine in self.engines.items():
-            slow = variant == BEFORE and self.options.device.type == "cpu"
-            points = all_points[:-1] if slow else all_points
+            points = all_points[:-1] if variant == BEFORE and self.on_cpu else all_points
             work = uniform(f"generate-{all_points[-1]}", 1, 16, points[-1])
-            generate(
-                engine, work.prompts, SamplingParams(max_tokens=4, ignore_eos=True)
-            )  # warm up
-            with Watch() as watch:
-                (done,) = generate(engine, work.prompts, work.params)
-            for count in points:
-                seconds = done.times[count - 1] - done.arrival
-                samples = Samples(
-                    [{"seconds": seconds, "output_tokens_per_s": count / seconds}],
-                    [watch.noise],
-                )
+            for count, samples in growth(engine, work, points).items():
                 part = uniform(work.name, 1, 16, count)
-                runs.append(
-                    self.summarize(variant, part, samples, variant == PHASE, generated=count)
-                )
+                cached = variant == PHASE
+                found = self.run_of(variant, part, samples, 1, cached=cached, generated=count)
+                runs.append(found)
         return runs
 
     def longer_prompts(self) -> list[Run]:
         """32 generated tokens after prompts of 64, 256 and 512."""
         runs = []
-        for length in PROMPTS[:1] if self.options.quick else PROMPTS:
+        repeats = 1 if self.on_cpu else self.options.repeats
+        for length in PROMPTS[:1] if self.quick else PROMPTS:
             work = uniform(f"prompt-{length}", 1, length, 32)
-            samples = alternate(
-                {
-                    variant: timer(engine, work, self.options.device)
-                    for variant, engine in self.engines.items()
-                },
-                repeats=1 if self.options.device.type == "cpu" else self.options.repeats,
-                warm={variant: lambda: None for variant in self.engines},
-            )
-            for variant, kept in samples.items():
-                runs.append(
-                    self.summarize(variant, work, kept, variant == PHASE, prompt=length)
-                )
+            timed = {name: self.timer(engine, work) for name, engine in self.engines.items()}
+            for variant, kept in alternate(timed, repeats, warm={}).items():
+                cached = variant == PHASE
+                runs.append(self.run_of(variant, work, kept, 1, cached=cached, prompt=length))
         return runs
 
-    def summarize(
-        self, variant: str, work: Workload, samples: Samples, cached: bool, **options: int
+    def run_of(
+        self,
+        variant: str,
+        work: Workload,
+        samples: Samples,
+        roofline_batch: int = 0,
+        **facts: Any,
     ) -> Run:
-        """Evidence of one variant; its roofline is that of the work its algorithm has to do."""
+        """Evidence of one variant, with the bytes of its cache."""
         if variant in (PHASE, PLAIN):
             columns = work.prompt_lens[0] + work.output_lens[0] - 1
+            size = KVCache.bytes_needed(self.config, 1, columns, self.dtype)
             for sample in samples.kept:
-                size = KVCache.bytes_needed(self.config, 1, columns, self.options.dtype)
                 sample["kv_cache_bytes"] = float(size)
-        return summarize_generation(
-            variant,
-            work,
-            samples,
-            model=self.name,
-            config=self.config,
-            dtype=self.options.dtype,
-            top=self.top,
-            batch=1,
-            cached=cached,
-            options=options,
-        )
+        return super().run_of(variant, work, samples, roofline_batch, **facts)
 
 
 def unflipped(model: Model) -> Model:

@@ -10,17 +10,17 @@ from statistics import median
 from matplotlib.axes import Axes
 
 import batching
+import benchmarks.bench
 import continuous
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
+from benchmarks.bench import evidence_of
+from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.measure import Sample, Samples, alternate, time_generation
 from benchmarks.plotting import GREY, bars, colours, panels, save, tint
 from benchmarks.replay import time_replay
-from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.targets import load_target, targets
+from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 from common.events import Completion, Streams, generate
 from continuous.batch import Batch
-from continuous.cache import RowStore
 from continuous.work import Work
 from kv_cache import KVCache
 
@@ -40,21 +40,11 @@ def run(options: BenchOptions) -> Evidence:
     for target in targets(options):
         bench = Bench(target)
         runs += bench.skewed() + bench.mixed() + bench.traces()
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(PHASE, runs, options)
 
 
-class Bench:
-    """One model and how its engines are measured."""
-
-    def __init__(self, options: BenchOptions) -> None:
-        self.options = options
-        self.name = options.model or ""
-        self.model = load_target(options)
-        self.on_cpu = options.device.type == "cpu"
-        self.small = "-small" if self.on_cpu else ""
-        self.top = ceilings(options.device, options.dtype)
+class Bench(benchmarks.bench.Bench):
+    """Both phases over one model."""
 
     def skewed(self) -> list[Run]:
         """Most outputs short, every eighth long: 03 plain and compacted, and 04, with no more KV bytes.
@@ -63,50 +53,49 @@ class Bench:
         many rows as a batch, each as long as the longest request.
         """
         work, rows = workload("skewed-outputs-small"), ROWS
-        if self.options.quick:
-            rows, items = (
-                4,
-                tuple(Item(i.prompt, i.max_tokens // 8 + 1) for i in work.items[:16]),
-            )
-            work = Workload(f"{work.name}[:16]/8", items, vocab=work.vocab)
-        columns = max(
-            batch_columns(work.items[at : at + rows]) for at in range(0, len(work.items), rows)
+        if self.quick:
+            rows = 4
+            items = [Item(item.prompt, item.max_tokens // 8 + 1) for item in work.items[:16]]
+            work = replace(work, name=f"{work.name}[:16]/8", items=tuple(items))
+        batches = [work.items[at : at + rows] for at in range(0, len(work.items), rows)]
+        static = KVCache.bytes_needed(
+            self.config, rows, max(map(batch_columns, batches)), self.dtype
         )
-        max_len = max(len(item.prompt) + item.max_tokens for item in work.items)
-        engines: dict[str, Streams] = {
-            BEFORE: batching.load(self.model, batch_size=rows),
-            COMPACT: batching.load(self.model, batch_size=rows, compact=True),
-            PHASE: continuous.load(self.model, max_rows=rows, max_len=max_len),
+        length = longest(work)
+        # The phase before comes first, so that a table's gains are over it.
+        engines: dict[str, tuple[Streams, int]] = {
+            BEFORE: (batching.load(self.model, batch_size=rows), static),
+            COMPACT: (batching.load(self.model, batch_size=rows, compact=True), static),
+            PHASE: (
+                continuous.load(self.model, max_rows=rows, max_len=length),
+                rows * length * self.config.kv_bytes_per_token(self.dtype),
+            ),
         }
-        config, dtype = self.model.config, self.options.dtype
-        sizes = {
-            BEFORE: KVCache.bytes_needed(config, rows, columns, dtype),
-            COMPACT: KVCache.bytes_needed(config, rows, columns, dtype),
-            PHASE: RowStore.bytes_needed(config, rows, max_len, dtype),
-        }
-        short = uniform("warm-up", rows, 32, 4)
-        for engine in engines.values():
-            generate(engine, short.prompts, short.params)
+        self.warm_up(
+            {name: engine for name, (engine, _) in engines.items()},
+            uniform("warm-up", rows, 32, 4),
+        )
 
-        def measure(variant: str) -> Callable[[int], Sample]:
+        def measure(engine: Streams, size: int) -> Callable[[int], Sample]:
             def sample(repeat: int) -> Sample:
-                timed = time_generation(
-                    engines[variant], work.cold(repeat), self.options.device
-                )
-                return {**timed, "kv_cache_bytes": float(sizes[variant])}
+                timed = time_generation(engine, work.cold(repeat), self.device)
+                return {**timed, "kv_cache_bytes": float(size)}
 
             return sample
 
-        samples = alternate(
-            {variant: measure(variant) for variant in engines},
-            repeats=self.options.repeats,
-            warm={variant: lambda: None for variant in engines},
-        )
-        # The phase before comes first, so that a table's gains are over it.
-        return [
-            self.summarize(variant, work, kept, batch=rows)
-            for variant, kept in samples.items()
-        ]
+        timed = {name: measure(*made) for name, made in engines.items()}
+        return self.compare(timed, work, rows, warm={}, batch=rows)
+
+    def replayed(self, rows: int, work: Workload) -> Callable[[int], Sample]:
+        """Time a replay in an engine of so many rows, and when each request ended."""
+        engine = continuous.load(self.model, max_rows=rows, max_len=longest(work))
+        self.warm_up({"": engine})
+
+        def sample(repeat: int) -> Sample:
+            timed, done = time_replay(engine, work.cold(repeat), self.device)
+            return {**timed, **ends(done)}
+
+        return sample
 
     def mixed(self) -> list[Run]:
         """Eight requests of unequal lengths at once, together and one after the other; each one's gain."""
@@ -114,38 +103,22 @@ class Bench:
             Item(uniform("", 1, prompt, 1, seed=number).items[0].prompt, output)
             for number, (prompt, output) in enumerate(MIXED)
         ]
-        if self.options.quick:
+        if self.quick:
             items = [Item(item.prompt[:16], item.max_tokens // 8) for item in items]
         work = Workload("mixed-8", tuple(items), vocab=10_000)
-        max_len = max(len(item.prompt) + item.max_tokens for item in items)
-        engines = {
-            SEQUENTIAL: continuous.load(self.model, max_rows=1, max_len=max_len),
-            PHASE: continuous.load(self.model, max_rows=len(items), max_len=max_len),
-        }
-
-        def measure(engine: continuous.Engine) -> Callable[[int], Sample]:
-            def timed(repeat: int) -> Sample:
-                sample, done = time_replay(engine, work.cold(repeat), self.options.device)
-                return {**sample, **concatenated(done)}
-
-            return timed
-
-        samples = alternate(
-            {variant: measure(engine) for variant, engine in engines.items()},
-            repeats=self.options.repeats,
-        )
-        add_gains(samples[SEQUENTIAL], samples[PHASE])
-        batches = {SEQUENTIAL: 1, PHASE: len(items)}
+        rows = {SEQUENTIAL: 1, PHASE: len(items)}
+        timed = {name: self.replayed(count, work) for name, count in rows.items()}
+        kept = alternate(timed, self.options.repeats)
+        add_gains(kept[SEQUENTIAL], kept[PHASE])
         return [
-            self.summarize(v, work, kept, batch=batches[v], rows=batches[v])
-            for v, kept in samples.items()
+            self.run_of(v, work, samples, rows[v], rows=rows[v]) for v, samples in kept.items()
         ]
 
     def traces(self) -> list[Run]:
         """Requests that arrive over time: all at once, evenly, at random; and one after the other."""
         poisson = workload(f"continuous_batching{self.small}")
         base, rate = workload(f"baseline{self.small}"), 2.0 if self.on_cpu else 4.0
-        if self.options.quick:
+        if self.quick:
             poisson, base = poisson.first(3), base.first(1)
         elif not self.on_cpu:
             base = base.first(4)  # a slow second each, and all are alike
@@ -156,62 +129,23 @@ class Bench:
             "steady": arriving(poisson, "steady", 1 / rate),
             "baseline": base,
         }.items():
-            max_len = max(len(item.prompt) + item.max_tokens for item in work.items)
             rows = {PHASE: 16}
             if trace == "poisson" and self.on_cpu:
                 rows[SEQUENTIAL] = 1
-            engines = {
-                v: continuous.load(self.model, max_rows=n, max_len=max_len)
-                for v, n in rows.items()
-            }
-            warm_up = uniform("warm-up", 2, 16, 2)
-
-            def measure(
-                engine: continuous.Engine, work: Workload = work
-            ) -> Callable[[int], Sample]:
-                def timed(repeat: int) -> Sample:
-                    sample, done = time_replay(engine, work.cold(repeat), self.options.device)
-                    return {**sample, **concatenated(done)}
-
-                return timed
-
-            for engine in engines.values():
-                generate(engine, warm_up.prompts, warm_up.params)
-            samples = alternate(
-                {variant: measure(engine) for variant, engine in engines.items()},
-                repeats=max(1, self.options.repeats // 2),
-                warm={variant: lambda: None for variant in engines},
-            )
-            if SEQUENTIAL in samples:
-                add_gains(samples[SEQUENTIAL], samples[PHASE])
+            timed = {name: self.replayed(count, work) for name, count in rows.items()}
+            kept = alternate(timed, max(1, self.options.repeats // 2), warm={})
+            if SEQUENTIAL in kept:
+                add_gains(kept[SEQUENTIAL], kept[PHASE])
             runs += [
-                summarize(
-                    variant,
-                    work,
-                    kept,
-                    model=self.name,
-                    dtype=self.options.dtype,
-                    options={"trace": trace, "rows": rows[variant]},
-                )
-                for variant, kept in samples.items()
+                self.run_of(v, work, samples, trace=trace, rows=rows[v])
+                for v, samples in kept.items()
             ]
         return runs
 
-    def summarize(
-        self, variant: str, work: Workload, samples: Samples, *, batch: int, **options: int
-    ) -> Run:
-        """Evidence of one variant; the roofline is that of a batch which is always full."""
-        return summarize_generation(
-            variant,
-            work,
-            samples,
-            model=self.name,
-            config=self.model.config,
-            dtype=self.options.dtype,
-            top=self.top,
-            batch=batch,
-            options=options or {"batch": batch},
-        )
+
+def longest(work: Workload) -> int:
+    """Tokens of the longest request."""
+    return max(len(item.prompt) + item.max_tokens for item in work.items)
 
 
 def batch_columns(items: Sequence[Item]) -> int:
@@ -227,7 +161,7 @@ def arriving(work: Workload, pattern: str, gap: float) -> Workload:
     return replace(work, name=f"{work.name} ({pattern})", items=items)
 
 
-def concatenated(completions: Sequence[Completion]) -> Sample:
+def ends(completions: Sequence[Completion]) -> Sample:
     """Each request's time from arrival to its last token: `e2e_ms_request_0`, `_1`, ..."""
     return {f"e2e_ms_request_{c.index}": c.e2e_ms for c in completions if c.e2e_ms is not None}
 
@@ -237,11 +171,8 @@ def add_gains(before: Samples, after: Samples) -> None:
     for old, new in zip(before.kept, after.kept, strict=True):
         gains = {f"gain_{k}": old[k] / new[k] for k in old if k.startswith("e2e_ms_request_")}
         new |= gains
-        new |= {
-            "gain_least": min(gains.values()),
-            "gain_median": median(gains.values()),
-            "gain_most": max(gains.values()),
-        }
+        for name, of in (("least", min), ("median", median), ("most", max)):
+            new[f"gain_{name}"] = of(gains.values())
 
 
 def draw(evidence: Evidence, out: Path) -> None:

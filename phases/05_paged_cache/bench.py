@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import benchmarks.bench
 import continuous
 import paged_cache
 from benchmarks import scheduling_cost
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.bench import evidence_of
+from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
 from benchmarks.plotting import lines, panels, save
-from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.targets import load_target, targets
+from benchmarks.targets import targets
 from benchmarks.workloads import Workload, uniform, workload
-from common.events import generate
 from common.models.config import ModelConfig
 from common.request import Request
 from common.roofline import time_call
@@ -36,7 +37,10 @@ from paged_cache import BlockPool, PagedBatch, PagedCache, TorchPagedAttention
 PHASE, BEFORE = "05_paged_cache", "04_continuous"
 FIXED = "05_paged_cache, pool for the largest batch"
 BLOCK = 16
-CAPACITY = {"cpu": (1024, (512, 256, 128)), "cuda": (16_384, (4096, 2048, 1280))}
+CAPACITY: dict[str, tuple[int, tuple[int, ...]]] = {
+    "cpu": (1024, (512, 256, 128)),
+    "cuda": (16_384, (4096, 2048, 1280)),
+}
 """Tokens of cache, and the longest request that the server accepts: generous ones first."""
 CONTEXTS = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096)}
 BATCHES = {"cpu": (1, 4, 16), "cuda": (1, 16, 64)}
@@ -52,26 +56,18 @@ def run(options: BenchOptions) -> Evidence:
     runs = []
     for target in targets(options):
         bench = Bench(target)
-        runs += bench.capacity() + bench.concatenated() + bench.attention() + bench.memory()
+        runs += bench.capacity() + bench.same_rows() + bench.attention() + bench.memory()
         runs += bench.scheduling()
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(PHASE, runs, options)
 
 
-class Bench:
-    """One model and how its engines are measured."""
+class Bench(benchmarks.bench.Bench):
+    """Both phases over one model."""
 
-    def __init__(self, options: BenchOptions) -> None:
-        self.options = options
-        self.name = options.model or ""
-        self.model = load_target(options)
-        self.config = self.model.config
-        self.dtype = self.model.dtype
-        self.device = self.model.device
-        self.on_cpu = options.device.type == "cpu"
-        self.kind, self.small = ("cpu", "-small") if self.on_cpu else ("cuda", "")
-        self.top = ceilings(options.device, options.dtype)
+    @property
+    def kind(self) -> str:
+        """Of the machine: whose sizes are measured."""
+        return "cpu" if self.on_cpu else "cuda"
 
     # The same bytes.
 
@@ -81,86 +77,59 @@ class Bench:
         04 divides the bytes by the longest request that the server accepts. 05 does not care.
         """
         work = workload(f"paged_attention{self.small}")
-        accepted: tuple[int, ...]
         tokens, accepted = CAPACITY[self.kind]
-        if self.options.quick:
+        if self.quick:
             work = work.first(6)
             tokens = 512
             accepted = (256,)
-        size = tokens * self.config.kv_bytes_per_token(self.dtype)
+        size = self.kv_bytes(tokens)
         runs = []
         for max_len in accepted:
-            engines: dict[str, Engine] = {
-                BEFORE: continuous.load(
-                    self.model, cache_bytes=size, max_len=max_len, max_rows=64
-                ),
-                PHASE: paged_cache.load(
-                    self.model,
-                    cache_bytes=size,
-                    max_len=max_len,
-                    max_rows=64,
-                    block_size=BLOCK,
-                ),
-            }
-            samples = self.sample(engines, work, count=in_flight)
-            for variant, kept in samples.items():
+            sizes = {"cache_bytes": size, "max_len": max_len, "max_rows": 64}
+            for variant, kept in self.sample(self.engines(sizes, sizes), work).items():
                 for sample in kept.kept:
                     sample["kv_cache_bytes"] = float(size)
                 batch = round(max(sample["requests_in_flight"] for sample in kept.kept))
-                runs.append(
-                    self.summarize(
-                        variant,
-                        work,
-                        kept,
-                        batch,
-                        max_len=max_len,
-                        kv_bytes=size,
-                        same="bytes",
-                    )
-                )
-            del engines
+                facts: dict[str, Any] = {"max_len": max_len, "kv_bytes": size, "same": "bytes"}
+                runs.append(self.run_of(variant, work, kept, batch, **facts))
         return runs
+
+    def engines(
+        self, before: Mapping[str, Any], after: Mapping[str, Any]
+    ) -> dict[str, Engine]:
+        """Both phases' engines of these sizes."""
+        return {
+            BEFORE: continuous.load(self.model, **before),
+            PHASE: paged_cache.load(self.model, block_size=BLOCK, **after),
+        }
 
     # The price of gathering.
 
-    def concatenated(self) -> list[Run]:
+    def same_rows(self) -> list[Run]:
         """The same rows for both, and room for all requests: what is left is the price of gathering."""
         names = ["offline-256-small", "chat-serving-long-small"]
         if not self.on_cpu:
             names = ["paged_attention"]
         runs = []
-        for name in names[: 1 if self.options.quick else None]:
+        for name in names[: 1 if self.quick else None]:
             work = workload(name)
-            if self.options.quick:
+            if self.quick:
                 work = work.first(3)
             elif not self.on_cpu:
                 work = work.first(32)
             rows = len(work.items)
             max_len = max(len(item.prompt) + item.max_tokens for item in work.items)
-            size = RowStore.bytes_needed(
-                self.config, rows, -(-max_len // BLOCK) * BLOCK, self.dtype
-            )
-            engines: dict[str, Engine] = {
-                BEFORE: continuous.load(self.model, max_rows=rows, max_len=max_len),
-                PHASE: paged_cache.load(
-                    self.model,
-                    max_rows=rows,
-                    max_len=max_len,
-                    cache_bytes=size,
-                    block_size=BLOCK,
-                ),
-            }
-            samples = self.sample(engines, work)
-            runs += [
-                self.summarize(v, work, kept, rows, rows=rows, same="rows")
-                for v, kept in samples.items()
-            ]
-            del engines
+            whole = -(-max_len // BLOCK) * BLOCK
+            size = rows * whole * self.config.kv_bytes_per_token(self.dtype)
+            sizes = {"max_rows": rows, "max_len": max_len}
+            engines = self.engines(sizes, {**sizes, "cache_bytes": size})
+            for variant, kept in self.sample(engines, work).items():
+                runs.append(self.run_of(variant, work, kept, rows, rows=rows, same="rows"))
         return runs
 
     def attention(self) -> list[Run]:
         """One layer's attention of a decode step, over context and batch, with its writes to the cache."""
-        few = 2 if self.options.quick else None
+        few = 2 if self.quick else None
         contexts, batches = CONTEXTS[self.kind][:few], BATCHES[self.kind][:few]
         return [run for c in contexts for b in batches for run in self.attention_at(b, c)]
 
@@ -168,47 +137,36 @@ class Bench:
         """`batch` decodes with `context` keys each."""
         work = uniform("paged-decode-attention", batch, context, 1)
         layers = self.model.layer_specs[:LAYERS]
-        heads = layers[0].num_heads
-        kv_heads = layers[0].num_kv_heads
-        size = layers[0].head_dim
+        kv_heads, size = layers[0].num_kv_heads, layers[0].head_dim
         rng = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(batch, count, size, generator=rng).to(self.device, self.dtype)
+            for count in (layers[0].num_heads, kv_heads, kv_heads)
+        )
 
-        def random(count: int) -> torch.Tensor:
-            made = torch.randn(batch, count, size, generator=rng)
-            return made.to(self.device, self.dtype)
+        def measure(attention: BatchAttention, repeat: int) -> Sample:
+            floor = 0.05 if self.quick else 0.3
+            with torch.inference_mode():
+                times = time_call(
+                    lambda: [attention(layer, q, k, v) for layer in layers],
+                    self.device,
+                    repeats=10,
+                    floor=floor,
+                )
+            seconds = float(np.median(times)) / len(layers)
+            read = 2 * batch * context * kv_heads * size * self.dtype.itemsize
+            reached = read / seconds / self.top.read_bytes_per_s
+            return {
+                "seconds": seconds,
+                "attention_us": seconds * 1e6,
+                "bandwidth_fraction": reached,
+            }
 
-        q = random(heads)
-        k = random(kv_heads)
-        v = random(kv_heads)
-        calls = {}
-        with torch.inference_mode():
-            for variant, attention in self.contenders(batch, context):
-                calls[variant] = lambda a=attention: [a(layer, q, k, v) for layer in layers]
-
-            def measure(call: Callable[[], object]) -> Callable[[int], Sample]:
-                def sample(repeat: int) -> Sample:
-                    floor = 0.05 if self.options.quick else 0.3
-                    with torch.inference_mode():
-                        times = time_call(call, self.device, repeats=10, floor=floor)
-                    seconds = float(np.median(times)) / len(layers)
-                    read = 2 * batch * context * kv_heads * size * self.dtype.itemsize
-                    reached = read / seconds / self.top.read_bytes_per_s
-                    return {
-                        "seconds": seconds,
-                        "attention_us": seconds * 1e6,
-                        "bandwidth_fraction": reached,
-                    }
-
-                return sample
-
-            samples = alternate(
-                {v: measure(call) for v, call in calls.items()}, self.options.repeats
-            )
-        facts = {"batch": batch, "context": context}
-        return [
-            summarize(variant, work, kept, model=self.name, dtype=self.dtype, options=facts)
-            for variant, kept in samples.items()
-        ]
+        timed = {
+            name: partial(measure, attention)
+            for name, attention in self.contenders(batch, context)
+        }
+        return self.compare(timed, work, batch=batch, context=context)
 
     def contenders(self, batch: int, context: int) -> Iterator[tuple[str, BatchAttention]]:
         """04's attention over rows and 05's over scattered blocks, in the middle of the same decode step."""
@@ -258,22 +216,21 @@ class Bench:
         held = {count: self.paged_bytes(life[:count]) for count in MEMORY_BATCHES}
         runs = []
         for count in MEMORY_BATCHES:
+            token = self.config.kv_bytes_per_token(self.dtype)
             sizes = {
-                BEFORE: RowStore.bytes_needed(self.config, count, MEMORY_MAX_LEN, self.dtype),
+                BEFORE: count * MEMORY_MAX_LEN * token,
                 PHASE: held[count],
                 FIXED: held[MEMORY_BATCHES[-1]],
             }
-            runs += [
-                summarize(
-                    variant,
-                    workload("offline-256").first(count),
-                    Samples([{"kv_cache_bytes": float(size)}]),
-                    model=self.name,
-                    dtype=self.dtype,
-                    options={"requests": count, "max_len": MEMORY_MAX_LEN, "same": "requests"},
-                )
-                for variant, size in sizes.items()
-            ]
+            facts: dict[str, Any] = {
+                "requests": count,
+                "max_len": MEMORY_MAX_LEN,
+                "same": "requests",
+            }
+            for variant, size in sizes.items():
+                kept = Samples([{"kv_cache_bytes": float(size)}])
+                part = workload("offline-256").first(count)
+                runs.append(self.run_of(variant, part, kept, **facts))
         return runs
 
     def half_way(self, count: int) -> list[int]:
@@ -299,18 +256,16 @@ class Bench:
 
     def scheduling(self) -> list[Run]:
         """Python's time a step with a model that computes nothing: `benchmarks/scheduling_cost.py`."""
+        counts, contexts = ((1, 16), (64,)) if self.quick else ((1, 64, 256), (500, 4000))
         runs = []
-        counts, contexts = (
-            ((1, 16), (64,)) if self.options.quick else ((1, 64, 256), (500, 4000))
-        )
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         for context in contexts:
             for running in counts:
-                engine = scheduling_cost.build(PHASE, running, context)
+                engine = scheduling_cost.build(running, context)
 
                 def sample(repeat: int, engine: Engine = engine) -> Sample:
-                    cost = scheduling_cost.cost(engine, 20 if self.options.quick else 100)
+                    cost = scheduling_cost.cost(engine, 20 if self.quick else 100)
                     return {
                         "scheduling_us_per_step": cost.total,
                         "schedule_us": cost.schedule,
@@ -318,80 +273,39 @@ class Bench:
                         "update_us": cost.update,
                     }
 
-                samples = alternate({PHASE: sample}, self.options.repeats)
-                runs.append(
-                    summarize(
-                        PHASE,
-                        uniform("scheduling-only", running, context, 1, vocab=8),
-                        samples[PHASE],
-                        model="random:no model",
-                        dtype=self.dtype,
-                        options={"running": running, "context": context},
-                    )
-                )
+                kept = alternate({PHASE: sample}, self.options.repeats)[PHASE]
+                work = uniform("scheduling-only", running, context, 1, vocab=8)
+                facts = {"running": running, "context": context}
+                about: dict[str, Any] = {"model": "random:no model", "dtype": self.dtype}
+                runs.append(summarize(PHASE, work, kept, options=facts, **about))
         torch.set_num_threads(threads)
         return runs
 
-    # Common to all.
-
-    def sample(
-        self,
-        engines: dict[str, Engine],
-        work: Workload,
-        count: Callable[[Engine], Sample] | None = None,
-    ) -> dict[str, Samples]:
-        """Warm up, then measure in alternating order; `count` adds what the engine counted meanwhile."""
-        short = uniform("warm-up", 2, 16, 4)
-        for engine in engines.values():
-            generate(engine, short.prompts, short.params)
+    def sample(self, engines: Mapping[str, Engine], work: Workload) -> dict[str, Samples]:
+        """Warm up, then measure in alternating order, with what the engines counted meanwhile."""
+        self.warm_up(engines)
 
         def measure(engine: Engine) -> Callable[[int], Sample]:
             def sample(repeat: int) -> Sample:
-                before = (
-                    engine.stats.steps,
-                    engine.stats.computed_tokens,
-                    engine.scheduler.preemptions,
-                )
-                engine.stats.most_running = 0
-                timed = time_generation(engine, work.cold(repeat), self.options.device)
-                timed["steps"] = float(engine.stats.steps - before[0])
-                timed["computed_tokens"] = float(engine.stats.computed_tokens - before[1])
-                timed["preemptions"] = float(engine.scheduler.preemptions - before[2])
-                return {**timed, **(count(engine) if count else {})}
+                stats = engine.stats
+                before = stats.steps, stats.computed_tokens, engine.scheduler.preemptions
+                stats.most_running = 0
+                timed = time_generation(engine, work.cold(repeat), self.device)
+                after = stats.steps, stats.computed_tokens, engine.scheduler.preemptions
+                names = ("steps", "computed_tokens", "preemptions")
+                for name, old, new in zip(names, before, after, strict=True):
+                    timed[name] = float(new - old)
+                return {**timed, "requests_in_flight": float(stats.most_running)}
 
             return sample
 
-        return alternate(
-            {variant: measure(engine) for variant, engine in engines.items()},
-            repeats=self.options.repeats,
-            warm={variant: lambda: None for variant in engines},
-        )
-
-    def summarize(
-        self, variant: str, work: Workload, samples: Samples, batch: int, **options: Any
-    ) -> Run:
-        """Evidence of one variant; the roofline is that of a batch which is always full."""
-        return summarize_generation(
-            variant,
-            work,
-            samples,
-            model=self.name,
-            config=self.config,
-            dtype=self.dtype,
-            top=self.top,
-            batch=batch,
-            options=options,
-        )
+        timed = {variant: measure(engine) for variant, engine in engines.items()}
+        return alternate(timed, self.options.repeats, warm={})
 
 
 def shortened(config: ModelConfig) -> ModelConfig:
     """The same model with few layers, for caches that are not larger than they need to be."""
     return replace(config, num_layers=LAYERS, sliding_windows=config.sliding_windows[:LAYERS])
-
-
-def in_flight(engine: Engine) -> Sample:
-    """The most requests that ran in one step."""
-    return {"requests_in_flight": float(engine.stats.most_running)}
 
 
 def draw(evidence: Evidence, out: Path) -> None:

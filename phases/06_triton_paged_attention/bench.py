@@ -5,22 +5,18 @@ The kernels by themselves are measured by `benchmarks/kernels/paged_attention.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, PercentFormatter
-
 import paged_cache
 import triton_paged_attention
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, alternate, time_generation
-from benchmarks.plotting import ROOFLINE, bars, colours, panels, save
-from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.targets import load_target, targets
+from benchmarks.bench import Bench, evidence_of
+from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.measure import Sample, time_generation
+from benchmarks.plotting import bars, panels, save
+from benchmarks.targets import targets
 from benchmarks.workloads import uniform
 from common.errors import UserError
 from forward.model import Model
@@ -40,53 +36,29 @@ def run(options: BenchOptions) -> Evidence:
         raise UserError(
             f"device is {options.device.type!r}, but phase 06 is measured on 'cuda' only"
         )
-    runs = [run for target in targets(options) for run in measured(target)]
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    runs = [run for target in targets(options) for run in measured(Bench(target))]
+    return evidence_of(PHASE, runs, options)
 
 
-def measured(options: BenchOptions) -> list[Run]:
+def measured(bench: Bench) -> list[Run]:
     """Every variant on the same requests, in alternating order."""
-    model, name = load_target(options), options.model or ""
-    requests, output = (16, 16) if options.quick else (REQUESTS, OUTPUT)
+    requests, output = (16, 16) if bench.quick else (REQUESTS, OUTPUT)
     work = uniform(f"batch-{requests}x{PROMPT}+{output}", requests, PROMPT, output)
-    variants = (BEFORE, PHASE, LAYERS_BY_TORCH)
 
-    def build(variant: str) -> PagedEngine:
-        """A new engine each time: several caches beside each other would not fit."""
-        tokens = 2 * requests * (PROMPT + output)
-        return load(
+    def once(variant: str, repeat: int) -> Sample:
+        """Run a new engine each time: several caches beside each other would not fit."""
+        engine = load(
             variant,
-            model,
+            bench.model,
             max_rows=requests,
             max_len=PROMPT + output,
             step_tokens=8192,
-            cache_bytes=tokens * model.config.kv_bytes_per_token(model.dtype),
+            cache_bytes=bench.kv_bytes(2 * requests * (PROMPT + output)),
         )
+        return time_generation(engine, work.cold(repeat), bench.device)
 
-    def once(variant: str, repeat: int) -> Sample:
-        return time_generation(build(variant), work.cold(repeat), options.device)
-
-    samples = alternate(
-        {variant: partial(once, variant) for variant in variants},
-        repeats=options.repeats,
-    )
-    top = ceilings(options.device, options.dtype)
-    return [
-        summarize_generation(
-            variant,
-            work,
-            kept,
-            model=name,
-            config=model.config,
-            dtype=options.dtype,
-            top=top,
-            batch=requests,
-            options={"requests": requests},
-        )
-        for variant, kept in samples.items()
-    ]
+    timed = {name: partial(once, name) for name in (BEFORE, PHASE, LAYERS_BY_TORCH)}
+    return bench.compare(timed, work, requests, requests=requests)
 
 
 def load(variant: str, model: Model, **options: Any) -> PagedEngine:
@@ -112,44 +84,20 @@ class AttentionOnly(Kernels):
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Both phases; and what is lost when torch computes one kind of operator."""
+    """Both phases, and what each kind of operator is worth that torch computes instead."""
+    metric = "output_tokens_per_s"
     models = list(dict.fromkeys(run.model for run in evidence.runs))
-    figure, panel = panels(2 * len(models), rows=len(models), height=2.8)
-    for place, model in enumerate(models):
-        both, losses = panel[2 * place : 2 * place + 2]
-        found = evidence.find(model=model)
-        old, new = (evidence.one(name, model=model) for name in (BEFORE, PHASE))
-        metric = "output_tokens_per_s"
-        bars([old, new], metric, axes=both, gain=False)
+    figure, panel = panels(len(models), height=3.2)
+    for axes, model in zip(panel, models, strict=True):
+        found = sorted(evidence.find(model=model), key=lambda run: run.median(metric))
+        bars(
+            found,
+            metric,
+            axes=axes,
+            gain=False,
+            label=lambda run: run.variant.removeprefix(f"{PHASE}, "),
+        )
+        new, old = (evidence.one(name, model=model) for name in (PHASE, BEFORE))
         gain = new.median(metric) / old.median(metric)
-        both.set_title(f"{model}, {new.workload}: {gain:.1f} times the tokens")
-        _losses(losses, new, [run for run in found if run not in (old, new)], metric)
+        axes.set_title(f"{model}, {new.workload}: {gain:.1f} times the tokens")
     save(figure, out, evidence)
-
-
-def _losses(axes: Axes, full: Run, less: Sequence[Run], metric: str) -> None:
-    """The change against all kernels, a bar for each kind that is left to torch, the dearest first."""
-    base = full.median(metric)
-    ordered = sorted(less, key=lambda run: run.median(metric))
-    for row, run in enumerate(ordered):
-        change = run.median(metric) / base - 1
-        samples = [sample / base - 1 for sample in run.metrics[metric].samples]
-        axes.barh(row, change, height=0.62, color=colours([PHASE, run.variant])[run.variant])
-        axes.plot(samples, [row] * len(samples), ".", color="#202020", markersize=3.5)
-        axes.annotate(
-            f"{change:+.0%}", (max(0.0, *samples), row), (5, 0), textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )  # fmt: skip
-    names = [
-        run.variant.removeprefix(f"{PHASE}, ").removesuffix(" by torch") for run in ordered
-    ]
-    axes.axvline(0, color=ROOFLINE, linewidth=1.0)
-    axes.margins(x=0.2)
-    axes.set_yticks(range(len(names)), [name.replace("_", ", ") for name in names])
-    axes.invert_yaxis()
-    axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel("change of the rate against all kernels")
-    axes.set_title("What is lost when torch computes it")

@@ -14,10 +14,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
+import benchmarks.bench
 import chunked_prefill
 import paged_cache
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
+from benchmarks.bench import evidence_of
+from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.measure import Sample, Samples, alternate, percentiles
 from benchmarks.plotting import (
     MARKERS,
     colours,
@@ -28,8 +30,7 @@ from benchmarks.plotting import (
     tick,
 )
 from benchmarks.replay import time_replay
-from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.targets import load_target, targets
+from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 from common.events import Completion
 from paged_cache import PagedEngine
@@ -77,9 +78,7 @@ def run(options: BenchOptions) -> Evidence:
     for target in targets(options):
         bench = Bench(target)
         runs += bench.stalls() + bench.policies() + bench.arrivals()
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(PHASE, runs, options)
 
 
 def decodes_and_prompts(
@@ -107,16 +106,13 @@ def gap_quantiles(completions: list[Completion]) -> Sample:
     return {f"itl_ms_p{share}": float(np.percentile(gaps, share)) for share in SHARES}
 
 
-class Bench:
-    """One model and how its engines are measured."""
+class Bench(benchmarks.bench.Bench):
+    """Both phases over one model."""
 
-    def __init__(self, options: BenchOptions) -> None:
-        self.options = options
-        self.name = options.model or ""
-        self.model = load_target(options)
-        self.top = ceilings(options.device, options.dtype)
-        self.on_cpu = options.device.type != "cuda"
-        self.size = QUICK if options.quick else CPU if self.on_cpu else GPU
+    @property
+    def size(self) -> Size:
+        """This machine's share of the work."""
+        return QUICK if self.quick else CPU if self.on_cpu else GPU
 
     def stalls(self) -> list[Run]:
         """Long prompts arrive while others decode: phase 05, and this phase at several budgets.
@@ -135,13 +131,12 @@ class Bench:
             variants[str(budget)] = self.under_load(partial(self.after, budget), work)
         main = {name: variants.pop(name) for name in (BEFORE, str(BUDGET))}
         kept = self.take(main, self.options.repeats)
-        runs = [
-            self.summarize(BEFORE, work, kept[BEFORE]),
-            self.summarize(PHASE, work, kept[str(BUDGET)]),
-        ]
         kept |= self.take(variants, 1 if self.on_cpu else self.options.repeats)
+        count = len(work.items)
+        runs = [self.run_of(BEFORE, work, kept[BEFORE], count)]
+        runs.append(self.run_of(PHASE, work, kept[str(BUDGET)], count))
         return runs + [
-            self.summarize(PHASE, work, kept[str(b)], budget=b) for b in size.budgets
+            self.run_of(PHASE, work, kept[str(b)], count, budget=b) for b in size.budgets
         ]
 
     def policies(self) -> list[Run]:
@@ -161,17 +156,19 @@ class Bench:
             {name: self.under_load(make, work) for name, make in made.items()},
             1 if self.on_cpu else self.options.repeats,
         )
-        return [
-            self.summarize(BEFORE, work, kept[name], policy=name)
-            if name == "whole prompts"
-            else self.summarize(PHASE, work, kept[name], policy=name, at_budget=budget)
-            for name in made
+        count = len(work.items)
+        before = self.run_of(
+            BEFORE, work, kept.pop("whole prompts"), count, policy="whole prompts"
+        )
+        return [before] + [
+            self.run_of(PHASE, work, found, count, policy=name, at_budget=budget)
+            for name, found in kept.items()
         ]
 
     def arrivals(self) -> list[Run]:
         """The workload with 75 % long prompts, arriving by the clock."""
         work = workload("chunked_prefill-small" if self.on_cpu else "chunked_prefill")
-        if self.options.quick:
+        if self.quick:
             items = [Item(item.prompt[:64], 8, item.arrival / 20) for item in work.items[:6]]
             work = Workload(f"{work.name}[:6]", tuple(items), vocab=work.vocab)
         budget = BUDGET if self.on_cpu else 2048
@@ -183,8 +180,8 @@ class Bench:
             {name: self.by_the_clock(make, work) for name, make in made.items()}, 1
         )
         return [
-            self.summarize(BEFORE, work, kept[BEFORE]),
-            self.summarize(PHASE, work, kept[PHASE], at_budget=budget),
+            self.run_of(BEFORE, work, kept[BEFORE]),
+            self.run_of(PHASE, work, kept[PHASE], at_budget=budget),
         ]
 
     # Engines and samples.
@@ -200,9 +197,7 @@ class Bench:
     def room(self) -> dict[str, Any]:
         """The same cache for all variants: no request is preempted."""
         tokens = 16 * self.size.max_len if self.on_cpu else 160_000
-        size = min(tokens, 64 * self.size.max_len) * self.model.config.kv_bytes_per_token(
-            self.options.dtype
-        )
+        size = self.kv_bytes(min(tokens, 64 * self.size.max_len))
         return {"max_rows": 64, "max_len": self.size.max_len, "cache_bytes": size}
 
     def take(
@@ -212,7 +207,7 @@ class Bench:
         if not self.on_cpu:
             return alternate(variants, repeats)
         time_replay(self.after(BUDGET), uniform("warm-up", 2, 64, 2))
-        return alternate(variants, repeats, warm={name: lambda: None for name in variants})
+        return alternate(variants, repeats, warm={})
 
     def under_load(
         self, make: Callable[[], PagedEngine], work: Workload
@@ -237,7 +232,7 @@ class Bench:
                 ]
                 return not done or min(done) >= turn * size.every
 
-            sample, ended = time_replay(engine, work.cold(repeat), self.options.device, due)
+            sample, ended = time_replay(engine, work.cold(repeat), self.device, due)
             waits = [completion.ttft_ms or 0.0 for completion in ended[size.decodes :]]
             gaps = {**gap_quantiles(ended), "stalled_fraction": stalled_fraction(ended)}
             return {**sample, **percentiles("ttft_ms", waits), **gaps}
@@ -250,26 +245,10 @@ class Bench:
         """Samples of a workload with arrival times."""
 
         def timed(repeat: int) -> Sample:
-            sample, done = time_replay(make(), work.cold(repeat), self.options.device)
+            sample, done = time_replay(make(), work.cold(repeat), self.device)
             return {**sample, "stalled_fraction": stalled_fraction(done)}
 
         return timed
-
-    def summarize(
-        self, variant: str, work: Workload, samples: Samples, **options: int | str
-    ) -> Run:
-        """Evidence of one variant; the roofline has every request in every step."""
-        common: dict[str, Any] = {
-            "model": self.name,
-            "dtype": self.options.dtype,
-            "options": options,
-        }
-        if any(work.arrivals):  # the machine idles between them: a roofline would say nothing
-            return summarize(variant, work, samples, **common)
-        config, batch = self.model.config, len(work.items)
-        return summarize_generation(
-            variant, work, samples, config=config, top=self.top, batch=batch, **common
-        )
 
 
 def draw(evidence: Evidence, out: Path) -> None:

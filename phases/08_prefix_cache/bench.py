@@ -9,17 +9,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from matplotlib.axes import Axes
 
+import benchmarks.bench
 import chunked_prefill
 import prefix_cache
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, Samples, alternate, summarize
-from benchmarks.plotting import colours, lines, log_axis, number, panels, save
+from benchmarks.bench import evidence_of
+from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.measure import Sample
+from benchmarks.plotting import beside, colours, lines, number, panels, save
 from benchmarks.replay import time_replay
-from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.targets import load_target, targets
+from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 from paged_cache import PagedEngine
 from prefix_cache import INDEXES, PrefixCache
@@ -42,79 +44,57 @@ def run(options: BenchOptions) -> Evidence:
     for target in targets(options):
         bench = Bench(target)
         runs += bench.shared() + bench.unshared() + bench.sessions()
-        runs += index_runs(target)
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+        runs += index_runs(bench)
+    return evidence_of(PHASE, runs, options)
 
 
-class Bench:
-    """One model and how its engines are measured."""
-
-    def __init__(self, options: BenchOptions) -> None:
-        self.options = options
-        self.name = options.model or ""
-        self.model = load_target(options)
-        self.top = ceilings(options.device, options.dtype)
-        self.on_cpu = options.device.type != "cuda"
-        self.small = "-small" if self.on_cpu else ""
+class Bench(benchmarks.bench.Bench):
+    """Both phases over one model."""
 
     def shared(self) -> list[Run]:
         """Every prompt begins alike: as requests arrive by the clock, and all at once for throughput."""
-        work = self.quick(workload(f"prefix_caching{self.small}"))
+        work, made = self.short(workload(f"prefix_caching{self.small}")), self.engines()
         repeats = self.options.repeats
         at_once = tuple(replace(item, arrival=0.0) for item in work.items)
         burst = replace(work, name=f"{work.name} (burst)", items=at_once)
         # What says most stands first: a CPU is busy with the arrivals, a large GPU only with the burst.
         if self.on_cpu:
-            return self.compare(work, repeats) + self.compare(burst, 1)
-        return self.compare(burst, repeats) + self.compare(work, 1)
+            return self.compare_with(made, work, repeats) + self.compare_with(made, burst, 1)
+        return self.compare_with(made, burst, repeats) + self.compare_with(made, work, 1)
 
     def unshared(self) -> list[Run]:
         """Nothing in common: what looking up, inserting and pinning cost, at least five times."""
         count, prompt, output = (8, 128, 16) if self.on_cpu else (64, 512, 64)
-        if self.options.quick:
+        if self.quick:
             count = 2
             prompt = 32
             output = 4
         work = uniform(f"unshared-{count}x{prompt}+{output}", count, prompt, output)
         made = self.engines() | {HASH: partial(self.after, "hash")}
-        repeats = self.options.repeats if self.options.quick else max(5, self.options.repeats)
-        kept = self.take(
-            {name: self.timed(make, work) for name, make in made.items()}, repeats
-        )
-        return [
-            summarize_generation(
-                name,
-                work,
-                samples,
-                model=self.name,
-                config=self.model.config,
-                dtype=self.options.dtype,
-                top=self.top,
-                batch=count,
-            )
-            for name, samples in kept.items()
-        ]
+        repeats = self.options.repeats if self.quick else max(5, self.options.repeats)
+        return self.compare_with(made, work, repeats, count)
 
     def sessions(self) -> list[Run]:
         """Agents whose every turn repeats all that was said, and chats with nothing in common."""
         runs = []
         for name in ("agent-session", "chat-serving-short"):
-            runs += self.compare(self.quick(workload(f"{name}{self.small}")), 1)
+            runs += self.compare_with(
+                self.engines(), self.short(workload(f"{name}{self.small}")), 1
+            )
         return runs
 
-    def compare(self, work: Workload, repeats: int) -> list[Run]:
-        """Both phases on one workload."""
-        variants = {name: self.timed(make, work) for name, make in self.engines().items()}
-        return [
-            self.summarize(name, work, kept)
-            for name, kept in self.take(variants, repeats).items()
-        ]
+    def compare_with(
+        self, made: Mapping[str, Make], work: Workload, repeats: int, roofline_batch: int = 0
+    ) -> list[Run]:
+        """Engines on one workload, after a short warm-up. Arrivals leave idle time: most have no roofline."""
+        for make in self.engines().values():
+            time_replay(make(), uniform("warm-up", 2, 64, 2), self.device)
+        timed = {name: self.timed(make, work) for name, make in made.items()}
+        return self.compare(timed, work, roofline_batch, repeats=repeats, warm={})
 
-    def quick(self, work: Workload) -> Workload:
+    def short(self, work: Workload) -> Workload:
         """The workload, or with `--quick` a hurried beginning of it."""
-        if not self.options.quick:
+        if not self.quick:
             return work
         items = tuple(Item(item.prompt, 4, item.arrival / 10) for item in work.items[:4])
         return replace(work, name=f"{work.name}[:4]", items=items)
@@ -127,53 +107,24 @@ class Bench:
 
     def before(self) -> PagedEngine:
         """Phase 07."""
-        return chunked_prefill.load(
-            self.model,
-            step_tokens=self.budget,
-            max_len=self.max_len,
-            cache_bytes=self.cache_bytes,
-        )
+        return chunked_prefill.load(self.model, **self.sizes())
 
     def after(self, index: str) -> PagedEngine:
         """This phase."""
-        return prefix_cache.load(
-            self.model,
-            index=index,
-            step_tokens=self.budget,
-            max_len=self.max_len,
-            cache_bytes=self.cache_bytes,
-        )
+        return prefix_cache.load(self.model, index=index, **self.sizes())
 
-    @property
-    def budget(self) -> int:
-        """Tokens a step."""
-        return 256 if self.on_cpu else 2048
-
-    @property
-    def max_len(self) -> int:
-        """Most tokens of a request."""
-        return 1024 if self.on_cpu else 8192
-
-    @property
-    def cache_bytes(self) -> int:
+    def sizes(self) -> dict[str, Any]:
         """Room for everything: eviction is not what is measured here."""
-        tokens = 8192 if self.on_cpu else 160_000
-        return tokens * self.model.config.kv_bytes_per_token(self.options.dtype)
-
-    def take(
-        self, variants: Mapping[str, Callable[[int], Sample]], repeats: int
-    ) -> dict[str, Samples]:
-        """Alternate, after a short warm-up of both phases instead of whole runs."""
-        for make in self.engines().values():
-            time_replay(make(), uniform("warm-up", 2, 64, 2), self.options.device)
-        return alternate(variants, repeats, warm={name: lambda: None for name in variants})
+        if self.on_cpu:
+            return {"step_tokens": 256, "max_len": 1024, "cache_bytes": self.kv_bytes(8192)}
+        return {"step_tokens": 2048, "max_len": 8192, "cache_bytes": self.kv_bytes(160_000)}
 
     def timed(self, make: Make, work: Workload) -> Callable[[int], Sample]:
         """Samples of a replay in an engine whose cache is empty, with what was found and saved."""
 
         def sample(repeat: int) -> Sample:
             engine = make()
-            found, _ = time_replay(engine, work.cold(repeat), self.options.device)
+            found, _ = time_replay(engine, work.cold(repeat), self.device)
             found["computed_tokens"] = float(engine.stats.computed_tokens)
             if isinstance(engine.cache, PrefixCache):
                 stats = engine.cache.stats
@@ -184,37 +135,25 @@ class Bench:
 
         return sample
 
-    def summarize(self, variant: str, work: Workload, samples: Samples) -> Run:
-        """Evidence of one variant. Arrivals by the clock leave idle time, so most runs have no roofline."""
-        return summarize(variant, work, samples, model=self.name, dtype=self.options.dtype)
-
 
 # The two indexes by themselves.
 
 
-def index_runs(options: BenchOptions) -> list[Run]:
+def index_runs(bench: Bench) -> list[Run]:
     """Microseconds of a look-up, an insertion and an eviction, in indexes of growing size.
 
     Nothing here touches a model or a device; it is Python that runs between two steps.
     """
     runs = []
-    for blocks in INDEX_BLOCKS[: 1 if options.quick else None]:
+    for blocks in INDEX_BLOCKS[: 1 if bench.quick else None]:
         for hit in (0.0, 0.5, 1.0):
             work = index_queries(hit, blocks)
-            kept = alternate(
-                {kind: partial(index_sample, kind, blocks, work) for kind in INDEXES},
-                options.repeats,
-                warm={kind: lambda: None for kind in INDEXES},
-            )
-            for kind, samples in kept.items():
-                variant = PHASE if kind == "radix" else HASH
-                facts = {"index_blocks": blocks, "known_share": hit}
-                name = options.model or ""
-                runs.append(
-                    summarize(
-                        variant, work, samples, model=name, dtype=options.dtype, options=facts
-                    )
-                )
+            timed = {
+                PHASE if kind == "radix" else HASH: partial(index_sample, kind, blocks, work)
+                for kind in INDEXES
+            }
+            facts: dict[str, Any] = {"index_blocks": blocks, "known_share": hit}
+            runs += bench.compare(timed, work, warm={}, **facts)
     return runs
 
 
@@ -322,14 +261,10 @@ def _first_tokens(evidence: Evidence, axes: Axes) -> None:
             text = number(value)
             if variant == PHASE:
                 text += f"  ({found.median('cache_hit_fraction'):.0%} found)"
-            axes.annotate(
-                text, (value, at), (4, 0), textcoords="offset points", va="center", fontsize=8
-            )
+            beside(axes, text, value, at)
     axes.set_yticks(range(len(names)), [name.replace(" ", "\n") for name in names])
     axes.invert_yaxis()
-    log_axis(axes, vertical=False)
-    low, high = axes.get_xlim()
-    axes.set_xlim(low / 2, high * 6)
+    axes.margins(x=0.45)  # room for the texts
     axes.set_xlabel("time to first token, median (ms)")
     least = min(
         (

@@ -7,26 +7,27 @@ what launches them: graphs or Python, ahead of the results or behind them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+import benchmarks.bench
 import prefix_cache
 from benchmarks import cpu_steps
+from benchmarks.bench import evidence_of
 from benchmarks.compiled import Compiled
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
-from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
+from benchmarks.measure import Sample, Samples, alternate, time_generation
 from benchmarks.plotting import bars, panels, save
 from benchmarks.recorded_peers import beside, versus
 from benchmarks.replay import time_replay
-from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, uniform, workload
 from chunked_prefill import Chunked
 from common.errors import UserError
@@ -65,25 +66,25 @@ def run(options: BenchOptions) -> Evidence:
             f"device is {options.device.type!r}, but phase 09 is measured on 'cuda' and 'cpu' only"
         )
     runs: list[Run] = []
-    for name in [options.model] if options.model else MODELS:
-        bench = Bench(replace(options, model=name))
-        runs += bench.first_runs() + bench.throughput() + bench.overlap() + bench.startup()
+    names = [options.model] if options.model else MODELS
+    for name, ending in product(names, ("", APPENDIX)):
+        bench = Bench(replace(options, model=name), ending)
+        runs += bench.throughput() + bench.overlap() + bench.startup()
         if name == MODELS[0]:
-            runs += bench.serving() + bench.compiled() + bench.without_kernels()
+            runs += bench.serving()
+        if name == MODELS[0] and not ending:
+            runs += bench.compiled() + bench.without_kernels()
         del bench
         torch.cuda.empty_cache()
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(PHASE, runs, options)
 
 
-class Bench:
-    """One model and the engines around it."""
+class Bench(benchmarks.bench.Bench):
+    """One model and the engines around it. ending: of all variants' names, `APPENDIX` or nothing."""
 
-    def __init__(self, options: BenchOptions) -> None:
-        self.options, self.name = options, options.model or ""
-        self.model = load_target(options)
-        self.top = ceilings(options.device, options.dtype)
+    def __init__(self, options: BenchOptions, ending: str) -> None:
+        super().__init__(options)
+        self.ending = ending
         started = time.perf_counter()
         self.base = self.load()
         self.load_seconds = time.perf_counter() - started
@@ -105,8 +106,10 @@ class Bench:
             "max_len": MAX_LEN,
             "step_tokens": STEP_TOKENS,
         }
-        tokens = CACHE_TOKENS * self.model.config.kv_bytes_per_token(self.model.dtype)
-        return engine_of("09", self.model, **{**given, "cache_bytes": tokens, **more})
+        tokens = self.kv_bytes(CACHE_TOKENS)
+        return engine_of(
+            PHASE + self.ending, self.model, **{**given, "cache_bytes": tokens, **more}
+        )
 
     def engine(self, variant: str) -> PagedEngine:
         """A variant over the one scheduler and cache."""
@@ -120,32 +123,27 @@ class Bench:
         self.shift += 1
         return work.cold(self.shift)
 
-    # What is measured.
+    def run_of(
+        self,
+        variant: str,
+        work: Workload,
+        samples: Samples,
+        roofline_batch: int = 0,
+        **facts: Any,
+    ) -> Run:
+        """Evidence of a variant, whose name says whether the appendix is in it."""
+        return super().run_of(variant + self.ending, work, samples, roofline_batch, **facts)
 
-    def first_runs(self) -> list[Run]:
-        """The first run after a start, and the one after it: what a rehearsal has left to be compiled."""
-        if self.name != MODELS[0]:
-            return []
-        work = (
-            workload("offline-256").first(8) if self.options.quick else workload("offline-256")
-        )
-        work = replace(work, name=f"{work.name} after a start")
-        engine = self.engine(PHASE)
-        return [
-            self.single(
-                PHASE, work, self.generation(engine, work, number), options={"run": number}
-            )
-            for number in (1, 2)
-        ]
+    # What is measured.
 
     def throughput(self) -> list[Run]:
         """The three published workloads."""
         runs: list[Run] = []
         for name in ("single-512", "offline-256", "prefill-64x1024"):
             work = workload(name)
-            if self.options.quick:
+            if self.quick:
                 work = work.first(8, tokens=8)
-            runs += self.compare(work, self.variants(name))
+            runs += self.together(work, self.variants(name))
         return runs
 
     def variants(self, name: str) -> list[str]:
@@ -156,7 +154,7 @@ class Bench:
             return [BEFORE, PHASE]
         return [BEFORE, NO_OVERLAP, PHASE] if self.name == MODELS[0] else [NO_OVERLAP, PHASE]
 
-    def compare(self, work: Workload, variants: Sequence[str]) -> list[Run]:
+    def together(self, work: Workload, variants: Sequence[str]) -> list[Run]:
         """Variants on one workload, all requests at once."""
         engines = {name: self.engine(name) for name in variants}
         short = work.first(len(work.items), tokens=4)
@@ -167,25 +165,22 @@ class Bench:
             name: partial(self.generation, engine, short, 0)
             for name, engine in engines.items()
         }
-        return [
-            self.with_roofline(name, work, kept, ROWS)
-            for name, kept in self.take(made, warm).items()
-        ]
+        return self.compare(made, work, ROWS, warm=warm)
 
     def generation(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
         """One sample."""
-        return time_generation(engine, self.cold(work), self.options.device)
+        return time_generation(engine, self.cold(work), self.device)
 
     def overlap(self) -> list[Run]:
         """What a step costs the host and the device, and how much of the host's time is hidden."""
-        rows, steps = (8, 8) if self.options.quick else (ROWS, 60)
+        rows, steps = (8, 8) if self.quick else (ROWS, 60)
         runs = []
         for count in dict.fromkeys((1, rows)):
             work = uniform(f"decode-{count}x600", count, 600, 2 * steps)
             variants = {
                 name: partial(self.steps, name, work, steps) for name in (NO_OVERLAP, PHASE)
             }
-            kept = self.take(variants)
+            kept = alternate(variants, self.options.repeats)
             serial = median(sample["wall_us_per_step"] for sample in kept[NO_OVERLAP].kept)
             device = median(sample["device_us_per_step"] for sample in kept[NO_OVERLAP].kept)
             for sample in kept[PHASE].kept:
@@ -193,7 +188,7 @@ class Bench:
                 sample["host_us_per_step"] = serial - device
                 sample["hidden_fraction"] = 1 - waits / (serial - device)
             runs += [
-                self.summarize(name, work, samples, options={"running": count})
+                self.run_of(name, work, samples, running=count)
                 for name, samples in kept.items()
             ]
         return runs
@@ -248,12 +243,12 @@ class Bench:
             "graph_bytes": float(took.bytes),
             "reserved_bytes": float(self.base.memory_plan.reserved),
         }
-        return [self.single(PHASE, uniform("startup", 1, 1, 1), sample)]
+        return [self.run_of(PHASE, uniform("startup", 1, 1, 1), Samples([sample]))]
 
     def serving(self) -> list[Run]:
         """Long prompts among short ones, as they arrive, in steps of 512 tokens."""
         work = workload("chunked_prefill")
-        if self.options.quick:
+        if self.quick:
             work = replace(
                 work, items=tuple(Item(i.prompt, 4, i.arrival / 10) for i in work.items[:4])
             )
@@ -262,18 +257,14 @@ class Bench:
         scheduler.step_tokens = scheduler.chunk_tokens = 512
         names = (BEFORE, NO_OVERLAP, PHASE)
         made = {name: partial(self.replayed, name, work) for name in names}
-        kept = self.take(
-            made, repeats=1
-        )  # each once before: eager kernels are compiled when first met
+        # Each runs once before: eager kernels are compiled when first met.
+        runs = self.compare(made, work, repeats=1, budget=512)
         scheduler.step_tokens, scheduler.chunk_tokens = before
-        return [
-            self.summarize(name, work, samples, options={"budget": 512})
-            for name, samples in kept.items()
-        ]
+        return runs
 
     def replayed(self, variant: str, work: Workload, repeat: int) -> Sample:
         """One replay of the arrivals."""
-        return time_replay(self.engine(variant), self.cold(work), self.options.device)[0]
+        return time_replay(self.engine(variant), self.cold(work), self.device)[0]
 
     def compiled(self) -> list[Run]:
         """`torch.compile` in the place of phase 06's small operators, in graphs as well."""
@@ -285,54 +276,17 @@ class Bench:
         engine = build(Recipe(self.model, sizes, features))
         seconds = time.perf_counter() - started
         work = workload("single-512")
-        kept = self.take({COMPILED: partial(self.generation, engine, work)})
-        for sample in kept[COMPILED].kept:
+        timed = {COMPILED: partial(self.generation, engine, work)}
+        kept = alternate(timed, self.options.repeats)[COMPILED]
+        for sample in kept.kept:
             sample["startup_seconds"] = seconds
-        return [self.with_roofline(COMPILED, work, kept[COMPILED], 1)]
+        return [self.run_of(COMPILED, work, kept, 1)]
 
     def without_kernels(self) -> list[Run]:
         """Phase 08 as it stands, for the whole way at batch 1."""
         engine = prefix_cache.load(self.model, max_len=MAX_LEN, cache_bytes=1 << 31)
         work = workload("single-512")
-        kept = self.take({TORCH: partial(self.generation, engine, work)}, repeats=1)
-        return [self.summarize(TORCH, work, kept[TORCH])]
-
-    # Small helpers.
-
-    def take(
-        self,
-        variants: Mapping[str, Callable[[int], Sample]],
-        warm: Mapping[str, Callable[[], object]] | None = None,
-        repeats: int | None = None,
-    ) -> dict[str, Samples]:
-        """Samples of all variants in alternating order; see `alternate` for `warm`."""
-        return alternate(variants, repeats or self.options.repeats, warm=warm, log=print)
-
-    def summarize(self, variant: str, work: Workload, kept: Samples, **more: Any) -> Run:
-        """Evidence of one variant."""
-        return summarize(
-            variant, work, kept, model=self.name, dtype=self.options.dtype, **more
-        )
-
-    def with_roofline(self, variant: str, work: Workload, kept: Samples, batch: int) -> Run:
-        """Evidence of one variant that generates all requests at once."""
-        return summarize_generation(
-            variant,
-            work,
-            kept,
-            model=self.name,
-            config=self.model.config,
-            dtype=self.options.dtype,
-            top=self.top,
-            batch=batch,
-        )
-
-    def single(self, variant: str, work: Workload, sample: Sample, **more: Any) -> Run:
-        """Evidence of one number that is not repeated."""
-        found = self.summarize(variant, work, Samples(kept=[sample]), **more)
-        return replace(
-            found, metrics={name: Metric((value,)) for name, value in sample.items()}
-        )
+        return self.compare({TORCH: partial(self.generation, engine, work)}, work, repeats=1)
 
 
 def draw(evidence: Evidence, out: Path) -> None:

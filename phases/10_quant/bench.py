@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import alternate_engines, summarize
 from benchmarks.plotting import bars, panels, save, times
 from benchmarks.recorded_peers import beside
-from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target
 from benchmarks.workloads import Workload, uniform, workload
-from forward import Model
 from paged_cache import PagedEngine
 
 PHASE, BEFORE = "10_quant", "09_cuda_graphs"
@@ -36,19 +36,17 @@ def run(options: BenchOptions) -> Evidence:
             torch.cuda.empty_cache()
     else:
         runs += on_cpu(replace(options, model=options.model or "smollm2"))
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(PHASE, runs, options)
 
 
 def on_cpu(options: BenchOptions) -> list[Run]:
     """One request, and 16 at a time."""
     model = load_target(options)
-    engines = {BEFORE: engine_of("09", model, max_rows=16, max_len=512)}
-    for scheme in SCHEMES_ON_CPU:
-        engines[f"{PHASE} {scheme}"] = engine_of(
-            "10", model, quantization=scheme, max_rows=16, max_len=512
-        )
+    sizes = {"max_rows": 16, "max_len": 512}
+    engines = {name: engine_of(name, model, **sizes) for name in (BEFORE, BEFORE + APPENDIX)}
+    for scheme, ending in product(SCHEMES_ON_CPU, ("", APPENDIX)):
+        name = f"{PHASE} {scheme}{ending}"
+        engines[name] = engine_of(name, model, quantization=scheme, **sizes)
     runs = []
     for batch, output in ((1, 48), (16, 16)):
         work = uniform(
@@ -63,18 +61,16 @@ def on_gpu(options: BenchOptions) -> list[Run]:
     """The published workloads, on one engine after the other: each fills a good part of the memory."""
     model = load_target(options)
     sizes = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384}
-    ways: dict[str, dict[str, Any] | None] = {BEFORE: None}
+    ways: dict[str, dict[str, Any]] = {BEFORE: {}}
     ways |= {f"{PHASE} {scheme}": {"quantization": scheme} for scheme in SCHEMES_ON_GPU}
-    ways[f"{PHASE} fp8, fp8 keys"] = {
-        "quantization": "fp8",
-        "kv_cache": "fp8",
-        "block_size": 128,
-    }
-    ways[SMALL_HEAD] = {"quantization": "int4", "head": "int4"}
+    keys = {"quantization": "fp8", "kv_cache": "fp8", "block_size": 128}
+    ways |= {f"{PHASE} fp8, fp8 keys": keys}
+    ways |= {SMALL_HEAD: {"quantization": "int4", "head": "int4"}}
     runs = []
-    for variant, way in ways.items():
-        engines = {variant: _engine(model, way, sizes)}
-        alone = variant == SMALL_HEAD  # many requests read a head as fast as one does
+    for (way, given), ending in product(ways.items(), ("", APPENDIX)):
+        variant = way + ending
+        engines = {variant: engine_of(variant, model, **(sizes | given))}
+        alone = way == SMALL_HEAD  # many requests read a head as fast as one does
         for name in ("single-512", *(() if alone else ("offline-256", "prefill-64x1024"))):
             work = workload(name)
             if options.quick:
@@ -84,12 +80,6 @@ def on_gpu(options: BenchOptions) -> list[Run]:
         gc.collect()
         torch.cuda.empty_cache()
     return runs
-
-
-def _engine(model: Model, way: dict[str, Any] | None, sizes: dict[str, int]) -> PagedEngine:
-    if way is None:
-        return engine_of("09", model, **sizes)
-    return engine_of("10", model, **(sizes | way))
 
 
 def timed(
@@ -103,11 +93,9 @@ def timed(
     for name, found in kept.items():
         for sample in found.kept:
             sample["weight_bytes"] = float(engines[name].memory_plan.weights)
+    about: dict[str, Any] = {"model": options.model or "", "dtype": options.dtype}
     return [
-        summarize(
-            name, work, found, model=options.model or "", dtype=options.dtype, options=facts
-        )
-        for name, found in kept.items()
+        summarize(name, work, found, options=facts, **about) for name, found in kept.items()
     ]
 
 

@@ -18,13 +18,15 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
+import benchmarks.bench
 from benchmarks.agreement import agreement
+from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, Samples, alternate, summarize
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
+from benchmarks.measure import Sample, alternate
 from benchmarks.plotting import BAD, GOOD, GREY, MARKERS, colours, number, panels, save
 from benchmarks.replay import time_replay
-from benchmarks.roofline import ceilings
+from benchmarks.synthetic_drafter import Synthetic
 from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, task, uniform
 from common.models.hub import model_folder
@@ -32,12 +34,12 @@ from common.request import Request
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, Drafter
 from forward.model import Model
-from paged_cache import EngineBuilder, PagedEngine, Recipe
-from speculative import Speculate, SpeculativeRunner
+from paged_cache import PagedEngine
+from speculative import SpeculativeRunner
 from speculative.control import DraftController
-from speculative.feature import DRAFTERS
 from speculative.head import WEIGHTS
-from speculative.speculation import Verifier, agreeing
+from speculative.ngram import NGrams
+from speculative.speculation import Proposer, Verifier, agreeing
 from speculative.stats import SpeculationStats
 
 PHASE, BEFORE = "11_speculative", "09_cuda_graphs"
@@ -70,24 +72,22 @@ def run(options: BenchOptions) -> Evidence:
     runs: list[Run] = []
     if not name.startswith("random:"):
         own = replace(options, model=name)
-        runs += tasks(own)
+        runs += tasks(own, "") + tasks(own, APPENDIX)
         runs += agreement(PHASE, own)
     swept = "random:qwen3-8b" if cuda and options.model is None else name
     room: dict[str, Any] = {"max_rows": max(sizes), "max_len": 512, "draft_length": LENGTH}
     runs += Bench(replace(options, model=swept), **room).sweep(sizes)
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(PHASE, runs, options)
 
 
-def tasks(options: BenchOptions) -> list[Run]:
+def tasks(options: BenchOptions, ending: str) -> list[Run]:
     """Requests one after the other, with and without guessing; nothing is found in a prefix cache."""
     cuda = options.device.type == "cuda"
     tokenizer = Tokenizer(model_folder(options.model or ""))
     model = load_target(options)
     sizes: dict[str, Any] = {"max_rows": 1, "max_len": 1024, "draft_length": 7 if cuda else 15}
-    bench = Bench(options, model, **sizes)
-    ngrams = (bench.engine, bench.drafter(drafter="ngram", draft_length=bench.length))
+    bench = Bench(options, model, ending, **sizes)
+    ngrams = (bench.engine, bench.drafter(NGrams()))
     contenders: dict[str, Contender] = {BEFORE: (bench.engine, NO_DRAFTS), PHASE: ngrams}
     heads: dict[str, dict[str, Any]] = {"head": {}}
     if cuda:
@@ -107,7 +107,7 @@ def tasks(options: BenchOptions) -> list[Run]:
         work = task(name, tokenizer, 192 if cuda else 96)
         if not cuda:
             work = replace(work, items=work.items[:MOST_ITEMS])
-        runs += bench.compare(contenders, _short(work) if options.quick else work, {})
+        runs += bench.take_turns(contenders, _short(work) if options.quick else work, {})
     return runs
 
 
@@ -115,72 +115,67 @@ Contender = tuple[PagedEngine, Drafter]
 """A variant: an engine, and its drafter."""
 
 
-class Bench:
+class Bench(benchmarks.bench.Bench):
     """One model and one engine, in which drafters take turns; without one it is phase 09's."""
 
     def __init__(
-        self, options: BenchOptions, model: Model | None = None, **given: Any
+        self, options: BenchOptions, model: Model | None = None, ending: str = "", **given: Any
     ) -> None:
+        """ending: of all variants' names, `APPENDIX` or nothing."""
         gc.collect()
         if options.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.options, self.name = options, options.model or ""
-        self.model = load_target(options) if model is None else model
+        super().__init__(options, model)
+        self.ending = ending
         self.given, self.length = {"prefix_cache": False, **given}, int(given["draft_length"])
-        self.engine = engine_of("11", self.model, **self.given)
+        self.engine = engine_of(PHASE + ending, self.model, **self.given)
 
     def other(self, **settings: Any) -> Contender:
         """Return an engine of its own, whose drafter is part of it."""
-        engine = engine_of("11", self.model, **{**self.given, **settings})
+        engine = engine_of(PHASE + self.ending, self.model, **{**self.given, **settings})
         return engine, engine.scheduler.drafter
 
-    def drafter(self, **settings: Any) -> SpeculativeRunner:
+    def drafter(self, source: Proposer, *, adaptive: bool = True) -> SpeculativeRunner:
         """A drafter for the engine that guesses on the host, as the feature would make it."""
-        feature = Speculate(**settings)
-        parts = EngineBuilder(Recipe(self.engine.runner.model))
-        parts.model = self.engine.runner.model
-        source = DRAFTERS[feature.drafter].make(feature, parts)
-        return SpeculativeRunner(source, feature.length, adaptive=feature.draft_adaptive)
+        return SpeculativeRunner(source, self.length, adaptive=adaptive)
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:
         """Batch sizes: three right drafts, as many as pay, drafts that are always wrong, and none."""
-        always = {
-            "drafter": "synthetic",
-            "draft_length": LENGTH,
-            "draft_accept": float(LENGTH),
-        }
-        off = self.drafter(**always)
+        off = self.drafter(Synthetic(LENGTH))
         off.control = Never(LENGTH)
         contenders: dict[str, Contender] = {
             BEFORE: (self.engine, NO_DRAFTS),
-            SYNTHETIC: (self.engine, self.drafter(draft_adaptive=False, **always)),
-            ADAPTIVE: (self.engine, self.drafter(**always)),
-            VAIN: (self.engine, self.drafter(**{**always, "draft_accept": 0.0})),
+            SYNTHETIC: (self.engine, self.drafter(Synthetic(LENGTH), adaptive=False)),
+            ADAPTIVE: (self.engine, self.drafter(Synthetic(LENGTH))),
+            VAIN: (self.engine, self.drafter(Synthetic(0))),
             OFF: (self.engine, off),
         }
         runs = []
-        cuda = self.options.device.type == "cuda"
         for rows in sizes:
-            tokens = (
-                12 if self.options.quick else 32 if not cuda else 256 if rows == 1 else 128
-            )
+            tokens = 12 if self.quick else 32 if self.on_cpu else 256 if rows == 1 else 128
             work = uniform(f"batch-{rows}x{tokens}", rows, 64, tokens)
-            runs += self.compare(contenders, work, {"batch": rows})
+            runs += self.take_turns(contenders, work, {"batch": rows})
         return runs
 
-    def compare(
+    def take_turns(
         self, contenders: Mapping[str, Contender], work: Workload, facts: Mapping[str, Any]
     ) -> list[Run]:
         """All contenders on one workload, in turn."""
-        kept = alternate(
-            {name: partial(self.sample, one, work) for name, one in contenders.items()},
-            self.options.repeats,
-            warm={
-                name: partial(self.warm, one, _short(work)) for name, one in contenders.items()
-            },
-            log=print,
-        )
-        return [self.summarize(name, work, samples, facts) for name, samples in kept.items()]
+        timed = {name: partial(self.sample, one, work) for name, one in contenders.items()}
+        warm = {
+            name: partial(self.warm, one, _short(work)) for name, one in contenders.items()
+        }
+        runs = []
+        for name, samples in alternate(timed, self.options.repeats, warm=warm).items():
+            right = {
+                SYNTHETIC: LENGTH,
+                ADAPTIVE: LENGTH,
+                VAIN: 0,
+                OFF: 0,
+            }  # what is synthetic says so
+            said: dict[str, Any] = {"synthetic_length": right[name]} if name in right else {}
+            runs.append(self.run_of(name + self.ending, work, samples, **facts, **said))
+        return runs
 
     def warm(self, contender: Contender, work: Workload) -> None:
         """Put a drafter into its engine, and say a few tokens; afterwards it remembers no text."""
@@ -191,15 +186,17 @@ class Bench:
             drafter.attach(engine)
             agree = drafter.source.agree
         engine.runner.verifier = Verifier(engine.scheduler.rows.tokens, agree)
-        time_replay(engine, work, self.options.device)
+        time_replay(engine, work, self.device)
         if (stats := stats_of(drafter)) is not None:
-            stats.clear()
+            stats.steps = 0
+            stats.drafted = []
+            stats.accepted = []
 
     def sample(self, contender: Contender, work: Workload, number: int) -> Sample:
         """Speed, and what came of the drafts."""
         engine, drafter = contender
         steps = engine.stats.steps
-        found, done = time_replay(engine, work, self.options.device)
+        found, done = time_replay(engine, work, self.device)
         found["steps"] = float(engine.stats.steps - steps)
         if (stats := stats_of(drafter)) is not None:
             found["acceptance_fraction"] = stats.acceptance
@@ -207,17 +204,6 @@ class Bench:
             found["tokens_per_step"] = tokens / (found["steps"] * _together(work))
             found["tokens_per_verified_step"] = stats.tokens_per_step
         return found
-
-    def summarize(
-        self, variant: str, work: Workload, samples: Samples, facts: Mapping[str, Any]
-    ) -> Run:
-        """Evidence of one variant; what is synthetic says so."""
-        options = dict(facts)
-        if variant in (SYNTHETIC, ADAPTIVE, VAIN, OFF):
-            options["synthetic_length"] = LENGTH if variant in (SYNTHETIC, ADAPTIVE) else 0
-        return summarize(
-            variant, work, samples, model=self.name, dtype=self.options.dtype, options=options
-        )
 
 
 def stats_of(drafter: Drafter) -> SpeculationStats | None:

@@ -1,4 +1,4 @@
-"""Phase 12 against phase 09: what masks cost, what forced tokens save, and what comes out without them."""
+"""Phase 12 against phase 09: what masks cost, and what forced tokens save."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import hostile_grammars
+import benchmarks.bench
+from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.grammars import (
     BACKENDS,
     ORDERS,
-    PEOPLE,
-    PERSON,
     RECORDS,
     SCHEMAS,
     STRINGS,
@@ -29,14 +28,11 @@ from benchmarks.grammars import (
     fills,
     made_up,
     most_at_once,
-    question,
 )
-from benchmarks.measure import Sample, alternate, request_metrics, summarize
+from benchmarks.measure import Sample, Samples, time_generation
 from benchmarks.plotting import MARKERS, bars, colours, log_axis, panels, save
-from benchmarks.roofline import ceilings
-from benchmarks.targets import load_target, targets
+from benchmarks.targets import targets
 from benchmarks.workloads import Workload, uniform, workload
-from common.device import synchronize
 from common.errors import UserError
 from common.events import generate
 from common.models.hub import model_folder
@@ -60,30 +56,23 @@ LARGE = "random:qwen3-8b"
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Throughput with masks, the cost of one, steps saved, and what parses."""
+    """Throughput with masks, the cost of one, and steps saved."""
     runs = []
     for target in targets(options):
         bench = Bench(target)
-        runs += bench.throughput() + bench.masks() + bench.steps() + bench.hostile(32)
-        if bench.tokenizer is not None:
-            runs += bench.validity()
+        runs += bench.throughput() + bench.masks() + bench.steps()
     if options.device.type == "cuda" and options.model is None and not options.quick:
         del bench  # memory
         large = Bench(replace(options, model=LARGE))
-        runs += large.rates(workload("offline-256"), (ONE, PHASE)) + large.hostile(8)
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+        runs += large.rates(workload("offline-256"), (ONE, PHASE))
+    return evidence_of(PHASE, runs, options, "all")
 
 
-class Bench:
-    """One model and how its engines are measured."""
+class Bench(benchmarks.bench.Bench):
+    """One model, a vocabulary for its grammars, and the engines of both phases."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options = options
-        self.name = options.model or ""
-        self.model = load_target(options)
-        self.on_cpu = options.device.type != "cuda"
+        super().__init__(options)
         self.tokenizer: Tokenizer | None = None
         self.backend = "llguidance" if find_spec("llguidance") else "automata"
         if self.name.startswith("random:"):
@@ -104,12 +93,12 @@ class Bench:
         a small model takes no longer than its masks.
         """
         count, prompt, output = (16, 16, 24) if self.on_cpu else (256, 128, 256)
-        if self.options.quick:
+        if self.quick:
             count = min(count, 4)
             prompt = 8
             output = 8
         short = uniform(f"constrained-{count}x{prompt}+{output}", count, prompt, output)
-        if self.on_cpu or self.options.quick:
+        if self.on_cpu or self.quick:
             return self.rates(short, (FREE, ONE, FIELDS, PHASE, SHORT))
         return self.rates(workload("offline-256"), (ONE, FIELDS, PHASE)) + self.rates(
             short, (FREE, ONE, FIELDS, PHASE, SHORT, JUMP)
@@ -136,28 +125,24 @@ class Bench:
         sizes = self.sizes(
             count, 512 if max(lengths) <= 512 else 2048, max(2048, most_at_once(work))
         )
-        engines: dict[str, PagedEngine] = {BEFORE: engine_of("09", self.model, **sizes)}
+        engines: dict[str, PagedEngine] = {
+            BEFORE: engine_of(BEFORE + APPENDIX, self.model, **sizes)
+        }
         engine = self.engine(sizes)
         for name in variants:
             engines[name] = self.engine(sizes, jump_rows=count) if name == JUMP else engine
 
         def timed(name: str) -> Callable[[int], Sample]:
-            return lambda repeat: self.time(engines[name], work.cold(repeat), asked[name])
-
-        for name in engines:  # a short warm-up of each instead of a whole run
-            warm = [replace(params, max_tokens=2) for params in asked[name]]
-            self.time(engines[name], uniform("warm-up", count, min(work.prompt_lens), 2), warm)
-        idle: dict[str, Callable[[], None]] = {name: lambda: None for name in engines}
-        kept = alternate(
-            {name: timed(name) for name in engines}, self.options.repeats, warm=idle
-        )
-        facts = {"batch": count, "masks by": self.backend}
-        return [
-            summarize(
-                name, work, samples, model=self.name, dtype=self.options.dtype, options=facts
+            return lambda repeat: time_generation(
+                engines[name], work.cold(repeat), self.device, asked[name]
             )
-            for name, samples in kept.items()
-        ]
+
+        short = uniform("warm-up", count, min(work.prompt_lens), 2)
+        for name in engines:  # instead of a whole run
+            warm = [replace(params, max_tokens=2) for params in asked[name]]
+            time_generation(engines[name], short, self.device, warm)
+        facts: dict[str, Any] = {"batch": count, "masks by": self.backend}
+        return self.compare({name: timed(name) for name in engines}, work, warm={}, **facts)
 
     def sizes(
         self, count: int, max_len: int = 512, tokens: int | None = None
@@ -168,13 +153,15 @@ class Bench:
             "max_rows": count,
             "max_len": max_len,
             "prefix_cache": False,
-            "cache_bytes": tokens * self.model.config.kv_bytes_per_token(self.options.dtype),
+            "cache_bytes": self.kv_bytes(tokens),
         }
 
     def engine(self, sizes: Mapping[str, Any], **options: Any) -> PagedEngine:
         """This phase's engine with the vocabulary, which a random model has from nowhere else."""
         # Guesses would need a mask for each of their places, and phase 09 guesses nothing either.
-        engine = engine_of("12", self.model, **{"speculate": False, **sizes, **options})
+        engine = engine_of(
+            PHASE + APPENDIX, self.model, **{"speculate": False, **sizes, **options}
+        )
         masks = engine.grammar_manager
         assert isinstance(masks, AutomataGrammarManager)
         masks.refusal = ""
@@ -182,15 +169,6 @@ class Bench:
         masks.pool.cache_bytes = 1 << 28
         masks.pool.make_backend = lambda: BACKENDS[self.backend]()(self.vocabulary)
         return engine
-
-    def time(
-        self, engine: PagedEngine, work: Workload, params: list[SamplingParams]
-    ) -> Sample:
-        """All requests at once."""
-        begun = time.perf_counter()
-        completions = generate(engine, work.prompts, params)
-        synchronize(self.options.device)
-        return request_metrics(completions, time.perf_counter() - begun)
 
     # One mask.
 
@@ -215,30 +193,18 @@ class Bench:
                 runs.append(
                     self.fact(f"{PHASE}+{name}", f"masks of {schema}", found, backend=name)
                 )
-        rows, steps = (16, 3) if self.options.quick else (256, 12)
+        rows, steps = (16, 3) if self.quick else (256, 12)
         for kind, found in fills(self.vocabulary, rows, steps):
             runs.append(
                 self.fact(f"{PHASE}+llguidance", f"{rows} masks of {kind}", found, masks=rows)
             )
         return runs
 
-    # Hostile grammars.
-
-    def hostile(self, turns: int) -> list[Run]:
-        """What others notice of grammars that are sent to stop an engine."""
-        engine = self.engine(self.sizes(32))
-        tokens, turns = (4, 1) if self.options.quick else (200, 1 if self.on_cpu else turns)
-        found = hostile_grammars.measure(engine, tokens, turns)
-        return [
-            self.fact(f"{PHASE}+{name}", "gaps of others", facts)
-            for name, facts in found.items()
-        ]
-
     # Steps.
 
     def steps(self) -> list[Run]:
         """Steps of the schema sample with and without drafts of what is forced, one request at a time."""
-        most, each = (16, 1) if self.options.quick else (48, 1)
+        most, each = (16, 1) if self.quick else (48, 1)
         params = [
             SamplingParams(
                 max_tokens=most,
@@ -270,72 +236,11 @@ class Bench:
             raise AssertionError("jumping forward has changed the text")
         return runs
 
-    # Validity.
-
-    def validity(self) -> list[Run]:
-        """The share of answers to an extraction prompt that are JSON of the schema, with and without it."""
-        import jsonschema
-
-        assert self.tokenizer is not None
-        people = PEOPLE[:2] if self.options.quick else PEOPLE
-        prompts = [
-            self.tokenizer.chat([{"role": "user", "content": question(*person)}])
-            for person in people
-        ]
-        engine = self.engine(self.sizes(len(prompts)))
-        validator = jsonschema.Draft202012Validator(PERSON)
-        runs = []
-        for label, grammar in (("without", None), ("with", Grammar.json_schema(PERSON))):
-            params = SamplingParams(max_tokens=64, grammar=grammar)
-            done = generate(engine, prompts, params, tokenizer=self.tokenizer)
-            values = [_parsed(completion.text) for completion in done]
-            valid = [value is not None and validator.is_valid(value) for value in values]
-            right = [
-                bool(ok and value == dict(zip(("name", "age", "city"), person, strict=True)))
-                for ok, value, person in zip(valid, values, people, strict=True)
-            ]
-            found = {
-                "valid_fraction": float(np.mean(valid)),
-                "right_fraction": float(np.mean(right)),
-            }
-            runs.append(self.fact(f"{PHASE}+{label} a grammar", "extraction", found))
-        return runs
-
-    def fact(
-        self,
-        variant: str,
-        work: str,
-        found: Mapping[str, float | Sequence[float]],
-        **options: Any,
-    ) -> Run:
-        """Evidence of something that was done once, or of which there are some samples."""
-        samples = {
-            name: value if isinstance(value, Sequence) else [value]
-            for name, value in found.items()
-        }
-        metrics = {name: Metric(tuple(map(float, values))) for name, values in samples.items()}
-        kind = "random" if self.name.startswith("random:") else "real"
-        dtype = str(self.options.dtype).removeprefix("torch.")
-        sha = hashlib.sha256(
-            json.dumps([work, SCHEMAS, PEOPLE]).encode()
-        ).hexdigest()  # what it was made of
-        return Run(
-            variant,
-            work,
-            sha,
-            self.name.removeprefix("random:"),
-            kind,
-            dtype,
-            metrics,
-            options,
-        )
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+    def fact(self, variant: str, work: str, found: Mapping[str, float], **options: Any) -> Run:
+        """Evidence of something that was done once."""
+        sha = hashlib.sha256(json.dumps([work, SCHEMAS]).encode()).hexdigest()
+        made = self.run_of(variant, uniform(work, 1, 1, 1), Samples([dict(found)]), **options)
+        return replace(made, workload_sha256=sha, noise=None)
 
 
 # The figure.

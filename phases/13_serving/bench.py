@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 
+from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
+from benchmarks.plotting import beside as name_value
 from benchmarks.plotting import colours, lines, log_axis, measured_once, number, panels, save
 from benchmarks.recorded_peers import beside
-from benchmarks.roofline import ceilings
 from benchmarks.server import Server
-from benchmarks.targets import load_target, targets
+from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 
 PHASE = "13_serving"
@@ -54,29 +55,7 @@ def run(options: BenchOptions) -> Evidence:
     """Users and prompt lengths on a CPU; throughput, latency and arrivals on a GPU."""
     (target,) = targets(options)
     runs = on_cuda(target) if options.device.type == "cuda" else on_cpu(target)
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
-
-
-def one(
-    variant: str,
-    work: Workload,
-    options: BenchOptions,
-    samples: Samples,
-    facts: Mapping[str, Any],
-) -> Run:
-    """Evidence of some samples."""
-    model = options.model or ""
-    return summarize(variant, work, samples, model=model, dtype=options.dtype, options=facts)
-
-
-def taken(variants: Mapping[str, Callable[[int], Sample]], repeats: int) -> dict[str, Samples]:
-    """Alternating samples, after one of each that does not count.
-
-    None is taken again for other processes' work: the servers and their clients are such processes.
-    """
-    return alternate(variants, repeats, tries=1)
+    return evidence_of(PHASE, runs, options, "all")
 
 
 # CPU.
@@ -104,7 +83,8 @@ def on_cpu(options: BenchOptions) -> list[Run]:
                 for n in range(repeats)
             ]
         )
-        runs.append(one(variant, work, options, samples, facts))
+        about: dict[str, Any] = {"model": model, "dtype": dtype, "options": facts}
+        runs.append(summarize(variant, work, samples, **about))
 
     with (
         Server(model, **flags, **sizes) as server,
@@ -149,30 +129,27 @@ def closed(requests: int, prompt: int, output: int) -> Workload:
 def on_cuda(options: BenchOptions) -> list[Run]:
     """`offline-256` with and without HTTP, one user with and without, and arrivals by the clock."""
     bench = OnCuda(options)
-    server = Server(
-        options.model or "", **bench.engine_options(), dtype=bench.dtype, speculate=False
-    )
+    kind = str(options.dtype).removeprefix("torch.")
+    server = Server(bench.name, **bench.engine_options(), dtype=kind, speculate=False)
     with server:
         return [*bench.throughput(server), *bench.first_token(server), *bench.arrivals(server)]
 
 
-class OnCuda:
+class OnCuda(Bench):
     """The engine in this process, and the same engine behind a server."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options, self.model = options, load_target(options)
-        self.dtype = str(options.dtype).removeprefix("torch.")
-        self.engine = engine_of("09", self.model, **self.engine_options())
+        super().__init__(options)
+        self.engine = engine_of(f"09{APPENDIX}", self.model, **self.engine_options())
         self.shift = 0
 
     def engine_options(self) -> dict[str, Any]:
         """The same for both."""
-        size = CACHE_TOKENS * self.model.config.kv_bytes_per_token(self.model.dtype)
         return {
             "max_rows": ROWS,
             "max_len": MAX_LEN,
             "step_tokens": STEP_TOKENS,
-            "cache_bytes": size,
+            "cache_bytes": self.kv_bytes(CACHE_TOKENS),
         }
 
     def cold(self, work: Workload) -> Workload:
@@ -183,16 +160,14 @@ class OnCuda:
     def throughput(self, server: Server) -> list[Run]:
         """256 requests at once, from four client processes."""
         work, facts = workload("offline-256"), {"users": 256}
-        if self.options.quick:
+        if self.quick:
             work, facts = work.first(16), {"users": 16}
         users = len(work.items)
         variants = {
-            ENGINE: lambda _: time_generation(
-                self.engine, self.cold(work), self.options.device
-            ),
+            ENGINE: lambda _: time_generation(self.engine, self.cold(work), self.device),
             PHASE: lambda _: server.sample(self.cold(work), users=users),
         }
-        return self.compare(work, variants, facts)
+        return self.take_turns(work, variants, facts)
 
     def first_token(self, server: Server) -> list[Run]:
         """One user, who waits for each answer: what the way through two processes adds."""
@@ -202,7 +177,7 @@ class OnCuda:
             found: list[Sample] = []
             for item in self.cold(work).prompts:
                 single = replace(work, items=(Item(tuple(item), 32),), shift=0)
-                found.append(time_generation(self.engine, single, self.options.device))
+                found.append(time_generation(self.engine, single, self.device))
             return {
                 name: sorted(one[name] for one in found)[len(found) // 2] for name in found[0]
             }
@@ -211,21 +186,19 @@ class OnCuda:
             ENGINE: alone,
             PHASE: lambda _: server.sample(self.cold(work), users=1, processes=1),
         }
-        return self.compare(work, variants, {"users": 1})
+        return self.take_turns(work, variants, {"users": 1})
 
     def arrivals(self, server: Server) -> list[Run]:
         """Five workloads at three rates."""
         runs = []
-        for name in SERVING[:1] if self.options.quick else SERVING:
-            for rate in RATES[:1] if self.options.quick else RATES:
+        for name in SERVING[:1] if self.quick else SERVING:
+            for rate in RATES[:1] if self.quick else RATES:
                 work = workload(name)
                 longer = self.repeated(
                     work, max(len(work.items), int(rate * ARRIVING_SECONDS))
                 )
                 samples = Samples([server.sample(longer, rate=rate)])
-                runs.append(
-                    one(ARRIVALS, work, self.options, samples, {"asks": name, "rate": rate})
-                )
+                runs.append(self.run_of(ARRIVALS, work, samples, asks=name, rate=rate))
         return runs
 
     def repeated(self, work: Workload, count: int) -> Workload:
@@ -239,17 +212,18 @@ class OnCuda:
             ]
         return replace(work, items=tuple(items[:count]), shift=0)
 
-    def compare(
+    def take_turns(
         self,
         work: Workload,
         variants: Mapping[str, Callable[[int], Sample]],
         facts: Mapping[str, Any],
     ) -> list[Run]:
-        """Evidence of each variant."""
-        kept = taken(variants, self.options.repeats)
-        return [
-            one(name, work, self.options, samples, facts) for name, samples in kept.items()
-        ]
+        """Evidence of each variant, after one sample of each that does not count.
+
+        None is taken again for other processes' work: the servers and their clients are such processes.
+        """
+        kept = alternate(variants, self.options.repeats, tries=1)
+        return [self.run_of(name, work, samples, **facts) for name, samples in kept.items()]
 
 
 # The figure.
@@ -260,7 +234,8 @@ def draw(evidence: Evidence, out: Path) -> None:
     by_clock = evidence.find(ARRIVALS)
     figure, (left, middle, right) = panels(3, height=3.4)
     own = [r for r in evidence.runs if "users" in r.options and r.variant != LENGTHS]
-    others = beside(evidence, model=own[0].model)
+    found = beside(evidence, model=own[0].model)
+    others = [run for run in found if "users" in run.options]
     runs = sorted([*own, *others], key=lambda run: -run.options["users"] if others else 0)
     labels = [f"{_short(run.variant)}\n{_users(run)}" for run in runs]
     _rates(left, runs, labels)
@@ -308,9 +283,7 @@ def _rates(axes: Axes, runs: list[Run], labels: list[str]) -> None:
     for place, run in enumerate(runs):
         value = run.median("output_tokens_per_s")
         axes.barh(place, value, color=_colour(run.variant))
-        axes.annotate(
-            number(value), (value, place), (4, 0), textcoords="offset points", va="center"
-        )
+        name_value(axes, number(value), value, place)
     axes.set_yticks(range(len(runs)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("output tokens a second")
@@ -327,12 +300,13 @@ def _waits(axes: Axes, runs: list[Run]) -> None:
             if f"{name}_p50" not in run.metrics:
                 continue
             middle, last = run.median(f"{name}_p50"), run.median(f"{name}_p99")
-            axes.barh(place + shift, middle, 0.36, color=_colour(run.variant), alpha=alpha)
-            axes.plot([middle, last], [place + shift] * 2, color="0.3", linewidth=1)
-            axes.plot([last], [place + shift], "|", color="0.3")
+            # Points: a logarithmic axis has no zero that a bar could begin at.
+            colour = _colour(run.variant)
+            axes.plot([middle, last], [place + shift] * 2, color=colour, alpha=alpha)
+            axes.plot([middle], [place + shift], "o", color=colour, alpha=alpha)
     axes.set_yticks([])
     axes.invert_yaxis()
     log_axis(axes, vertical=False)
-    axes.set_xlabel("ms: first token (full), gap (pale); bar p50, line p99")
+    axes.set_xlabel("ms: first token (full), gap (pale); point p50, line to p99")
     first = max(run.median("ttft_ms_p50") for run in runs if run.variant == PHASE)
     axes.set_title(f"Each of them: half of the first tokens within {first:,.0f} ms")

@@ -6,17 +6,12 @@ peers are measured by, for each number of ranks there is, and sums by size and w
 
 Every number of ranks is measured in processes of its own, part by part, and each part has a limit: what fails
 or hangs ends with its processes, is told in the evidence, and the next part begins anew. If on GPUs an engine
-in ranks fails, or sums by our own kernels do, engines add up by NCCL from then on. By hand:
-
-    python phases/14_parallel/bench.py --ranks 1,2 --parts reduce,same,single --seconds 120 --out found.json
-
-writes the file after each part. A file that is there already, of this commit and machine, keeps its other
-parts, so that one part can be measured again.
+in ranks fails, or sums by our own kernels do, engines add up by NCCL from then on. What is there so far is
+in the cache folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -38,15 +33,21 @@ import torch
 from matplotlib.axes import Axes
 
 import parallel
+from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect, sample_metrics
+from benchmarks.evidence import (
+    APPENDIX,
+    BenchOptions,
+    Evidence,
+    Metric,
+    Run,
+    collect,
+    sample_metrics,
+)
 from benchmarks.measure import alternate, summarize, timer
 from benchmarks.plotting import MARKERS, colours, over_one, panels, save
-from benchmarks.roofline import ceilings
 from benchmarks.sums import WAYS, times
 from benchmarks.workloads import Workload, uniform, workload
-from common.device import pick_device, pick_dtype
-from common.errors import UserError
 from common.paths import cache_home
 from forward.shapes import SHAPES
 from parallel.worker import end_with
@@ -58,7 +59,6 @@ STARTUP = "startup"
 BYTES = (8 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 64 << 20)
 WORK = {"single": "single-512", "offline": "offline-256", "prefill": "prefill-64x1024"}
 SMALL = {"single": (1, 16, 32), "offline": (8, 16, 16), "prefill": (8, 96, 1)}
-PARTS = ("reduce", "same", *WORK)
 HIDDEN = 4096
 GPU: dict[str, Any] = {"max_rows": 256, "max_len": 4160, "step_tokens": 16_384}
 CPU: dict[str, Any] = {"max_rows": 8, "max_len": 160, "cache_bytes": 8 << 20}
@@ -75,26 +75,13 @@ Keep = Callable[[Sequence[Run]], None]
 
 def run(options: BenchOptions) -> Evidence:
     """Sums over ranks, then every workload in one rank and in more. What is there so far is in the cache."""
-    top = ceilings_of(options)
     path = cache_home() / "bench" / f"{PHASE}-so-far.json"
 
     def keep(runs: Sequence[Run]) -> None:
-        collect(PHASE, runs, options.device, top).write(path)
+        collect(PHASE, runs, options.device).write(path)
 
-    runs = measure(options, ranks_here(options.device), PARTS, SECONDS, keep)
-    return collect(PHASE, runs, options.device, top)
-
-
-def ceilings_of(options: BenchOptions) -> Mapping[str, float]:
-    """What the machine can do, or nothing: that is no reason to measure nothing."""
-    try:
-        return ceilings(options.device, options.dtype).to_json()
-    except Exception:
-        traceback.print_exc()
-        return {}
-    finally:
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()  # the memory is for others
+    runs = measure(options, ranks_here(options.device), keep)
+    return evidence_of(PHASE, runs, options, "all")
 
 
 def ranks_here(device: torch.device) -> list[int]:
@@ -103,26 +90,13 @@ def ranks_here(device: torch.device) -> list[int]:
     return [count for count in (1, 2, 4, 8) if count <= most]
 
 
-def measure(
-    options: BenchOptions,
-    counts: Sequence[int],
-    parts: Sequence[str],
-    seconds: float,
-    keep: Keep,
-    known: Sequence[Run] = (),
-    **more: Any,
-) -> list[Run]:
-    """Every part for every number of ranks; those that end within `seconds` are in what `keep` is given.
-
-    more: options of the engines.
-    """
-    runs = list(known)
+def measure(options: BenchOptions, counts: Sequence[int], keep: Keep) -> list[Run]:
+    """Every part for every number of ranks; what has ended so far is given to `keep`."""
+    runs: list[Run] = []
     for ranks in counts:
-        options_of, again = (
-            dict(more),
-            ranks > 1 and options.device.type == "cuda" and "own_sums" not in more,
-        )
-        for group in groups(parts, ranks, options.device):
+        more: dict[str, Any] = {}  # options of the engines
+        again = ranks > 1 and options.device.type == "cuda"
+        for group in groups(ranks, options.device):
             child: Child | None = None
             left = list(group)
             while left:
@@ -130,18 +104,18 @@ def measure(
                 sums = part.startswith("reduce")
                 try:
                     if child is None:
-                        child = Child(options, ranks, options_of)
+                        child = Child(options, ranks, more)
                         if part in WORK:  # the one before has failed
-                            child.ask(STARTUP, seconds)
-                    found = child.ask(part, min(seconds, SUMS_SECONDS) if sums else seconds)
+                            child.ask(STARTUP, SECONDS)
+                    found = child.ask(part, SUMS_SECONDS if sums else SECONDS)
                 except Failure as error:
-                    said = {"ranks": ranks, "part": part, "error": str(error), **options_of}
+                    said = {"ranks": ranks, "part": part, "error": str(error), **more}
                     found = [facts(options, FAILED, {"failures": Metric((1.0,))}, said)]
                     if child is not None:
                         child.end()
                     child = None
                     if again and part != "reduce nccl":
-                        again, options_of = False, options_of | SAFE
+                        again, more = False, more | SAFE
                         left = left if sums else [part, *left]
                     elif part == STARTUP:
                         left = []  # without an engine there is nothing to measure
@@ -153,17 +127,16 @@ def measure(
     return runs
 
 
-def groups(parts: Sequence[str], ranks: int, device: torch.device) -> Iterator[list[str]]:
+def groups(ranks: int, device: torch.device) -> Iterator[list[str]]:
     """Parts that share a process: sums by each way, everything with the large engine, and the comparison.
 
     Sums are the first: they take seconds, and tell whether an engine can trust them.
     """
     ways = WAYS if device.type == "cuda" else ("nccl",)
-    if "reduce" in parts and ranks > 1:
+    if ranks > 1:
         yield [f"reduce {way}" for way in ways]
-    if works := [part for part in parts if part in WORK]:
-        yield [STARTUP, *works]
-    if "same" in parts and ranks > 1:
+    yield [STARTUP, *WORK]
+    if ranks > 1:
         yield ["same"]
 
 
@@ -225,7 +198,7 @@ class Child:
 
     def __init__(self, options: BenchOptions, ranks: int, more: Mapping[str, Any]) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, __file__, "--child", str(theirs.fileno())]
+        command = [sys.executable, __file__, str(theirs.fileno())]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self.process = subprocess.Popen(
             command, pass_fds=(theirs.fileno(),), env=environment, process_group=0
@@ -383,8 +356,8 @@ class Bench:
         }
         given |= (GPU if self.cuda else CPU) | more
         if ranks == 1:
-            return engine_of("13", model, **given)
-        return engine_of("14", model, tensor_parallel=ranks, **given, **self.more)
+            return engine_of(BEFORE + APPENDIX, model, **given)
+        return engine_of(PHASE + APPENDIX, model, tensor_parallel=ranks, **given, **self.more)
 
 
 def small_work(part: str) -> Workload:
@@ -548,87 +521,5 @@ def draw_sums(axes: Axes, found: Sequence[Run]) -> None:
         axes.legend()
 
 
-def main() -> None:
-    """By hand, for a machine whose minutes count."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--ranks", help="numbers of ranks, such as 1,2,4; usually all that there are"
-    )
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
-    parser.add_argument(
-        "--model", help=f"usually {USUAL_GPU} on GPUs and {USUAL_CPU} on a CPU"
-    )
-    parser.add_argument("--no-own-sums", action="store_true", help="the option of the engines")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="most seconds of a part"
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="small workloads, as on a CPU")
-    parser.add_argument("--out", type=Path, default=cache_home() / "bench" / f"{PHASE}.json")
-    given = parser.parse_args()
-    if given.child is not None:
-        child_main(given.child)
-    parts = given.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
-        parser.error(
-            f"there are no parts {', '.join(sorted(unknown))}: they are {', '.join(PARTS)}"
-        )
-    device = pick_device(given.device)
-    options = BenchOptions(
-        device, pick_dtype(given.dtype, device), given.model, given.quick, given.repeats
-    )
-    counts = (
-        [int(count) for count in given.ranks.split(",")] if given.ranks else ranks_here(device)
-    )
-    top = ceilings_of(options)
-
-    def keep(runs: Sequence[Run]) -> None:
-        collect(PHASE, runs, device, top).write(given.out)
-
-    more = {"own_sums": False} if given.no_own_sums else {}
-    measure(
-        options,
-        counts,
-        parts,
-        given.seconds,
-        keep,
-        others(given.out, device, counts, parts),
-        **more,
-    )
-    print(given.out)
-
-
-def others(
-    path: Path, device: torch.device, counts: Sequence[int], parts: Sequence[str]
-) -> list[Run]:
-    """What a file has beside what is measured now; nothing of another commit or machine."""
-    try:
-        before = Evidence.load(path)
-    except UserError:
-        return []
-    now = collect(PHASE, (), device)
-    if (
-        before.git["commit"] != now.git["commit"]
-        or before.machine["name"] != now.machine["name"]
-    ):
-        return []
-    return [
-        run
-        for run in before.runs
-        if not (run.options["ranks"] in counts and part_of(run) in parts)
-    ]
-
-
-def part_of(run: Run) -> str:
-    """Which part a run is of; an engine's start belongs to whatever is measured with it."""
-    if run.workload == SUMS:
-        return "reduce"
-    part = str(run.options.get("part", STARTUP)).split()[0]
-    return "single" if part == STARTUP else part
-
-
 if __name__ == "__main__":
-    main()
+    child_main(int(sys.argv[1]))

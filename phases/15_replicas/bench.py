@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.evidence import BenchOptions, Evidence, collect
+from benchmarks.bench import evidence_of
+from benchmarks.evidence import BenchOptions, Evidence
 from benchmarks.replicas import Bench, draw_figure
-from benchmarks.roofline import ceilings
 
 PHASE, BEFORE = "15_replicas", "13_serving, copies"
 ROUTES = {BEFORE: "least-loaded", PHASE: "prefix"}
@@ -26,9 +26,7 @@ def run(options: BenchOptions) -> Evidence:
     ]
     with bench.servers(1) as targets:
         runs += bench.ways(targets[0])
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(PHASE, runs, options)
 
 
 def draw(evidence: Evidence, out: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch import Tensor
 
 import experts
 import serving
+from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate_engines, summarize
 from benchmarks.plotting import bars, lines, panels, save, times
 from benchmarks.roofline import ceilings, summarize_generation
@@ -55,12 +57,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def run(options: BenchOptions) -> Evidence:
     """Speed first, then what is counted."""
     runs = on_gpu(options) if options.device.type == "cuda" else on_cpu(options)
-    return collect(
-        PHASE,
-        runs + counted(),
-        options.device,
-        ceilings(options.device, options.dtype).to_json(),
-    )
+    return evidence_of(PHASE, runs + counted(), options)
 
 
 def shapes(config: ModelConfig) -> dict[str, ModelConfig]:
@@ -127,11 +124,9 @@ def fact(
 ) -> Run:
     """Something that was counted, with no clock."""
     made = summarize(
-        variant, work, Samples(kept=[numbers]), model=model, dtype=dtype, options=options
+        variant, work, Samples([numbers]), model=model, dtype=dtype, options=options
     )
-    return replace(
-        made, noise=None, metrics={name: Metric((value,)) for name, value in numbers.items()}
-    )
+    return replace(made, noise=None)
 
 
 def different(chosen: Tensor) -> int:
@@ -178,22 +173,26 @@ def on_gpu(options: BenchOptions) -> list[Run]:
     """The published workloads, one model after the other: each fills a good part of the memory."""
     name = options.model or SHAPE
     sizes = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384, "drafter": "none"}
-    make: dict[str, Callable[[], PagedEngine]] = {
-        variant: lambda config=config: engine_of(  # type: ignore[misc]
-            "13", random_model(config, device=options.device, dtype=options.dtype), **sizes
+    make: dict[str, Callable[[str], PagedEngine]] = {
+        variant: lambda ending, config=config: engine_of(  # type: ignore[misc]
+            f"13{ending}",
+            random_model(config, device=options.device, dtype=options.dtype),
+            **sizes,
         )
         for variant, config in shapes(SHAPES[name.removeprefix("random:")]).items()
     }
     # By its name, so that no layer's experts are there twice.
-    make[PHASE] = lambda: engine_of("16", name, device="cuda", dtype="bfloat16", **sizes)
+    make[PHASE] = lambda ending: engine_of(
+        f"16{ending}", name, device="cuda", dtype="bfloat16", **sizes
+    )
     runs = []
-    for variant, new in make.items():
-        engine = new()
+    for (variant, new), ending in product(make.items(), ("", APPENDIX)):
+        engine = new(ending)
         for load in ("single-512", "offline-256", "prefill-64x1024"):
             work = workload(load)
             if options.quick:
                 work = work.first(8, tokens=8)
-            runs += timed({variant: engine}, work, options, name, {})
+            runs += timed({variant + ending: engine}, work, options, name, {})
         del engine
         gc.collect()
         torch.cuda.empty_cache()

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import benchmarks.bench
+from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import (
     Sample,
     Samples,
-    alternate,
     alternate_engines,
-    summarize,
-    time_generation,
 )
 from benchmarks.plotting import GREY, bars, colours, lines, number, panels, save
+from benchmarks.plotting import beside as name_value
 from benchmarks.recorded_peers import beside
 from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.targets import load_target
-from benchmarks.workloads import Workload, uniform, workload
+from benchmarks.workloads import uniform, workload
 from chunked_prefill import ChunkedScheduler
-from common.events import generate
 from common.models.config import ModelConfig
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.rows import RequestRows
 from continuous.scheduler import Scheduler
 from hybrid_cache import HybridCache, LayerGroups
-from paged_cache import PagedCache, PagedEngine
+from paged_cache import PagedCache
 from prefix_cache import PrefixCache, RadixIndex
 
 PHASE = "17_hybrid_cache"
@@ -60,21 +61,11 @@ def run(options: BenchOptions) -> Evidence:
         del bench
     if options.device.type == "cuda":
         runs += published(replace(options, model=STATES))
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(PHASE, runs, options)
 
 
-class Bench:
-    """One model and how its engines are measured."""
-
-    def __init__(self, options: BenchOptions) -> None:
-        self.options = options
-        self.name = options.model or ""
-        self.model = load_target(options)
-        self.config, self.dtype = self.model.config, self.model.dtype
-        self.top = ceilings(options.device, options.dtype)
-        self.on_cpu = options.device.type == "cpu"
+class Bench(benchmarks.bench.Bench):
+    """One model in the caches of both phases."""
 
     # Counted.
 
@@ -83,10 +74,9 @@ class Bench:
 
         The schedulers and caches are those of the engines, and decide as with a model behind them.
         """
-        per_block = BLOCK * self.config.kv_bytes_per_token(self.dtype)
         blocks = FULL * CONTEXTS[-1] // BLOCK
         runs = []
-        for context in CONTEXTS[: 2 if self.options.quick else None]:
+        for context in CONTEXTS[: 2 if self.quick else None]:
             if context > self.config.max_position_embeddings:
                 break
             work = uniform(f"in-flight-{context}", ROWS, context - OUTPUT, OUTPUT, vocab=8)
@@ -97,17 +87,9 @@ class Bench:
             for variant, make in caches.items():
                 samples = [serve(make(), context) for _ in range(self.options.repeats)]
                 for sample in samples:
-                    sample["kv_cache_bytes"] = float(blocks * per_block)
-                runs.append(
-                    summarize(
-                        variant,
-                        work,
-                        Samples(samples),
-                        model=self.name,
-                        dtype=self.dtype,
-                        options={"context": context, "same": "bytes"},
-                    )
-                )
+                    sample["kv_cache_bytes"] = float(self.kv_bytes(blocks * BLOCK))
+                facts: dict[str, Any] = {"context": context, "same": "bytes"}
+                runs.append(self.run_of(variant, work, Samples(samples), **facts))
         return runs
 
     # Timed.
@@ -117,67 +99,27 @@ class Bench:
         shapes: tuple[tuple[int, int, int], ...] = ((2, 1024, 48),)
         if not self.on_cpu:
             shapes = ((1, 8192, 256), (32, 8192, 128))
-        if self.options.quick:
+        if self.quick:
             shapes = ((2, 64, 8),)
         runs = []
         for count, context, output in shapes:
             work = uniform(f"decode-{count}x{context}+{output}", count, context, output)
-            phases = (
-                {BEFORE: "08", PHASE: "17"}
-                if self.on_cpu
-                else {BEFORE: "08", SERVED: "13", PHASE: "17"}
-            )
+            names = (BEFORE, PHASE) if self.on_cpu else (BEFORE, SERVED, PHASE)
             # On a CPU only groups shall differ; on a GPU phase 13 has graphs and overlap as well.
-            alike: dict[str, Any] = {"drafter": "none"} | (
-                {"overlap": False} if self.on_cpu else {}
-            )
-            size = (
-                (count + 2)
-                * (context + output + 64)
-                * self.config.kv_bytes_per_token(self.dtype)
-            )
-            engines = {
-                name: engine_of(
-                    number,
-                    self.model,
-                    max_rows=max(2, count),
-                    max_len=context + output + 16,
-                    cache_bytes=size,
-                    **({} if name == BEFORE else alike),
-                )
-                for name, number in phases.items()
+            alike: dict[str, Any] = {"overlap": False} if self.on_cpu else {}
+            sizes = {
+                "max_rows": max(2, count),
+                "max_len": context + output + 16,
+                "cache_bytes": self.kv_bytes((count + 2) * (context + output + 64)),
             }
-            samples = alternate(
-                {name: partial(self.sample, engine, work) for name, engine in engines.items()},
-                self.options.repeats,
-                warm={name: self.warm(engine) for name, engine in engines.items()},
-            )
-            runs += [
-                summarize_generation(
-                    name,
-                    work,
-                    kept,
-                    model=self.name,
-                    config=self.config,
-                    dtype=self.dtype,
-                    top=self.top,
-                    batch=count,
-                    options={"requests": count},
-                )
-                for name, kept in samples.items()
-            ]
+            engines = {BEFORE: engine_of(BEFORE, self.model, **sizes)}
+            for name in names[1:]:
+                engines[name] = engine_of(name, self.model, **sizes, drafter="none", **alike)
+            self.warm_up(engines)
+            timed = {name: self.timer(engine, work) for name, engine in engines.items()}
+            runs += self.compare(timed, work, count, warm={}, requests=count)
             del engines
         return runs
-
-    def sample(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
-        """Time one batch of prompts that no request has had before."""
-        return time_generation(engine, work.cold(repeat), self.options.device)
-
-    @staticmethod
-    def warm(engine: PagedEngine) -> Callable[[], object]:
-        """A few tokens, so that kernels are compiled."""
-        short = uniform("warm-up", 2, 16, 4)
-        return lambda: generate(engine, short.prompts, short.params)
 
 
 def published(options: BenchOptions) -> list[Run]:
@@ -189,27 +131,33 @@ def published(options: BenchOptions) -> list[Run]:
         "drafter": "none",
     }
     name, top = options.model or "", ceilings(options.device, options.dtype)
-    engine = engine_of("17", name, device=str(options.device), dtype="bfloat16", **sizes)
     runs = []
-    for load in ("single-512", "offline-256", "prefill-64x1024"):
-        work = workload(load)
-        if options.quick:
-            work = work.first(8, tokens=8)
-        kept = alternate_engines(
-            {PHASE: engine}, work, device=options.device, repeats=options.repeats
+    for variant in (PHASE, PHASE + APPENDIX):
+        engine = engine_of(
+            variant, name, device=str(options.device), dtype="bfloat16", **sizes
         )
-        runs.append(
-            summarize_generation(
-                PHASE,
+        for load in ("single-512", "offline-256", "prefill-64x1024"):
+            work = workload(load)
+            if options.quick:
+                work = work.first(8, tokens=8)
+            made = {variant: engine}
+            kept = alternate_engines(
+                made, work, device=options.device, repeats=options.repeats
+            )
+            found = summarize_generation(
+                variant,
                 work,
-                kept[PHASE],
+                kept[variant],
                 model=name,
                 config=engine.runner.model.config,
                 dtype=options.dtype,
                 top=top,
                 batch=len(work.items),
             )
-        )
+            runs.append(found)
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
     return runs
 
 
@@ -312,9 +260,7 @@ def _beside_peer(evidence: Evidence, out: Path) -> None:
     axes.barh(list(factors), list(factors.values()), height=0.6, color=colours([PHASE])[PHASE])
     axes.axvline(1.0, color=GREY, linewidth=1.4)
     for row, (factor, text) in enumerate(zip(factors.values(), texts, strict=True)):
-        axes.annotate(
-            text, (factor, row), (5, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        name_value(axes, text, factor, row, 5)
     axes.invert_yaxis()
     axes.set_xlim(0, 2.4 * max(factors.values()))
     axes.set_xlabel("times the tokens a second of the other engine")

@@ -38,8 +38,8 @@ def whole_app(
     """Make the application that `ladder serve` runs.
 
     Args:
-        hosts: names that the server is reached by; see `policy.names_of`.
-        allowed_origins: whose web pages may read responses; see `policy.origins`.
+        hosts: names that the server is reached by; see `options.names_of`.
+        allowed_origins: whose web pages may read responses; see `options.origins`.
         keys: of which a client needs one; none: every request is taken.
         access_log: a path, "-" for standard error, or "none".
         limits: on what a client may send.
@@ -65,8 +65,8 @@ def whole_app(
     ):
         entry.install(app)
     add_protocols(app)
-    for path in ("/v1/embeddings", "/api/embed", "/api/embeddings"):
-        app.add(path, Embeddings(app.model, path))
+    app.add("/v1/embeddings", Embeddings(app.model, ours=True))
+    app.add("/api/embed", Embeddings(app.model, ours=False))
     Document(app, version)
     return app
 

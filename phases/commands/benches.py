@@ -23,8 +23,6 @@ from phases import PHASES, ROOT, Phase, phase_named
 from phases.commands.arguments import EXTRAS
 
 MOST_REPEATS = 1000
-MADE_BY = {"json_schema_bench": "json_schema_suite"}
-"""Evidence whose benchmark has another name: the same script, given a checkout."""
 
 
 def bench(given: SimpleNamespace) -> int:
@@ -50,9 +48,8 @@ def bench(given: SimpleNamespace) -> int:
     device_is = device_folder(where.type, device_name(where))
     home = ROOT if record else cache_home() / ("quick" if quick else "bench")
     folders = [home / path.relative_to(ROOT) / device_is for path in (RESULTS, FIGURES)]
-    for (
-        folder
-    ) in folders:  # minutes must not be lost because nothing can be written in the end
+    # Minutes must not be lost because nothing can be written in the end.
+    for folder in folders:
         check_folder(folder)
     options = BenchOptions(
         device=where,
@@ -210,5 +207,4 @@ def _named(text: str) -> str:
 
 def _module(name: str) -> ModuleType:
     """Import the file with `run` and `draw`: the phase's `bench.py`, or one under `benchmarks`."""
-    name = MADE_BY.get(name, name)
     return import_module(EXTRAS.get(name, f"phases.{name}.bench"))

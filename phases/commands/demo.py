@@ -157,9 +157,8 @@ def run(given: SimpleNamespace) -> int:
         said, share = change(phase, before, work), ideal_seconds(least, top) / served.seconds
         out.print(f"[dim]{said}[/dim]")
         speed = f"{served.tokens_per_second:,.1f}"
-        rounded = (
-            number == ROUNDS
-        )  # its weights are fewer bytes than those that the roofline counts
+        # Its weights are fewer bytes than those that the roofline counts.
+        rounded = number == ROUNDS
         made.add_row(
             phase.name, said or "the speed, on a GPU", speed, "" if rounded else f"{share:.0%}"
         )

@@ -71,17 +71,17 @@ class Served:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Return the tokens of all prompts."""
         return sum(len(completion.prompt_ids) for completion in self.completions)
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of all completions, those that ended them included."""
+        """Return the tokens of all completions, those that ended them included."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens divided by `seconds`."""
+        """Return the generated tokens divided by `seconds`."""
         return self.completion_tokens / self.seconds if self.seconds else 0.0
 
 

@@ -15,11 +15,11 @@ from common.events import Streams, TokenEvent
 from common.request import Request
 from common.rules import check_prompt, output_limit
 from common.sampling.params import SamplingParams
-from continuous.messages import Output
+from continuous.work import Output
 
 
 class OneAtATime:
-    """An engine for `serving.worker.Worker` around the `stream` of phases 01 to 04."""
+    """An engine for the server's worker around phases 01 to 04, which serve one request at a time."""
 
     def __init__(self, engine: Any) -> None:
         self.engine: Streams = engine
@@ -44,7 +44,11 @@ class OneAtATime:
         priority: int,
         salt: str,
     ) -> list[Request]:
-        """Put samples in line, each by itself. Raises `UserError` if they cannot be served."""
+        """Add the samples of a prompt to the waiting queue, each by itself; return their requests.
+
+        Raises:
+            UserError: they cannot be served.
+        """
         check_prompt(prompt, self.config.vocab_size, self.max_len, params)
         limit = len(prompt) + output_limit(len(prompt), params, self.max_len)
         requests = []
@@ -64,7 +68,7 @@ class OneAtATime:
         return requests
 
     def abort(self, request: Request) -> None:
-        """End a request: leave the line, or the engine."""
+        """End a request: remove it from the waiting queue, or stop generating it."""
         if request.finish_reason is not None:
             return
         request.finish_reason = "abort"
@@ -75,7 +79,7 @@ class OneAtATime:
         self._ended.append(Output(request, None, "abort", time.perf_counter()))
 
     def step(self) -> list[Output]:
-        """One token of whose turn it is."""
+        """Generate one token of the first request, and return the outputs."""
         outputs, self._ended = self._ended, []
         if self._now is None and self._line:
             self._now = self._line.popleft()

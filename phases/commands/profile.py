@@ -52,11 +52,8 @@ def run(given: SimpleNamespace) -> int:
         name: value for name in Size._fields if (value := getattr(given, name)) is not None
     }
     size = (TINY if missing else DEFAULT)._replace(**asked)
-    for name, least in (
-        ("batch", 1),
-        ("context", 2),
-        ("steps", 1),
-    ):  # a prefill has more than one token
+    # A prefill has more than one token.
+    for name, least in (("batch", 1), ("context", 2), ("steps", 1)):
         integer(f"--{name}", getattr(size, name), low=least, high=MOST_TOKENS)
     whole = size.batch * (size.context + size.steps)
     if whole > MOST_TOKENS:
@@ -71,9 +68,8 @@ def run(given: SimpleNamespace) -> int:
         )
     name = model or ("random:tiny" if missing else "smollm2")
     source = name if name.startswith("random:") else str(model_folder(name))
-    import_phase(
-        rung
-    )  # before a model makes PyTorch import Triton: phase 06 decides who runs its kernels
+    # Before a model makes PyTorch import Triton: phase 06 decides who runs its kernels.
+    import_phase(rung)
     loaded = load_model(source, device=str(where), dtype=str(kind).removeprefix("torch."))
     tokens = size.context + size.steps + 1
     if tokens > loaded.max_len:
@@ -133,8 +129,9 @@ def kernel_table(steps: StepTable, on_device: bool) -> Table:
 
 
 def summary(table: StepTable, on_device: bool) -> str:
-    """Return one line: steps, kernels a step, milliseconds a step, and the share in which the
-    device works.
+    """Return one line: steps, kernels a step, milliseconds a step, and the share of it that is busy.
+
+    on_device: the table counts a GPU's kernels and copies; otherwise PyTorch's operators on the CPU.
     """
     launches = table.launches / table.steps
     wall = table.wall / table.steps * 1e3

@@ -13,7 +13,7 @@ from common.errors import EngineLost, UserError
 from common.neighbours import Usage, warn
 from common.sampling.params import sampling_defaults
 from common.text.tokenizer import Tokenizer
-from phases.appendix.access.policy import hosts, names_of, origins
+from phases.appendix.access.options import hosts, names_of, origins
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
 from phases.commands.plain import version
@@ -22,7 +22,7 @@ from serving.client import EngineClient
 
 
 def make_app(engine: EngineClient, folder: Path, given: SimpleNamespace) -> App:
-    """Return the application of an engine that is yet to be started.
+    """Return the ASGI application for an engine that is yet to be started.
 
     folder: of the tokenizer.
     given: the arguments of the command line, `limits` and `keys` among them.

@@ -113,7 +113,7 @@ def make_engine(
 
 
 def make_observer(engine: Engine) -> Observer:
-    """Return what reads along in the engine process."""
+    """Return what watches the engine in its process, and adds notes and pictures to its reports."""
     from phases.appendix.embeddings.prompt_states import PromptObserver
 
     return PromptObserver(engine)

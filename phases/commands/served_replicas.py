@@ -12,6 +12,7 @@ from typing import Any
 from common.device import pick_device
 from common.errors import EngineLost
 from common.options import route
+from phases.appendix.connections.proxy import PROXY
 from phases.commands.served_app import make_app, say_ready
 from phases.commands.served_engine import check
 from replicas.options import ReplicaOptions
@@ -61,7 +62,8 @@ def serve_replicas(
     from replicas.cluster import Cluster
 
     app = partial(_make_app, make, folder, given)
-    cluster = Cluster(app, copies, gpus, given.limits, host=given.host, port=given.port)
+    where = {"host": given.host, "port": given.port, "connection": PROXY}
+    cluster = Cluster(app, copies, gpus, given.limits, **where)
     try:
         return cluster.serve(lambda: say_ready(cluster.host, cluster.port))
     except StartupError as error:

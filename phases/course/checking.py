@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """True if every case and test that was run has passed."""
+        """Return True if every case and test that was run has passed."""
         return self.state == "passes here"
 
 
@@ -138,9 +138,8 @@ def run(
         if canaries != ["xfailed"] * CANARIES:
             return _refused(exercise, FOUND)
         left = {node: outcome for node, outcome in outcomes.items() if outcome != "passed"}
-        if (
-            left
-        ):  # a machine may lack what a test needs, but then the reference leaves it as well
+        # A machine may lack what a test needs, but then the reference leaves it as well.
+        if left:
             reference = exercise.path.read_text(encoding="utf-8")
             (folder / exercise.file).write_text(reference, encoding="utf-8")
             own = _record(folder, exercise, list(left), server, limit)["tests"]

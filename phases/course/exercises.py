@@ -59,12 +59,12 @@ class Exercise:
 
     @property
     def phase(self) -> Phase:
-        """The phase whose lesson it belongs to."""
+        """Return the phase whose lesson it belongs to."""
         return PHASES[int(self.id[:2]) - 1]
 
     @property
     def path(self) -> Path:
-        """The reference's file."""
+        """Return the path of the reference's file."""
         return ROOT / self.file
 
 
@@ -89,7 +89,7 @@ class Question:
 
     @property
     def phase(self) -> Phase:
-        """The phase whose lesson it belongs to."""
+        """Return the phase whose lesson it belongs to."""
         return PHASES[int(self.id[:2]) - 1]
 
 

@@ -76,10 +76,8 @@ def grade(
 
 def score(copy: Copy, exercise: Exercise, server: ForkServer) -> Score:
     """Check an exercise of a copy, hidden tests included, and return its score."""
-    hints, shown = (
-        logged(copy.folder, exercise.id, "hint"),
-        logged(copy.folder, exercise.id, "solution"),
-    )
+    hints = logged(copy.folder, exercise.id, "hint")
+    shown = logged(copy.folder, exercise.id, "solution")
     verdict = check_file(copy.folder, exercise, server, hidden=True)
     points = exercise.points * EARNED.get(verdict.state, 0.0)
     facts = (

@@ -63,14 +63,12 @@ def plain(value: Any) -> Any:
 
 def raised(error: BaseException, file: Path) -> dict[str, str]:
     """Return what was raised, and in which line of the student's file."""
-    while isinstance(
-        error, BaseExceptionGroup
-    ):  # Hypothesis has found several: the first is to begin with
+    # Hypothesis has found several: the first is to begin with.
+    while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
-    example = [line for line in notes if line.strip()][
-        :SHOWN
-    ]  # Hypothesis' falsifying example
+    # Hypothesis' falsifying example.
+    example = [line for line in notes if line.strip()][:SHOWN]
     said = "\n".join(
         [*[line for line in str(error).splitlines() if line.strip()][:3], *example]
     )[:LONGEST]

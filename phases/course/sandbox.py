@@ -31,15 +31,19 @@ TOO_MANY_PROCESSES = 120
 """The exit status of a run that was killed because it started more."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 READABLE = (
-    *("/usr", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/sys"),
-    *(
-        "/etc/ld.so.cache",
-        "/etc/localtime",
-        "/etc/hosts",
-        "/etc/passwd",
-        "/etc/group",
-        "/etc/nsswitch.conf",
-    ),
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/proc",
+    "/sys",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/hosts",
+    "/etc/passwd",
+    "/etc/group",
+    "/etc/nsswitch.conf",
 )
 """Files and folders that Python and its libraries need beside their own."""
 
@@ -83,9 +87,8 @@ def limit_resources(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(
-        OSError
-    ):  # if memory runs out, the kernel ends a run before it ends the grader
+    # If memory runs out, the kernel ends a run before it ends the grader.
+    with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
@@ -116,16 +119,14 @@ def enter_namespaces(scratch: Path) -> None:
         _mount("tmpfs", place, MS_NOSUID | MS_NODEV, f"size={SCRATCH_BYTES}")
     _continue_in_child()
     most = 0
-    with suppress(
-        OSError
-    ):  # a container may hide parts of /proc, and then there is no mounting it anew
+    # A container may hide parts of /proc, and then there is no mounting it anew.
+    with suppress(OSError):
         _mount("proc", Path("/proc"), MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "")
         most = PROCESSES
     # The first process of a namespace ignores most signals, so a second one does the work.
     _continue_in_child(most)
-    _succeeds(
-        _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    )  # what it executes does not get back what it loses
+    # What it executes does not get back what it loses.
+    _succeeds(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _succeeds(_libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)))
 
 
@@ -136,9 +137,8 @@ def restrict_files(folder: Path, scratch: Path) -> None:
         OSError: the system has no Landlock.
     """
     version = _succeeds(_libc.syscall(SYS_LANDLOCK_CREATE_RULESET, None, 0, 1))
-    handled = (
-        1 << min(12 + version, 15)
-    ) - 1  # one right was added by each of versions 2 and 3
+    # One right was added by each of versions 2 and 3.
+    handled = (1 << min(12 + version, 15)) - 1
     scopes = SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS if version >= 6 else 0
     attributes = struct.pack("QQQ", handled, 0, scopes)
     rules = _succeeds(

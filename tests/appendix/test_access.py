@@ -7,7 +7,8 @@ import hmac
 import pytest
 
 from common.errors import UserError
-from phases.appendix.access.policy import AccessPolicy, origins
+from phases.appendix.access.options import origins
+from phases.appendix.access.policy import AccessPolicy
 from tests.servers import Client
 from tests.serving_kit import engine as engine
 from tests.serving_kit import extension

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from forward.attention import RecomputeAttention
+from phases.appendix.api.logprobs import CompletionLogprobs
 from phases.appendix.server import whole_app
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
@@ -78,7 +80,7 @@ def schema_of(schema: Any) -> dict[str, Any]:
             "messages",
             "messages[0].role is 'boss', but must be one of system, developer, user, assistant, tool, func",
         ),
-        ({"functions": []}, "functions", "functions is not supported"),
+        ({"functions": [{"name": "f"}]}, "functions", "functions is not supported"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["a"]}},
             "structured_outputs",
@@ -290,3 +292,17 @@ async def test_pages_of_the_api_ask_nobody_else(make):
     assert (await Client(app).request("/ping", b"", "GET").run()).status == 200, (
         "a watcher needs a key"
     )
+
+
+async def test_a_thread_writes_the_first_chunk_of_an_echo(make, monkeypatch):
+    """It has the entries of a whole prompt, and other streams would wait for them."""
+    threads, lists = set(), CompletionLogprobs.lists
+
+    def noted(*given):
+        threads.add(threading.current_thread() is threading.main_thread())
+        return lists(*given)
+
+    monkeypatch.setattr(CompletionLogprobs, "lists", noted)
+    body = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 1, "stream": True}
+    asked = await Client(make()).request("/v1/completions", body).run()
+    assert asked.status == 200 and threads == {False}

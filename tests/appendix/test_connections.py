@@ -12,7 +12,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from common.errors import UserError
-from phases.appendix.access.policy import AccessPolicy, hosts, names_of
+from phases.appendix.access.options import hosts, names_of
+from phases.appendix.access.policy import AccessPolicy
 from phases.appendix.connections.connection import NEVER, Connection
 from serving.http.errors import ApiError
 from serving.http.limits import Limits

@@ -108,7 +108,7 @@ def test_weights_are_mapped_and_not_copied(folders: dict[str, Path]) -> None:
 
 def test_another_scheme_on_top_is_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(UserError, match="quantized already"):
-        load_engine(phase_named("10"), str(folders["Q4_0"] / "blocks"), quantization="int8")
+        load_engine(phase_named("10"), str(folders["Q4_1"] / "blocks"), quantization="int8")
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 37])

@@ -32,9 +32,7 @@ CONFIGS = {
     "llama": TINY,
     "qwen2": replace(TINY, family="qwen2", tie_word_embeddings=True),
     "qwen3": replace(TINY, family="qwen3"),
-    "gemma3": replace(
-        SHAPES["tiny-window"], vocab_size=256, attention_soft_cap=None, final_soft_cap=None
-    ),
+    "gemma3": replace(SHAPES["tiny-window"], vocab_size=256, final_soft_cap=None),
 }
 BLOCKS = replace(
     TINY,

@@ -21,12 +21,14 @@ from hybrid_cache.pool import HybridPool
 from hybrid_cache.states.mixer import Mixer
 from hybrid_cache.states.pool import StatePool
 from hybrid_cache.states.qwen3_5 import GatedDeltaNet, Qwen35
+from paged_cache import BlockPool, LayerBlocks
 from paged_cache.attention import PagedBatch
 from phases import phase_named
 from phases.registry import load_engine
 from tests.compiling import spilled
 from tests.paged_batches import DEVICE
 from tests.phases.test_17_delta import outputs
+from triton_paged_attention.attention import TritonPagedAttention
 
 PAGES, NULL = 50, 30
 
@@ -207,16 +209,26 @@ def test_pairs_stand_apart_and_turn_as_before(attention_scaling: float) -> None:
     x = torch.randn(5, config.hidden_size, device=DEVICE)
     found: list[torch.Tensor] = []
 
-    def scores(spec: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        found.append(
-            torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(len(q[0]) // len(k[0]), 1))
-        )
-        return q * 0 + v.repeat_interleave(len(q[0]) // len(v[0]), 1)
+    class Scores(TritonPagedAttention):
+        """Keeps the scores, and returns values instead of attention."""
 
+        def attend(
+            self, layer: Any, q: Any, k: Any, v: Any, cache: LayerBlocks
+        ) -> torch.Tensor:
+            k, v = (
+                part.flatten(0, 1)[:5].repeat_interleave(q.shape[1] // part.shape[2], 1)
+                for part in cache[:2]
+            )
+            found.append(torch.einsum("qhd,khd->hqk", q, k))
+            return q * 0 + v
+
+    pool = BlockPool(config, 1, 8, device=torch.device(DEVICE), dtype=torch.float32)
+    attention = Scores(pool, config.num_heads)
+    attention.batch = cast(Any, SimpleNamespace(slots=torch.arange(5, device=DEVICE)))
     outs = []
     for _ in range(2):
         cos_sin = tuple(part * made.attention_scaling for part in made.rope(positions))
-        outs.append(made.layers[spec.index].self_attn(x, cos_sin, scores))  # type: ignore[operator, union-attr]
+        outs.append(made.layers[spec.index].self_attn(x, cos_sin, attention))  # type: ignore[operator]
         fuse(made)
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(outs[1], outs[0], atol=1e-5, rtol=1e-5)

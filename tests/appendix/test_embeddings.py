@@ -71,8 +71,6 @@ async def test_ollamas_routes_and_the_models_own_dimensions(make, model, tokeniz
     )
     assert status == 200 and found["prompt_eval_count"] > 0
     assert np.abs(np.array(found["embeddings"]) - expected).max() < 1e-4
-    status, found = await Client(app).post("/api/embeddings", {"prompt": TEXTS[0]})
-    assert status == 200 and np.abs(np.array(found["embedding"]) - expected[0]).max() < 1e-4
     for path, field in (("/v1/embeddings", "input"), ("/api/embed", "input")):
         assert (await Client(app).post(path, {field: "x", "dimensions": size}))[0] == 200
         status, found = await Client(app).post(path, {field: "x", "dimensions": size - 1})

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from benchmarks.grammars import fill
-from benchmarks.hostile_grammars import hostile
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from forward.model import Model
@@ -21,6 +20,7 @@ from speculative.ngram import NGrams
 from speculative.speculation import SpeculativeRunner
 from structured.matcher import Matcher
 from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, loaded, vocabulary
+from tests.hostile_grammars import hostile
 from tests.phases.test_12_structured import (  # noqa: F401  the rules of the automata hold here, too
     HOSTILE,
     test_a_crowd_parses,

@@ -71,12 +71,11 @@ def test_attention_reads_values_in_pairs(
     one, two, tables = caches(lens, size, kv_heads, d, rng)
     contexts = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
     q = torch.randn(len(lens), heads, d, device=DEVICE, generator=rng).to(DTYPE)
+    spec = LayerSpec(0, heads, kv_heads, d, d**-0.5, window)
     for splits in (1, 4):
         config = DecodeConfig(block_n, 2, 2, splits)
         found, wanted = (
-            paged_decode(
-                q, cache, tables, contexts, scale=d**-0.5, sliding_window=window, config=config
-            )
+            paged_decode(spec, q, cache, tables, contexts, config=config)
             for cache in (two, one)
         )
         assert_close(found, wanted, f"decode, {splits} splits")
@@ -85,10 +84,7 @@ def test_attention_reads_values_in_pairs(
     tiles = torch.from_numpy(query_tiles(queries, lens, 16 // (heads // kv_heads))).to(DEVICE)
     config = PrefillConfig(16, block_n, 2, 2)
     found, wanted = (
-        paged_prefill(
-            q, cache, tables, tiles, scale=d**-0.5, sliding_window=window, config=config
-        )
-        for cache in (two, one)
+        paged_prefill(spec, q, cache, tables, tiles, config) for cache in (two, one)
     )
     assert_close(found, wanted, "prefill")
 
@@ -101,7 +97,7 @@ def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) ->
     kv_heads = 2
     d = 24
     size = 4
-    spec = LayerSpec(0, heads, kv_heads, d, d**-0.5, None, None)
+    spec = LayerSpec(0, heads, kv_heads, d, d**-0.5)
     columns = (heads + 2 * kv_heads) * d
     values = torch.randn(tokens, columns, device=DEVICE, generator=rng).to(DTYPE)
     rows, each = (torch.rand(n, device=DEVICE, generator=rng) + 0.5 for n in (tokens, columns))
@@ -115,11 +111,12 @@ def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) ->
         data = torch.zeros(2, 3, size, kv_heads, d, device=DEVICE).to(torch.float8_e4m3fn)
         made.append(LayerBlocks(data[0], data[1], *scales, PAIRS if paired else None))
     pending = ProductScales(rows, each, DTYPE)
-    q, _, _ = norm_rope(
-        values, cos, sin, spec, norms=norms, cache=made[0], slots=slots, pending=pending
-    )
+    q = norm_rope(spec, values, (cos, sin), made[0], slots, norms, pending)
     product = (values.float() * rows[:, None] * each).to(DTYPE)
-    wanted, k, v = norm_rope(product, cos, sin, spec, norms=norms)
+    plain = LayerBlocks(*torch.zeros(2, 2, size, kv_heads, d, device=DEVICE, dtype=DTYPE))
+    every = torch.arange(tokens, device=DEVICE)
+    wanted = norm_rope(spec, product, (cos, sin), plain, every, norms)
+    k, v = (part.flatten(0, 1)[:tokens] for part in plain[:2])
     kv_store(k, v, made[1], slots)
     assert_close(q, wanted, "queries")
     assert torch.equal(made[0].k.view(torch.uint8), made[1].k.view(torch.uint8)), "keys"

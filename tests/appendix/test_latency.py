@@ -1,4 +1,4 @@
-"""Ways for one token and for a few, in the interpreter or natively on a GPU."""
+"""Kernels for one token, in the interpreter or natively on a GPU."""
 
 from __future__ import annotations
 
@@ -20,22 +20,18 @@ from forward.shapes import SHAPES
 from paged_cache import LayerBlocks, PagedEngine
 from phases import phase_named, registry
 from phases.appendix.latency.gemv import gemv
-from phases.appendix.latency.layers import LatencyBlock, add_kernel
+from phases.appendix.latency.layers import LatencyBlock, LatencyKernel
 from phases.appendix.latency.layers import install as latency
 from phases.appendix.latency.output_projection import project_heads
-from phases.appendix.latency.single_request import SingleRequestInputs, attend_single_request
-from phases.appendix.latency.small_batch import attend_small_batch
+from phases.appendix.latency.single_request import attend_single_request
 from phases.appendix.latency.tables import SingleRequestConfig
-from tests.compiling import spilled
 from tests.head_sizes import HEADS, KV_HEADS, angles, by_torch, each_size
 from tests.paged_batches import (
     DEVICE,
     FEATURES,
     GARBAGE,
     TOLERANCE,
-    assert_attention,
     assert_near,
-    combined,
     expected,
     make,
     walled,
@@ -66,11 +62,7 @@ def engine_of(model: Model, **options: Any) -> PagedEngine:
     ("feature", "heads", "context"),
     [
         *(("plain", (6, 2), context) for context in (0, 1, 15, 16, 17, 101)),
-        *(
-            (feature, (6, 2), context)
-            for feature in ("window", "cap")
-            for context in (17, 101)
-        ),
+        *(("window", (6, 2), context) for context in (17, 101)),
         *(("plain", (3, 3), context) for context in (16, 101)),
     ],
 )
@@ -84,8 +76,8 @@ def test_attention_of_a_lone_token(
     if context == 0:  # a graph's padding: no keys, a slot below 0, a table of garbage
         batch.context_lens[0] = 0
         batch.tables[:] = GARBAGE
-    window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
-    layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
+    window = FEATURES[feature].get("sliding_window")
+    layer = LayerSpec(0, *heads, d, 0.2, window)  # type: ignore[arg-type]
     qkv = torch.randn(1, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
     cos, sin = angles(1, d)
     norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
@@ -98,16 +90,23 @@ def test_attention_of_a_lone_token(
     )
     bias = torch.randn(size, device=DEVICE)
     cache = LayerBlocks(batch.cache.k.clone(), batch.cache.v.clone())
-    q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
-    attended = paged_decode(q, *batch.arguments[1:], scale=0.2, **FEATURES[feature])
+    q = norm_rope(layer, qkv, (cos, sin), batch.cache, slots, norms)
+    attended = paged_decode(layer, q, *batch.arguments[1:])
     wanted = attended.flatten(1) @ weight.t() + bias + residual
     workspace = Workspace(400, d, DEVICE)
     config = SingleRequestConfig(block_n=16, splits=4)
-    given = SingleRequestInputs(
-        qkv, (cos, sin), norms, layer, cache, batch.tables, batch.context_lens, slots
-    )
     parts = attend_single_request(
-        given, workspace=workspace, config=config, wait_for_all_splits=wait_for_all_splits
+        qkv,
+        (cos, sin),
+        norms,
+        layer,
+        cache,
+        batch.tables,
+        batch.context_lens,
+        slots,
+        workspace=workspace,
+        config=config,
+        wait_for_all_splits=wait_for_all_splits,
     )
     if wait_for_all_splits:
         got = parts.out @ weight.t() + bias + residual
@@ -154,7 +153,7 @@ def test_a_lone_token_with_heads_of_each_size(
     inside = HeadNorms(
         walled(norms.q_weight), walled(norms.k_weight), norms.eps, norms.one_plus
     )
-    given = SingleRequestInputs(
+    parts = attend_single_request(
         walled(qkv),
         (walled(cos), walled(sin)),
         inside,
@@ -163,10 +162,9 @@ def test_a_lone_token_with_heads_of_each_size(
         batch.tables,
         batch.context_lens,
         slots,
-    )
-    config = SingleRequestConfig(block_n=16, splits=4)
-    parts = attend_single_request(
-        given, workspace=workspace, config=config, wait_for_all_splits=wait_for_all_splits
+        workspace=workspace,
+        config=SingleRequestConfig(block_n=16, splits=4),
+        wait_for_all_splits=wait_for_all_splits,
     )
 
     batch.q, k, v = by_torch(qkv, cos, sin, d, norms)
@@ -196,92 +194,6 @@ def test_a_lone_token_with_heads_of_each_size(
         + residual.float()
     )
     assert_near(got, product, limit, f"heads of {d}: projection [token, number]")
-
-
-ALL = (
-    (0, 0, 3),
-    (3, 3, 0),
-    (4, 2, 1),
-    (17, 5, 0),
-    (19, 2, 0),
-    (37, 8, 0),
-    (101, 3, 1),
-    (130, 7, 0),
-)
-"""Keys, tokens and padding."""
-
-
-@pytest.mark.parametrize(
-    ("feature", "heads", "context", "tokens", "padding"),
-    [
-        *(("plain", (6, 2), *case) for case in ALL),
-        *((feature, (6, 2), *case) for feature in ("window", "cap") for case in ALL[-3:]),
-        *(("plain", (3, 3), *case) for case in ALL[-3:]),
-    ],
-)
-@pytest.mark.parametrize("wait_for_all_splits", [True, False])
-@pytest.mark.slow
-def test_attention_of_a_few_tokens_of_a_lone_request(
-    context: int,
-    tokens: int,
-    padding: int,
-    heads: tuple[int, int],
-    feature: str,
-    wait_for_all_splits: bool,
-) -> None:
-    """Against the kernels apart: behind nothing, one key, and keys of several splits, the last one full."""
-    d = 32
-    batch = make([max(context, 1)], [tokens], heads=heads, d=d)
-    if context == 0:  # a graph's padding: no keys, slots below 0, a table of garbage
-        batch.context_lens[0] = 0
-        batch.tables[:] = GARBAGE
-    window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
-    layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
-    every = tokens + padding
-    qkv = torch.randn(every, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
-    cos, sin = angles(every, d)
-    for part in (qkv, cos, sin):
-        part[tokens:] = float("nan")
-    norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
-    at = torch.arange(context - tokens, context, device=DEVICE)
-    slots = torch.full((every,), -1, device=DEVICE)
-    slots[:tokens] = batch.tables[0, at // 16].long() * 16 + at % 16
-    caches = [part.clone() for part in batch.cache[:2]]
-    for part in caches:  # nobody has written there yet
-        part.flatten(0, 1)[slots[:tokens]] = float("nan")
-    cache = LayerBlocks(*caches)
-    q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
-    batch.q = q[:tokens]
-    workspace = Workspace(400, d, DEVICE)
-    workspace.partial.fill_(float("nan"))
-    workspace.lse.fill_(float("nan"))
-    given = SingleRequestInputs(
-        walled(qkv), (walled(cos), walled(sin)), norms, layer, cache, batch.tables,
-        batch.context_lens,
-        slots, batch.query_starts,
-    )  # fmt: skip
-    config = SingleRequestConfig(block_n=16, num_stages=2, splits=4)
-    parts = attend_small_batch(
-        given, workspace=workspace, config=config, wait_for_all_splits=wait_for_all_splits
-    )
-    what = f"{tokens} tokens of {context} keys, {heads} heads, {feature}"
-    assert (workspace.arrived == 0).all(), (
-        f"{what}: counters are left at {workspace.arrived[:8].tolist()}"
-    )
-    if tokens:
-        out = parts.out[:tokens].view_as(batch.q)
-        if not wait_for_all_splits:
-            room = 1 << (every - 1).bit_length()
-            partial = workspace.partial[: 4 * room * heads[0] * d].view(4, room, heads[0], d)
-            logs = workspace.lse[: 4 * room * heads[0]].view(4, room, heads[0])
-            out = combined(partial, logs, int((~logs[:, 0, 0].isnan()).sum()))[:tokens]
-        assert_attention(batch, out, 1e-5, what, **FEATURES[feature])
-    for name, mine, theirs in zip(("keys", "values"), cache[:2], batch.cache[:2], strict=True):
-        wrong = ~torch.isclose(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
-        places = wrong.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
-        assert not places, (
-            f"{what}: {name} in slots {places} are wrong; new ones belong in {slots.tolist()}"
-        )
 
 
 @pytest.mark.parametrize("size", [48, 512, 1536])
@@ -324,7 +236,7 @@ def test_a_gate_with_biases_is_applied_behind_them() -> None:
         torch.nn.Parameter(part.to(DEVICE), False) for part in (weight, bias)
     )
     layer = FusedLinear(plain)
-    assert add_kernel(layer) is not None
+    layer.kernels.append(LatencyKernel(plain))
     out = F.linear(x, weight, bias)
     got = layer(x.to(DEVICE), gate="silu").cpu()
     assert_near(
@@ -349,7 +261,6 @@ def test_which_layers_of_a_block_have_ways() -> None:
         ]
         kernels = {name: way for name, part in weight_loader for way in part.kernels}
         assert len(kernels) == 4, f"layers with a direct way: {list(kernels)}"
-        assert not direct.small_batch, "a few tokens have ways in another entry only"
         waits = [name for name, way in kernels.items() if not way.trigger_early]
         index = block.self_attn.spec.index
         wanted = ["self_attn.qkv_proj"] if index == 0 else []
@@ -370,13 +281,3 @@ def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatc
         "not the tokens of phase 05"
     )
     assert len(calls) == 2 * model.config.num_layers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.long)])
-def test_kernels_for_few_tokens_compile_for_a_gpu(capability: int) -> None:
-    """And keep what they hold in registers, but for a few bytes: versions of the compiler differ by these."""
-    found = spilled(capability)
-    assert len(found) == 4 and max(found) <= 16, (
-        f"bytes that do not fit into registers: {found}"
-    )

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.synthetic_drafter import Synthetic
 from common.sampling.params import SamplingParams
 from forward import load_model
 from phases.appendix.observability.live import Live
@@ -32,13 +33,10 @@ def made_engine(**options: Any):
 
 async def test_drafts_that_were_right_are_marked_for_those_who_ask(tmp_path: Path):
     tokenizer = tokenizer_for(tmp_path, 257)
-    drafts = {
-        "drafter": "synthetic",
-        "draft_accept": 1.0,
-        "draft_length": 3,
-        "draft_adaptive": False,
-    }
+    drafts = {"draft_length": 3, "draft_adaptive": False}
     made = made_engine(block_size=16, tokenizer=tokenizer, **drafts)
+    made.scheduler.drafter.inner.source = source = Synthetic(1.0)
+    made.runner.verifier.agree = source.agree
     app = whole_app(Loopback(made), tokenizer, "tiny")
     body = {
         "prompt": "abc",
@@ -151,4 +149,4 @@ async def test_watching(make):
     await task
     assert extension(app, Live).watchers == 0
     await settle(app)
-    assert not app.engine.worker.observer.due(), "a picture is drawn for nobody"
+    assert not app.engine.worker.observer.due, "a picture is drawn for nobody"

@@ -426,3 +426,18 @@ async def test_curl_without_a_content_type_is_taken_and_a_page_is_not(make, more
     assert (
         await Client(make()).request("/v1/completions", body, headers=plain).run()
     ).status == 415
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("metadata", {"a": "b" * 100_000}),
+        ("metadata", {f"k{n}": n for n in range(10_000)}),
+        ("text", {"format": {"type": "text"}, "more": "b" * 100_000}),
+        ("tool_choice", {"type": "function", "name": "f", "more": "b" * 100_000}),
+    ],
+)
+async def test_what_a_response_says_again_has_a_bound(make, field: str, value: Any) -> None:
+    asked = await Client(make()).request("/v1/responses", {"input": "a", field: value}).run()
+    assert asked.status == 400 and f"{field} has " in asked.json()["error"]["message"]
+    assert sum(map(len, asked.chunks)) < 500

@@ -23,7 +23,6 @@ from phases.appendix.quant_kernels.inputs import PendingScales, gated_rows, norm
 from phases.appendix.quant_kernels.layers import (
     EightBitBlock,
     QuantLatencyKernel,
-    heads_of,
     install,
 )
 from quant.formats import FP8, INT8, W8A8, Scheme
@@ -171,7 +170,7 @@ def test_the_output_projection_combines_splits(
     splits = 4
     size = 48
     layer = KernelLinear(layer_of(scheme, size, heads * d, rng))
-    spec = LayerSpec(0, heads, 2, d, 1.0, None, None)
+    spec = LayerSpec(0, heads, 2, d, 1.0)
     d_pad = max(16, 1 << (d - 1).bit_length())
     workspace = Workspace(heads * splits * 2, d_pad, DEVICE)
     parts = torch.randn(splits, heads, d, device=DEVICE, generator=rng).to(DTYPE)
@@ -185,7 +184,7 @@ def test_the_output_projection_combines_splits(
     given = SingleRequestSplits(
         residual, spec, contexts, workspace, SingleRequestConfig(16, splits=splits)
     )
-    combine = heads_of(layer)
+    combine = QuantLatencyKernel(layer).combiner()
     assert combine is not None
     found = combine(given, residual)
     weights = torch.softmax(logs * 0.6931471805599453, dim=0)[..., None]

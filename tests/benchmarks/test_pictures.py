@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.pictures import DRAWN, draw
+from benchmarks.pictures.structured import stacks
 from benchmarks.pictures.svg import WIDTH, Picture
-from phases import Phase
+from phases import ROOT, Phase
 
 SVG = "{http://www.w3.org/2000/svg}"
 LETTER = 0.56
@@ -64,3 +65,11 @@ def test_pictures_are_what_the_engine_does(phase: Phase) -> None:
         assert list(flaws(picture)) == [], f"{phase.name}: {name}.svg"
     left = {file.stem for file in phase.folder.glob("*.svg")} - set(drawn) - BY_OTHERS
     assert not left, f"{phase.name}: nobody draws {sorted(left)}"
+
+
+def test_the_lesson_names_the_states_of_the_stack() -> None:
+    """Where the array of the picture begins, and what lies below it."""
+    (after_colon,) = (states for text, states, _ in stacks() if text.endswith(":"))
+    below, top = after_colon
+    lesson = (ROOT / "phases/12_structured/README.md").read_text(encoding="utf-8")
+    assert f"begins in state {top}, and below it lies {below}," in lesson

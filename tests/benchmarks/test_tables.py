@@ -11,14 +11,24 @@ import pytest
 import torch
 
 from benchmarks import front, numbers
-from benchmarks.evidence import ROOT, Evidence, Metric, Roofline, Run, collect, results
+from benchmarks.evidence import (
+    APPENDIX,
+    ROOT,
+    Evidence,
+    Metric,
+    Roofline,
+    Run,
+    collect,
+    results,
+)
 from benchmarks.gains import factor_text, gain, gain_words
 from benchmarks.numbers import GENERATED, NUMBER, QUOTED, UNIT, WORKED
 from benchmarks.recorded_peers import beside, versus
 from benchmarks.tables import fill, fill_all
 from common.device_names import device_folder
 from common.errors import UserError
-from phases import PHASES, find_phase
+from phases import PHASES, Phase, find_phase
+from phases.registry import import_phase, preset
 
 
 def run(variant: str, rate: float, **options: object) -> Run:
@@ -106,6 +116,59 @@ def test_a_gain_whose_samples_overlap_is_level():
     clear = evidence(sampled(before, 9.0, 10.0, 10.4), sampled(after, 10.5, 11.0, 12.5))
     assert factor_text(gain(find_phase("02"), noisy)) == "level"
     assert factor_text(gain(find_phase("02"), clear)) == "1.1×"
+
+
+@pytest.mark.parametrize("phase", PHASES[4:], ids=lambda phase: phase.name)
+def test_what_no_name_says_no_engine_has(phase: Phase) -> None:
+    """An engine has later phases' and the appendix's features only if its variant is called so."""
+    own = import_phase(phase).PRESET
+    for kind in (*own.on, *own.fitting):
+        assert not kind.__module__.startswith("phases.appendix"), (
+            f"{phase.name} has {kind.name}"
+        )
+        assert kind.phase <= phase.number, f"{phase.name} has {kind.name} of a later phase"
+    served = set(preset(phase).fitting) - set(own.fitting)
+    assert all(kind.__module__.startswith("phases.appendix") for kind in served)
+
+
+def test_benches_get_their_engines_by_name() -> None:
+    """`engine_of` reads the name; a phase's own `load` has nothing else. No bench goes around them."""
+    files = [*ROOT.glob("phases/*/bench.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    around = [
+        path.name
+        for path in files
+        if path.name != "engines.py" and "load_engine" in path.read_text(encoding="utf-8")
+    ]
+    assert around == ["request_life.py"], (
+        "a picture of a server's messages, which has no numbers"
+    )
+
+
+def test_a_headline_of_the_appendix_is_called_so(tmp_path: Path) -> None:
+    phase = find_phase("09")
+    runs = [run("08_prefix_cache", 10.0), run(phase.name, 30.0)]
+    made = replace(evidence(*runs), phase=phase.name)
+    assert factor_text(gain(phase, made)) == "3×"
+    for hidden in ("", "all"):
+        known = replace(made, appendix=hidden)
+        assert factor_text(gain(phase, known)) == "3× with the appendix"
+    variant = phase.name + APPENDIX
+    named = replace(phase, headline_variants=(variant,))
+    served = replace(made, runs=(runs[0], run(variant, 30.0)))
+    assert factor_text(gain(named, served)) == "3× with the appendix"
+
+
+def test_no_recorded_headline_hides_the_appendix() -> None:
+    for folder, by_phase in results().items():
+        for phase in PHASES[8:]:
+            found = gain(phase, by_phase.get(phase.name))
+            if found is not None and by_phase[phase.name].appendix != "named":
+                assert "with the appendix" in factor_text(found), f"{folder}/{phase.name}"
+    heads = [line for line in PAGE.splitlines() if line.startswith("| workload | model |")]
+    for line in heads:
+        assert "with the appendix |" in line, (
+            f"the front page hides what its engine has: {line}"
+        )
 
 
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -132,7 +132,7 @@ def test_threads_render_at_the_same_time_and_get_their_own_texts() -> None:
 def test_a_process_that_was_killed_is_replaced() -> None:
     template = ChatTemplate("{{ messages | length }}", {})
     for child in psutil.Process().children():
-        if any("template_sandbox" in word for word in child.cmdline()):
+        if any("template_child" in word for word in child.cmdline()):
             os.kill(child.pid, signal.SIGKILL)
             psutil.wait_procs([child], timeout=5)
     assert template.render([USER], add_generation_prompt=True) == "1"

@@ -185,7 +185,7 @@ GPT2 = {
         (GPT2, {"n_head": 3}, "8, which 3 attention heads do not divide"),
         (GPT2, {"hidden_size": 6}, "n_embd is 8, but hidden_size 6 means the same field"),
         (GPT2, {"n_inner": 0}, "n_inner is 0"),
-        (GPT2, {"scale_attn_weights": 1}, "scale_attn_weights is 1"),
+        (GPT2, {"scale_attn_weights": False}, "scale_attn_weights is False"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention is True"),
     ],
 )  # fmt: skip

@@ -18,11 +18,11 @@ from common.models.config import ModelConfig
 from common.models.fields import MOST_BYTES
 from common.models.gguf_import import import_gguf
 from common.sampling.params import sampling_defaults
-from common.text.tokenizer import (
+from common.text.tokenizer import Tokenizer
+from common.text.tokenizer_files import (
     MOST_TEMPLATE_BYTES,
     MOST_TEMPLATES,
     MOST_TOKENIZER_BYTES,
-    Tokenizer,
 )
 from tests.common import tiny_gguf
 

@@ -18,13 +18,13 @@ from common.errors import UserError
 from common.events import (
     FinishReason,
     Params,
-    TextStream,
     TokenEvent,
     generate,
     params_per_prompt,
 )
 from common.rules import check_prompt, finish_reason
 from common.sampling.params import SamplingParams
+from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 
 EOS = 256

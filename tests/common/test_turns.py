@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.text.turns import characters, join_turns
+from common.text.chat_template import count_characters
+from common.text.turns import join_turns
 
 
 def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -39,4 +40,6 @@ def test_system_messages_come_first_and_are_one() -> None:
 
 
 def test_all_texts_are_counted() -> None:
-    assert characters([said("user", "abc"), {"x": ["de", {"y": "f"}], "n": 3}]) == 4 + 3 + 3
+    assert (
+        count_characters([said("user", "abc"), {"x": ["de", {"y": "f"}], "n": 3}]) == 4 + 3 + 3
+    )

@@ -65,7 +65,12 @@ def tokens(engine: Engine, prompts: Sequence[list[int]], params: Any) -> list[li
 def built(model: Model | str, **options: Any) -> Engine:
     sizes = SIZES | options
     return engine_of(
-        "14", model, device="cpu", dtype="float32", tokenizer=tokenizer(), **sizes
+        "14, with the appendix",
+        model,
+        device="cpu",
+        dtype="float32",
+        tokenizer=tokenizer(),
+        **sizes,
     )
 
 

@@ -176,8 +176,8 @@ def _row(proof: Proof) -> str:
 def block(phase: Phase) -> str:
     """The exercises of a phase as its lesson lists them."""
     lines = [
-        f"`ladder course make DIR --phases {phase.number:02d}` makes a working copy in which these functions",
-        "are blank, and `ladder course check` tests what you write ([how](../../docs/coursework.md)).",
+        f"`ladder course make DIR --phases {phase.number:02d}` makes a copy with blanks for the functions",
+        "below. `ladder course check` tests what you write ([how](../../docs/coursework.md)).",
         "",
         "| id | write | points |",
         "| --- | --- | ---: |",
@@ -188,11 +188,11 @@ def block(phase: Phase) -> str:
             lines.append(f"| {one.id} | {one.title}: {names} | {one.points} |")
     asked = [one for one in questions() if one.phase is phase]
     if asked:
-        each = ", ".join(
-            f"{one.id} ({'predict' if 'p' in one.id else 'measure'}, {one.points})"
+        each = " and ".join(
+            f"{'predict' if 'p' in one.id else 'measure'} {one.id} ({one.points} points)"
             for one in asked
         )
-        lines += ["", f"Numbers to find, with `ladder course answer {asked[0].id}`: {each}."]
+        lines += ["", f"Also {each}. `ladder course answer {asked[0].id}` shows a question."]
     return "\n".join(lines) + "\n"
 
 

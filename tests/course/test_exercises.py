@@ -140,3 +140,31 @@ def test_the_page_tells_of_every_exercise() -> None:
         )
         alive = [name for name, killed in told[exercise.id].items() if not killed]
         assert not alive, f"{exercise.id} accepts {alive}"
+
+
+OPEN = re.compile(r"<!-- /exercises -->(.*?)^## 8\.", re.DOTALL | re.MULTILINE)
+NUMBERED = re.compile(r"^(\d+)\. ", re.MULTILINE)
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+def test_every_open_exercise_has_an_answer(phase: Phase) -> None:
+    """For teachers: as many as the lesson asks, in its order, and the tests that an answer names exist."""
+    found = OPEN.search((phase.folder / "README.md").read_text(encoding="utf-8"))
+    assert found
+    page = (ROOT / "docs" / "answers.md").read_text(encoding="utf-8")
+    (answers,) = re.findall(
+        rf"^## {phase.number:02} · .*?\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE
+    )
+    assert NUMBERED.findall(answers) == NUMBERED.findall(found[1])
+    named = set(re.findall(r"`(test_\w+)`", answers))
+    assert named <= known_tests(), sorted(named - known_tests())
+
+
+@cache
+def known_tests() -> set[str]:
+    files = ROOT.glob("tests/phases/*.py")
+    return {
+        name
+        for path in files
+        for name in re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8"))
+    }

@@ -46,7 +46,7 @@ def test_the_tokens_of_torch_in_float32() -> None:
         triton_paged_attention.load(model, **OPTIONS),
         cuda_graphs.load(model, graphs=False, step_tokens=512, **OPTIONS),
         cuda_graphs.load(model, step_tokens=512, **OPTIONS),
-        engine_of("09", model, step_tokens=512, **OPTIONS),
+        engine_of("09, with the appendix", model, step_tokens=512, **OPTIONS),
     ):
         assert_all_same(model, expected, generate(engine, prompts, params))
 
@@ -74,7 +74,7 @@ def test_logits_in_bfloat16_are_as_near_the_truth_as_those_of_torch() -> None:
     engines = {
         "eager": cuda_graphs.load(model, graphs=False, **options),
         "graphs": cuda_graphs.load(model, **options),
-        "appendix": engine_of("09", model, **options),
+        "appendix": engine_of("09, with the appendix", model, **options),
         "small steps": cuda_graphs.load(model, **{**options, "step_tokens": BLOCK}),
     }
     for name, engine in engines.items():

@@ -69,7 +69,13 @@ def built(model: Model, tokens: int, **options: Any) -> Engine:
     sizes = {"max_rows": 6, "max_len": MAX_LEN, "step_tokens": 64, "block_size": 4}
     sizes |= {"cache_bytes": tokens * token_bytes}
     return engine_of(
-        "12", model, device="cpu", dtype="float32", tokenizer=tokenizer(), **sizes, **options
+        "12, with the appendix",
+        model,
+        device="cpu",
+        dtype="float32",
+        tokenizer=tokenizer(),
+        **sizes,
+        **options,
     )
 
 

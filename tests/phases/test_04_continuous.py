@@ -26,7 +26,7 @@ from common.interrupts import uninterrupted
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.attention import group
-from continuous.cache import RowCache
+from continuous.cache import CacheManager
 from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import RequestRows
@@ -56,7 +56,9 @@ def fake(
     rows: int = 4, *, step_tokens: int = 64, policy: str = "fcfs", overlap: bool = False
 ) -> Any:
     def scheduler(table: RequestRows) -> Scheduler:
-        return Scheduler(table, RowCache(), step_tokens=step_tokens, policy=POLICIES[policy])
+        return Scheduler(
+            table, CacheManager(), step_tokens=step_tokens, policy=POLICIES[policy]
+        )
 
     return fake_engine(scheduler, rows, overlap=overlap)
 
@@ -404,7 +406,7 @@ def test_what_an_earlier_request_left_in_a_row_is_not_seen(model: Model) -> None
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-window"])
 def test_tokens_are_those_of_the_naive_loop(shape: str) -> None:
-    """One model has layers with windows and with soft caps, which the fused call does not know."""
+    """One model has layers with windows."""
     model = forward.load_model(f"random:{shape}", device="cpu", dtype="float32")
     prompts = [[1, 2, 3], [5] * 30, list(range(40))]
     naive, engine = forward.load(model), continuous.load(model, max_rows=2)

@@ -63,7 +63,7 @@ def in_format(batch: Batch, name: str) -> Batch:
 def test_decode_reads_every_format(name: str, feature: str, splits: int) -> None:
     batch = in_format(make([1, 17, 60], heads=(HEADS, KV_HEADS), d=D), name)
     config = DecodeConfig(block_n=16, splits=splits)
-    got = paged_decode(*batch.arguments, scale=0.2, config=config, **FEATURES[feature])  # type: ignore[arg-type]
+    got = paged_decode(batch.layer(**FEATURES[feature]), *batch.arguments, config=config)
     assert_attention(
         batch, got, 2e-6, f"decode, {name}, {feature}, {splits} splits", **FEATURES[feature]
     )
@@ -79,7 +79,7 @@ def test_prefill_reads_every_format(name: str, feature: str, tma: bool) -> None:
     tiles = torch.from_numpy(query_tiles(queries, contexts, 16)).to(DEVICE)
     config = PrefillConfig(block_m=32, block_n=16, tma=tma)
     q, cache, tables, _ = batch.arguments
-    got = paged_prefill(q, cache, tables, tiles, scale=0.2, config=config, **FEATURES[feature])  # type: ignore[arg-type]
+    got = paged_prefill(batch.layer(**FEATURES[feature]), q, cache, tables, tiles, config)
     assert_attention(
         batch, got, 2e-6, f"prefill, {name}, {feature}, TMA {tma}", **FEATURES[feature]
     )

@@ -55,7 +55,7 @@ def test_decode(version: str, d: int, dtype: torch.dtype) -> None:
     if CUDA and version in ("v1", "v2", "v3") and d not in QUICK:
         pytest.skip("the first versions are for reading, and take a second each to compile")
     batch = make([1, 40], heads=(HEADS, KV_HEADS), d=d, block=4 if d % 16 else 64, dtype=dtype)
-    out = DECODES[version](*batch.arguments, scale=0.2, **FEATURES["window"])
+    out = DECODES[version](batch.layer(**FEATURES["window"]), *batch.arguments)
     assert_attention(
         batch, out, TOLERANCE[dtype], f"{version}, heads of {d}", **FEATURES["window"]
     )
@@ -70,7 +70,7 @@ def test_prefill(d: int, dtype: torch.dtype) -> None:
     )
     out = torch.full_like(batch.q, float("nan"))
     config = PrefillConfig(block_m=32, block_n=16, num_warps=4, num_stages=2)
-    paged_prefill(*batch.arguments[:3], tiles, scale=0.2, out=out, config=config)
+    paged_prefill(batch.layer(), *batch.arguments[:3], tiles, config, out)
     assert_attention(batch, out, TOLERANCE[dtype], f"prefill, heads of {d}")
 
 
@@ -86,20 +86,15 @@ def test_norm_rope_and_both_stores(d: int, dtype: torch.dtype) -> None:
     inside = norms and HeadNorms(
         walled(weights[0]), walled(weights[1]), norms.eps, norms.one_plus
     )
-    got = norm_rope(walled(qkv), walled(cos), walled(sin), layer, norms=inside)
-    for name, mine, theirs in zip("qkv", got, wanted, strict=True):
-        assert_near(
-            mine, theirs, TOLERANCE[dtype], f"heads of {d}: {name} [token, head, number]"
-        )
     slots = torch.tensor([5, -1, 23], device=DEVICE)
     fused, apart = (
         LayerBlocks(*torch.full((2, 6, 4, KV_HEADS, d), 7.0, device=DEVICE, dtype=dtype))
         for _ in range(2)
     )
-    norm_rope(
-        walled(qkv), walled(cos), walled(sin), layer, norms=inside, cache=fused, slots=slots
-    )
-    kv_store(walled(got[1]), walled(got[2]), apart, slots)
+    around = walled(cos), walled(sin)
+    got = norm_rope(layer, walled(qkv), around, fused, slots, inside)
+    assert_near(got, wanted[0], TOLERANCE[dtype], f"heads of {d}: q [token, head, number]")
+    kv_store(walled(wanted[1]), walled(wanted[2]), apart, slots)
     for stored, mine, theirs in zip("kv", fused, apart, strict=False):
         what = (
             f"heads of {d}: {stored} by norm_rope and by kv_store [block, token, head, number]"

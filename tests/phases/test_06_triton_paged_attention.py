@@ -53,7 +53,7 @@ from triton_paged_attention.decode_v1 import paged_decode_v1
 from triton_paged_attention.decode_v2 import paged_decode_v2
 from triton_paged_attention.decode_v3 import paged_decode_v3
 from triton_paged_attention.hardware import shared_memory
-from triton_paged_attention.kernels.norms import add_rms_norm, rms_norm
+from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm, rms_norm
 from triton_paged_attention.layers import optimize
 from triton_paged_attention.linear import FusedLinear, gated
 from triton_paged_attention.prefill import paged_prefill, query_tiles
@@ -75,7 +75,7 @@ def prefill(batch: Batch, config: PrefillConfig, **options: float | int | None) 
         query_tiles(queries, batch.context_lens.tolist(), config.block_m // group)
     ).to(DEVICE)
     out = torch.full_like(batch.q, float("nan"))
-    paged_prefill(*batch.arguments[:3], tiles, scale=0.2, out=out, config=config, **options)  # type: ignore[arg-type,misc]
+    paged_prefill(batch.layer(**options), *batch.arguments[:3], tiles, config, out)
     return out
 
 
@@ -96,7 +96,7 @@ VERSIONS = {
 def test_decode_matches_the_reference(version: str, feature: str) -> None:
     """Contexts of one token, of a whole block, one past it, and long ones; nothing outside them is read."""
     batch = make([1, 16, 17, 100], block=16)
-    out = VERSIONS[version](*batch.arguments, scale=0.2, **FEATURES[feature])
+    out = VERSIONS[version](batch.layer(**FEATURES[feature]), *batch.arguments)
     assert_attention(
         batch, out, TOLERANCE[torch.float32], f"{version}, {feature}", **FEATURES[feature]
     )
@@ -115,7 +115,7 @@ def test_scores_in_the_hundreds(version: str, feature: str) -> None:
     hidden = 70 - 20 - 1  # the last key before the window, with the largest score of all
     block = int(batch.tables[3, hidden // 12])
     batch.cache.k[block, hidden % 12] = batch.q[3].sum(0) / 100
-    out = VERSIONS[version](*batch.arguments, scale=0.2, **FEATURES[feature])
+    out = VERSIONS[version](batch.layer(**FEATURES[feature]), *batch.arguments)
     assert_attention(
         batch, out, 1e-4, f"{version}, {feature}, blocks of 12", **FEATURES[feature]
     )
@@ -139,12 +139,12 @@ def test_every_split_sums_its_own_keys(version: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(
             torch, "empty", lambda *a, **k: made.append(empty(*a, **k)) or made[-1]
         )
-        paged_decode_v3(*batch.arguments, scale=0.2, block_n=16, splits=3)
+        paged_decode_v3(batch.layer(), *batch.arguments, block_n=16, splits=3)
         lse = next(tensor for tensor in made if tensor.shape == (1, 4, 3))[0]  # [H, splits]
     else:
         workspace = Workspace(3 * 4, 16, DEVICE)
         config = DecodeConfig(block_n=16, splits=3)
-        paged_decode(*batch.arguments, scale=0.2, config=config, workspace=workspace)
+        paged_decode(batch.layer(), *batch.arguments, config=config, workspace=workspace)
         lse = (
             workspace.lse.view(2, 3, 2).transpose(1, 2).reshape(4, 3)
         )  # stored [KH, splits, GROUP]
@@ -162,9 +162,8 @@ def test_several_query_tokens_per_request() -> None:
         for features in FEATURES.values():
             out = torch.full_like(batch.q, float("nan"))
             paged_decode(
-                *batch.arguments, scale=0.2, query_starts=batch.query_starts, max_queries=4,
-                out=out,
-                config=DecodeConfig(block_n=16, splits=splits), **features,
+                batch.layer(**features), *batch.arguments, query_starts=batch.query_starts,
+                max_queries=4, out=out, config=DecodeConfig(block_n=16, splits=splits),
             )  # fmt: skip
             what = f"{splits} splits, {features or 'plain'}"
             assert_attention(batch, out, TOLERANCE[torch.float32], what, **features)
@@ -189,7 +188,11 @@ def test_decode_of_a_subset_leaves_the_rest_alone() -> None:
     out = torch.full_like(batch.q, 7.0)
     only = torch.tensor([0, 2], dtype=torch.int32, device=DEVICE)
     paged_decode(
-        *batch.arguments, scale=0.2, query_starts=batch.query_starts, requests=only, out=out
+        batch.layer(),
+        *batch.arguments,
+        query_starts=batch.query_starts,
+        requests=only,
+        out=out,
     )
     reference = expected(batch)
     assert_near(
@@ -205,7 +208,7 @@ def test_padding_rows_of_a_graph_read_nothing() -> None:
     batch.tables[1] = GARBAGE
     for splits in (1, 2):
         out = paged_decode(
-            *batch.arguments, scale=0.2, config=DecodeConfig(block_n=16, splits=splits)
+            batch.layer(), *batch.arguments, config=DecodeConfig(block_n=16, splits=splits)
         )
         assert (out[1] == 0).all(), (
             f"{splits} splits: a row without keys gives {out[1, 0, 0]}, not 0"
@@ -219,11 +222,11 @@ def test_a_workspace_is_clean_after_use() -> None:
     batch = make([1, 16, 50, 100])
     config = DecodeConfig(block_n=16, splits=4)
     workspace = Workspace(4 * 2 * 4 * 2, 64, DEVICE)
-    first = paged_decode(*batch.arguments, scale=0.2, config=config, workspace=workspace)
+    first = paged_decode(batch.layer(), *batch.arguments, config=config, workspace=workspace)
     assert (workspace.arrived == 0).all(), "counters are left at " + str(
         workspace.arrived[:32].tolist()
     )
-    again = paged_decode(*batch.arguments, scale=0.2, config=config, workspace=workspace)
+    again = paged_decode(batch.layer(), *batch.arguments, config=config, workspace=workspace)
     assert torch.equal(first, again), "the second launch gives another result than the first"
 
 
@@ -267,12 +270,12 @@ def test_query_tiles_cover_every_token_once_and_longest_first() -> None:
 @pytest.mark.parametrize("one_plus", [False, True])
 def test_rms_norm_alone_and_with_the_residual(size: int, one_plus: bool) -> None:
     x, delta, weight = (torch.randn(n, size, device=DEVICE) for n in (5, 5, 1))
-    weight = weight[0]
-    scale = weight + 1 if one_plus else weight
+    norm = NormWeights(weight[0], 1e-5, one_plus)
+    scale = weight[0] + 1 if one_plus else weight[0]
     reference = F.rms_norm(x, (size,), scale, 1e-5)
     what = f"{'1 + ' if one_plus else ''}weight, {size} numbers"
-    assert_near(rms_norm(x, weight, 1e-5, one_plus=one_plus), reference, 1e-6, f"norm, {what}")
-    total, normed = add_rms_norm(x, delta, weight, 1e-5, one_plus=one_plus)
+    assert_near(rms_norm(x, norm), reference, 1e-6, f"norm, {what}")
+    total, normed = add_rms_norm(x, delta, norm)
     assert torch.equal(total, x + delta), "the sum before the norm is wrong"
     assert_near(
         normed, F.rms_norm(x + delta, (size,), scale, 1e-5), 1e-6, f"norm of a sum, {what}"
@@ -282,9 +285,9 @@ def test_rms_norm_alone_and_with_the_residual(size: int, one_plus: bool) -> None
 def test_the_sum_is_normalized_as_it_is_stored() -> None:
     """In half precision: whoever reads the sum later must find what was normalized here."""
     x, delta = torch.randn(2, 64, 1024, device=DEVICE).half()
-    weight = torch.ones(1024, device=DEVICE, dtype=torch.float16)
-    total, normed = add_rms_norm(x, delta, weight, 1e-5)
-    alone = rms_norm(total, weight, 1e-5)
+    norm = NormWeights(torch.ones(1024, device=DEVICE, dtype=torch.float16), 1e-5)
+    total, normed = add_rms_norm(x, delta, norm)
+    alone = rms_norm(total, norm)
     wrong = int((normed != alone).sum())
     assert wrong == 0, (
         f"{wrong} numbers differ from the norm of the sum as it is stored: it was not rounded"
@@ -322,11 +325,11 @@ def test_attention_on_the_gpu_over_random_shapes(
     batch = make(contexts, heads=heads, d=d, block=block, dtype=dtype, seed=seed)
     want = expected(batch, **features)
     assert (
-        error(paged_decode(*batch.arguments, scale=0.2, **features), want) < TOLERANCE[dtype]
+        error(paged_decode(batch.layer(**features), *batch.arguments), want) < TOLERANCE[dtype]
     )  # type: ignore[arg-type]
     config = DecodeConfig(block_n=16, num_stages=2, splits=7)
     assert (
-        error(paged_decode(*batch.arguments, scale=0.2, config=config, **features), want)
+        error(paged_decode(batch.layer(**features), *batch.arguments, config=config), want)
         < TOLERANCE[dtype]
     )  # type: ignore[arg-type]
     queries = [int(rng.integers(1, c + 1)) for c in contexts]
@@ -345,10 +348,10 @@ def test_splits_meet_without_a_race() -> None:
     batch = make([4096] * 4, heads=(16, 8), d=128, dtype=torch.bfloat16)
     config = DecodeConfig(splits=32)
     workspace = Workspace(4 * 8 * 32 * 2, 128, DEVICE)
-    first = paged_decode(*batch.arguments, scale=0.1, config=config, workspace=workspace)
+    first = paged_decode(batch.layer(), *batch.arguments, config=config, workspace=workspace)
     for _ in range(1000):
         assert torch.equal(
-            paged_decode(*batch.arguments, scale=0.1, config=config, workspace=workspace),
+            paged_decode(batch.layer(), *batch.arguments, config=config, workspace=workspace),
             first,
         )
     assert (workspace.arrived == 0).all()
@@ -393,19 +396,15 @@ def test_logits_are_the_same_by_kernels_and_by_torch() -> None:
     assert_near(by_kernels, by_torch, 1e-4, "logits [row, token] by kernels")
 
 
-def test_kernels_are_one_option_and_its_old_parts_warn() -> None:
+def test_kernels_are_one_option() -> None:
     model, _, _ = two_steps("tiny")
     sizes = {"max_len": 64, "max_rows": 2, "block_size": 16}
     plain = triton_paged_attention.load(model, kernels="torch", **sizes)
     assert isinstance(plain.runner.attention, TorchPagedAttention)
-    with pytest.warns(FutureWarning, match="norms is now part of kernels"):
-        old = triton_paged_attention.load(model, norms="torch", **sizes)
-    assert isinstance(old.runner.attention, TorchPagedAttention)
-    with pytest.warns(FutureWarning, match="rope is now part of kernels"):
-        fused = triton_paged_attention.load(model, rope="triton", **sizes)
+    fused = triton_paged_attention.load(model, kernels="triton", **sizes)
     assert isinstance(fused.runner.attention, TritonPagedAttention)
-    with pytest.raises(UserError, match="kernels is 'cuda'"), pytest.warns(FutureWarning):
-        triton_paged_attention.load(model, norms="cuda", **sizes)
+    with pytest.raises(UserError, match="kernels is 'cuda'"):
+        triton_paged_attention.load(model, kernels="cuda", **sizes)
 
 
 def test_surgery_leaves_the_given_model_alone_and_shares_its_weights() -> None:
@@ -476,7 +475,7 @@ def test_a_linear_asks_its_ways_and_the_library_last() -> None:
 
     fused = FusedLinear(torch.nn.Linear(4, 4, bias=False, device=DEVICE))
     fused.kernels = [Named("one", 1), Named("few", 3)]
-    x, out = torch.randn(5, 4, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
+    x = torch.randn(5, 4, device=DEVICE)
     for tokens, gate, wanted in [
         (1, None, ["one"]),
         (3, None, ["few"]),
@@ -488,8 +487,6 @@ def test_a_linear_asks_its_ways_and_the_library_last() -> None:
         assert asked == wanted, f"{tokens} tokens, gate {gate}: computed by {asked}"
         if not wanted and gate is None:
             assert torch.equal(got, fused.linear(x[:tokens]))
-    fused.write(x[:3], out)
-    assert torch.equal(out, x[:3]), "what a way computes is not written"
     fused.total = lambda part, residual: 2 * part if residual is None else 2 * part + residual
     assert torch.equal(fused(x[:1], residual=x[1:2]), 2 * x[:1] + x[1:2])
 

@@ -18,7 +18,6 @@ from forward.model import Model
 from paged_cache import PagedEngine
 from speculative.control import RETRY, SAMPLES, DraftController
 from speculative.speculation import Proposer, SpeculativeRunner, Verifier
-from speculative.wrapper import DrafterWrapper
 
 SMALL = {
     "max_rows": 6,
@@ -275,13 +274,10 @@ def clocked(
     return engine, speculator, clock
 
 
-@pytest.mark.parametrize("around", [False, True], ids=["alone", "another around it"])
-def test_a_loop_waits_for_the_drafter_that_the_engine_has_now(
-    model: Model, around: bool
-) -> None:
+def test_a_loop_waits_for_the_drafter_that_the_engine_has_now(model: Model) -> None:
     engine = speculative.load(model, drafter="ngram", **SMALL)
     speculator = SpeculativeRunner(Stubborn(2), 4, adaptive=False)
-    engine.scheduler.drafter = DrafterWrapper(speculator) if around else speculator
+    engine.scheduler.drafter = speculator
     speculator.attach(engine)
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True))
     assert speculator.stats.steps > 15, (

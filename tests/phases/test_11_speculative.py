@@ -28,7 +28,6 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import SamplingFlags
 from common.text.tokenizer import Tokenizer
-from continuous.rows import write
 from continuous.runner import OutputVerifier, Results, Token
 from continuous.seams import NO_DRAFTS
 from continuous.work import Work
@@ -431,22 +430,6 @@ def test_off_is_phase_09(model: Model) -> None:
         assert engine.scheduler.drafter is NO_DRAFTS
 
 
-@pytest.mark.parametrize("accept", [0.0, 1.0, 2.5, 3.0])
-def test_synthetic_acceptance_is_what_was_asked_for(model: Model, accept: float) -> None:
-    engine = speculative.load(
-        model,
-        drafter="synthetic",
-        draft_accept=accept,
-        draft_adaptive=False,
-        draft_length=3,
-        **SMALL,
-    )
-    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=81, ignore_eos=True))
-    stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
-    assert stats.tokens_per_step == pytest.approx(1 + accept, abs=0.2)
-    clean(engine)
-
-
 # A draft model.
 
 
@@ -506,10 +489,6 @@ def beside(source: DraftModel, oracle: Callable[[list[int], int], list[int]]) ->
                 f"request {request.id}, drafts behind {len(request.tokens)} tokens"
             )
             seen.append(len(drafts))
-            if isinstance(source, HeadSource) and drafts:
-                source.carried(
-                    request, drafts
-                )  # as where a graph has drafted them; nothing changes
         return found
 
     source.guess = compared  # type: ignore[method-assign]
@@ -518,10 +497,7 @@ def beside(source: DraftModel, oracle: Callable[[list[int], int], list[int]]) ->
 
 @torch.inference_mode()
 def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None:
-    """Whatever was right or wrong before: the oracle recomputes the small model's text from nothing.
-
-    Now and then a graph has computed all that is known and drafted behind it, and the source is told.
-    """
+    """Whatever was right or wrong before: the oracle recomputes the small model's text from nothing."""
     small = small_model(model, 0.1)
     engine, source = with_draft_model(model, small)
 
@@ -531,27 +507,7 @@ def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) 
             known.append(int(next_logits(small, known).argmax()))
         return known[len(tokens) :]
 
-    def drafted_elsewhere(
-        requests: Sequence[Request], lengths: Sequence[int]
-    ) -> list[tuple[int, ...]]:
-        for request, most in zip(requests, lengths, strict=True):
-            if request in source.shadows and rng.random() < 0.5:
-                own, drafts = source.shadows[request].request, recomputed(request.tokens, most)
-                computed = request.tokens + drafts[:-1]
-                assert source.cache.reserve(own, len(computed))
-                write(source.rows.tokens, [(own.row, 0, computed)])
-                source.runner.forward([Work(own, own.row, 0, len(computed))])
-                source.carried(request, drafts)
-                assert own.tokens == request.tokens, (
-                    f"request {request.id}: the draft model has other tokens"
-                )
-                carried.append(request.id)
-        return guess(requests, lengths)
-
     rng = random.Random(1)
-    carried = list[int]()
-    guess = source.guess
-    source.guess = drafted_elsewhere  # type: ignore[method-assign]
     seen = beside(source, recomputed)
     # With pauses, in which tokens come that nobody has guessed.
     engine.scheduler.drafter.control = Forced(4, lambda: rng.random() < 0.5)  # type: ignore[attr-defined]
@@ -562,7 +518,6 @@ def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) 
     assert sum(seen) > 20 and 0 < sum(stats.accepted) < sum(stats.drafted), (
         "all drafts were right, or none"
     )
-    assert {0, 1, 2} == set(carried), "a graph's drafts are carried over for each request"
 
 
 def test_nobody_drafts_beyond_the_end_of_a_row(model: Model) -> None:
@@ -698,7 +653,8 @@ def test_a_head_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None
         features, tokens = made.mix(hidden_states(model, ids, made.hooks)[:-1]), ids[1:]
         for _ in range(count):
             attention = forward.attention.RecomputeAttention()
-            out = made.step(tokens, features, torch.arange(len(tokens)), attention)
+            made.feed(features)
+            out = made(tokens, torch.arange(len(tokens)), attention)
             tokens = torch.cat((tokens, made.logits(out[-1]).argmax()[None]))
             features = torch.cat((features, out[-1:]))
         return tokens[len(ids) - 1 :].tolist()

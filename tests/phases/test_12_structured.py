@@ -15,7 +15,6 @@ import pytest
 import cuda_graphs
 import forward
 import structured
-from benchmarks.hostile_grammars import hostile
 from common.errors import UserError
 from common.request import Request
 from common.sampling.grammar import Grammar
@@ -27,6 +26,7 @@ from paged_cache import PagedEngine
 from phases import phase_named
 from phases.commands.grammars import check_grammar, chosen_grammar, show_trace
 from tests.fakes import OddOnly
+from tests.hostile_grammars import hostile
 from tests.schedules import check
 from tests.structured_kit import (
     CROWD,

@@ -814,3 +814,22 @@ async def test_metrics_are_what_happened(make):
     assert found["ladder:troubles_total"] == 1
     assert found["vllm:num_requests_running"] == 0 and found["vllm:kv_cache_usage_perc"] == 0
     assert found["ladder:steps_total"] == app.engine.worker._steps
+
+
+async def test_a_prompt_without_text_is_looked_through_once(make):
+    """However many completions go on from it: looking for its last text takes a time of its own."""
+    app, seen = make(), []
+    endpoint = app.endpoints["/v1/completions"]
+    parse = endpoint.parse
+
+    def noted(*given):
+        seen.append(parse(*given))
+        return seen[-1]
+
+    endpoint.parse = noted
+    special = next(iter(app.model.tokenizer.special_ids))
+    body = {"prompt": [[special] * 900, [65, special]], "n": 4, "max_tokens": 1}
+    asked = await Client(app).request("/v1/completions", body).run()
+    assert asked.status == 200 and seen[0].last_tokens == [[], [65]]
+    begins = [choice["index"] for choice in asked.json()["choices"]]
+    assert begins == [*range(8)]

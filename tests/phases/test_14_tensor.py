@@ -90,12 +90,6 @@ def test_heads_and_sizes_that_do_not_divide_are_refused_before_anything_starts()
         parallel.load(load_model("random:tiny", **PLACE), tensor_parallel=3, **SIZES)
 
 
-def test_an_option_that_was_removed_is_ignored_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match="rank_check is ignored"):
-        engine = parallel.load("random:tiny", rank_check=50, **SMALL)
-    assert tokens_of(engine)
-
-
 def test_a_shard_is_cut_where_its_shape_says() -> None:
     last = Shard(3, 4)
     name = "layers.0.self_attn."
@@ -174,7 +168,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": SMALL | {"overlap": False, "prefix_cache": False, "chunked_prefill": False},
     "int4": SMALL | {"quantization": "int4", "group_size": 16},
     "int8 keys": SMALL | {"kv_cache": "int8"},
-    "synthetic": SMALL | {"speculate": True, "drafter": "synthetic", "draft_adaptive": False},
+    "drafts": SMALL | {"speculate": True, "draft_adaptive": False},
 }
 
 

@@ -21,7 +21,9 @@ from common.errors import UserError
 from common.sampling.params import SamplingParams
 from forward.loading import load_model
 from phases import ROOT
+from replicas import gate, heartbeats
 from replicas.gate import ENGINE_LOST, KEY, NAME, Gate, RelayedAnswer
+from replicas.heartbeats import Assignments
 from replicas.options import MOST_REPLICAS, ReplicaOptions
 from replicas.prefixes import BLOCK, LONGEST, chain, chain_of, keeper_of
 from replicas.replica import Replica
@@ -505,6 +507,69 @@ def test_a_token_that_was_said_is_not_said_again():
     assert b"twice" not in wire.chunks, "a stream that had begun was begun again"
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Assignments:
+    """Replicas whose silence is noticed soon, and what a router would tell."""
+    monkeypatch.setattr(heartbeats, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(heartbeats, "BROKEN_SECONDS", 0.6)
+    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(gate, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(gate, "ASSIGNMENTS", fresh := Assignments())
+    monkeypatch.setattr(heartbeats, "ASSIGNMENTS", fresh)
+    return fresh
+
+
+def hanging(told: Assignments, *first: Any, others: Any) -> tuple[Any, list[list[str]]]:
+    """An application whose first replica, h, says no more than this and hangs; what each try avoids."""
+    avoided: list[list[str]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        avoided.append([*scope[KEY]["avoid"]])
+        if len(avoided) > 1:
+            await others(scope, receive, send)
+            return
+        for message in first:
+            await send(message)
+        told.replicas[scope[KEY]["number"]] = "h"
+        await asyncio.sleep(20)
+
+    return app, avoided
+
+
+def test_a_replica_that_hangs_is_another_ones_chance(impatient):
+    whole = answering([start(), part(b"ok", more=False)])
+    app, avoided = hanging(impatient, others=whole)
+    wire = asked(app, data=body("x"))
+    assert (wire.status, wire.chunks) == (200, [b"ok"]) and avoided == [[], ["h"]]
+    assert impatient.suspects() == {"h"} and not impatient.replicas
+
+
+def test_a_stream_whose_replica_hangs_ends_with_an_error(impatient):
+    app, avoided = hanging(impatient, start(), part(b"data: {}\n\n"), others=None)
+    token, error = asked(app, data=body("x")).events()
+    assert token == {} and error["error"]["code"] == "died" and len(avoided) == 1
+
+
+def test_a_replica_that_works_long_is_waited_for(impatient):
+    """It says that it lives, and no client hears of that."""
+
+    async def works(scope: Any, receive: Any, send: Any) -> None:
+        impatient.replicas[scope[KEY]["number"]] = "a"
+        await asyncio.sleep(1.0)
+        await answering([start(), part(b"ok", more=False)])(scope, receive, send)
+
+    wire = asked(heartbeats.HeartbeatSender(works), data=body("x"))
+    assert (wire.status, wire.chunks) == (200, [b"ok"])
+
+
+def test_a_request_that_waits_for_a_replica_is_not_one_that_hangs(impatient):
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.8)
+        await answering([start(), part(b"ok", more=False)])(scope, receive, send)
+
+    assert asked(waits, data=body("x")).status == 200
+
+
 @pytest.mark.parametrize(("status", "becomes"), [(404, 503), (503, 503), (408, 504)])
 def test_what_ray_says_is_said_in_our_form(status, becomes):
     said = [
@@ -669,7 +734,7 @@ def pending(number: str, said: dict[str, Any] | None) -> Any:
 
     from ray.serve._private.common import StreamingHTTPRequest
 
-    given = {"chain": [], "body": b"", "wanted": "", "avoid": []} | (said or {})
+    given = {"number": 0, "chain": [], "body": b"", "wanted": "", "avoid": []} | (said or {})
     scope = {} if said is None else {KEY: given}
     data = pickle.dumps(StreamingHTTPRequest(asgi_scope=scope, proxy_actor_name="proxy"))
     future = SimpleNamespace(cancelled=lambda: False)

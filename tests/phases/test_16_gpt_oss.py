@@ -272,19 +272,18 @@ def test_sinks_in_kernels(size: float, window: int | None) -> None:
             want[rows] = attend(spec, batch.q[rows].transpose(0, 1), k, v, mask).transpose(
                 0, 1
             )
-        options: dict[str, Any] = {"scale": 0.2, "sliding_window": window, "sinks": sinks}
         for splits in (1, 3):
             found = paged_decode(
+                spec,
                 *batch.arguments,
                 query_starts=batch.query_starts,
                 max_queries=max(queries),
                 config=DecodeConfig(block_n=16, splits=splits),
-                **options,
             )
             assert_near(found, want, 2 * TOLERANCE[torch.float32], f"decode in {splits}")
         config = PrefillConfig(block_m=32, block_n=16)
         tiles = torch.from_numpy(query_tiles(queries, np.array(contexts), 32 // 3)).to(DEVICE)
-        found = paged_prefill(*batch.arguments[:3], tiles, config=config, **options)
+        found = paged_prefill(spec, *batch.arguments[:3], tiles, config)
         assert_near(found, want, 2 * TOLERANCE[torch.float32], "prefill")
 
 

@@ -92,12 +92,12 @@ def test_more_ranks_than_experts_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in files: 7 experts, 2 key/value heads, a dense layer."""
+    """A checkpoint in files: 7 experts, 2 key/value heads."""
     folder = tmp_path_factory.mktemp("mixture")
     raw = {
         "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_attention_heads": 4,
         "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 3, "num_experts": 7,
-        "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [1], "decoder_sparse_step": 1,
+        "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
         "tie_word_embeddings": False, "attention_bias": False,
     }  # fmt: skip
     write_checkpoint(folder, LLAMA | raw)

@@ -17,6 +17,7 @@ from batch_invariance.linear import FixedLinear, agreeing_sizes, in_blocks, piec
 from common.errors import UserError
 from common.sampling import ops
 from common.sampling.params import SamplingParams
+from forward.attention import LayerSpec
 from forward.loading import load_model
 from forward.model import Model
 from paged_cache import LayerBlocks, PagedEngine
@@ -325,8 +326,12 @@ def exact_inputs() -> tuple[Tensor, LayerBlocks, Tensor]:
     return q.half(), LayerBlocks(k.half(), v.half()), table
 
 
+def layer_of(window: int | None) -> LayerSpec:
+    return LayerSpec(0, 2, 1, 16, SCALE, window)
+
+
 def as_prompt(
-    kernels: Any, block_m: int = 32, cuts: Sequence[int] = (), **options: Any
+    kernels: Any, block_m: int = 32, cuts: Sequence[int] = (), window: int | None = None
 ) -> Tensor:
     from triton_paged_attention.prefill import query_tiles
 
@@ -335,39 +340,41 @@ def as_prompt(
     for first, last in zip([0, *cuts], [*cuts, LENGTH], strict=True):
         tiles = torch.from_numpy(query_tiles([last - first], [last], block_m // 2))
         launch = kernels.Launch(block_m)
-        given = {"chunk": 32, "block_n": KEYS, "scale": SCALE, **options}
         parts.append(
             kernels.chunked_attention(
-                q[first:last].contiguous(), cache, table, tiles=tiles, launch=launch, **given
+                q[first:last].contiguous(), cache, table, layer_of(window), chunk=32, block_n=KEYS,
+                tiles=tiles, launch=launch,
             )
-        )
+        )  # fmt: skip
     return torch.cat(parts)
 
 
-def as_decodes(kernels: Any, splits: int = 1, **options: Any) -> Tensor:
+def as_decodes(
+    kernels: Any, splits: int = 1, window: int | None = None, chunk: int = 32
+) -> Tensor:
     q, cache, table = exact_inputs()
     lens = torch.arange(1, LENGTH + 1, dtype=torch.int32)
     scratch = kernels.Scratch(1 << 10, 16, q.device)
-    given = {"chunk": 32, "block_n": KEYS, "scale": SCALE, **options}
     out: Tensor = kernels.chunked_attention(
         q,
         cache,
         table.expand(LENGTH, -1),
+        layer_of(window),
+        chunk=chunk,
+        block_n=KEYS,
         context_lens=lens,
         launch=kernels.Launch(16, splits=splits),
         scratch=scratch,
-        **given,
     )
     return out
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_one_query_token_and_many_get_the_same_bits(kernels: Any, window: int | None) -> None:
-    options: dict[str, Any] = {"sliding_window": window}
-    expected = as_prompt(kernels, **options)
-    assert same_bits(as_prompt(kernels, 16, [7, 40], **options), expected)
+    expected = as_prompt(kernels, window=window)
+    assert same_bits(as_prompt(kernels, 16, [7, 40], window), expected)
     for splits in (1, 2, 3):
-        assert same_bits(as_decodes(kernels, splits, **options), expected)
+        assert same_bits(as_decodes(kernels, splits, window), expected)
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 900), (300, 901), (512, 513), (0, 0)])

@@ -251,7 +251,6 @@ def test_ollama(server):
     assert client.generate(model=model, prompt="abc", options=few).response
     assert [one.model for one in client.ps().models] == [model]
     assert len(client.embed(model=model, input=["a", "b"]).embeddings) == 2
-    assert client.embeddings(model=model, prompt="a").embedding
     assert client.generate(model=model, keep_alive=0).done_reason == "unload"
     with pytest.raises(ollama.ResponseError) as missing:
         client.pull("other")

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -51,7 +52,9 @@ LONG = 900
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with Running(*SMALL, *REPLICAS, "--grace-seconds", "100", within=200.0) as running:
+    with Running(
+        *SMALL, *REPLICAS, "--grace-seconds", "100", "--body-seconds", "5", within=200.0
+    ) as running:
         yield running
 
 
@@ -282,6 +285,40 @@ def test_who_is_killed_loses_its_own_streams_only_and_comes_back(server, victim)
     )
     wait_until(lambda: both_serve(server), "the replica has not come back", 90)
     assert {process.pid for process in actors(server)} != before
+
+
+def test_a_replica_that_hangs_keeps_nobody_waiting(server):
+    """One process is stopped: its requests are answered by the other, within seconds."""
+    wait_until(lambda: both_serve(server), "there are no two replicas", 60)
+    victim, *_ = actors(server)
+    victim.suspend()
+    try:
+        began = time.monotonic()
+        streams = joined([Stream(server, [n, 7], 4) for n in range(1, 9)])
+        took = time.monotonic() - began
+        assert all(stream.whole for stream in streams), [s.said[-2:] for s in streams]
+        answered = {replica_named(server, stream.replica) for stream in streams}
+        assert victim not in answered
+        assert took < 30, f"a stopped replica kept requests for {took:.0f} s"
+        began = time.monotonic()
+        assert joined([Stream(server, [9, 7], 4)])[0].whole
+        assert time.monotonic() - began < 5, "it is asked again although it was silent"
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.resume()
+    wait_until(lambda: both_serve(server), "there are no two replicas again", 90)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/comp", b"GET / HTTP/1.1\r\nhost: x\r\nx-a: "]
+)
+def test_a_connection_that_sends_no_request_is_closed(server, sent):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        began = time.monotonic()
+        client.sendall(sent)
+        while client.recv(1000):
+            pass
+        assert time.monotonic() - began < 15
 
 
 @pytest.mark.long

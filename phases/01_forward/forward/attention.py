@@ -18,7 +18,6 @@ class LayerSpec:
     """The facts that attention needs about the layer that calls it.
 
     ``sliding_window = w`` lets the query at position ``p`` see the keys ``p-w+1 .. p``.
-    ``soft_cap = c`` replaces each score ``s`` by ``c * tanh(s / c)`` before masking (Gemma 2).
     ``sinks [H]``, a seam: the score, for each query head, of one more key that every query sees, of value 0.
     """
 
@@ -28,7 +27,6 @@ class LayerSpec:
     head_dim: int
     scale: float
     sliding_window: int | None = None
-    soft_cap: float | None = None
     sinks: Tensor | None = field(default=None, compare=False)
 
 
@@ -74,7 +72,7 @@ def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
     """Return scaled dot-product attention with grouped key/value heads (arXiv 1706.03762, 2305.13245).
 
     Args:
-        layer: head counts, scale, soft cap and sinks.
+        layer: head counts, scale and sinks.
         q: ``[..., H, S, D]``.
         k, v: ``[..., KH, L, D]``. Query head ``h`` reads key/value head ``h // (H / KH)``.
         mask: boolean, broadcastable to ``[..., 1, S, L]``, true where a key may be seen; ``None`` = all.
@@ -89,8 +87,6 @@ def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
     grouped = q.reshape(*q.shape[:-3], layer.num_kv_heads, groups * length, layer.head_dim)
     scores = (grouped * layer.scale) @ k.transpose(-1, -2)  # [..., KH, G*S, L]
     scores = scores.view(*scores.shape[:-2], groups, length, k.shape[-2]).float()
-    if layer.soft_cap is not None:
-        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
     if mask is not None:
         scores = scores.masked_fill(~mask.unsqueeze(-3), float("-inf"))
     weights = softmax(scores, layer.sinks).to(
@@ -101,7 +97,7 @@ def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
 
 
 class RecomputeAttention:
-    """Causal attention over the whole sequence, which stores nothing between calls."""
+    """Causal attention over the whole sequence at every call; it stores nothing between calls."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return ``[..., S, H, D]`` for ``q [..., S, H, D]``, ``k`` and ``v [..., S, KH, D]`` of a whole

@@ -10,10 +10,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from common.events import Params, TextStream, TokenEvent, params_per_prompt
+from common.events import Params, TokenEvent, params_per_prompt
 from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampled, Sampler
+from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from forward.attention import RecomputeAttention
 from forward.loading import load_model
@@ -81,9 +82,9 @@ class Generator:
 
         A completion that may have no token is one event without one, with the reason "length". Otherwise
         `begin` is called once, row 0 of the sampler is set, and `_next` samples token n with step n, from 0.
-        `finish_reason` says whether a token ends it. With stop strings and a tokenizer a
-        `common.events.TextStream` has the last word: `advance(token, reason)` returns the reason, which
-        becomes "stop" when the text ends, and the piece of text for the event.
+        `finish_reason` says whether a token ends it. With stop strings and a tokenizer a `TextStream` has the
+        last word: `advance(token, reason)` returns the reason, which becomes "stop" when the text ends, and
+        the piece of text for the event.
 
         Args:
             index: the prompt's number. sample: which of its `n` completions.

@@ -23,7 +23,7 @@ from forward.surgery import clone
 
 
 class WeightLoader(Protocol):
-    """A seam: chooses the format of linear layers while a model is loaded. Phase 10 has one."""
+    """Interface of what chooses the format of linear layers while a model is loaded. Phase 10 has one."""
 
     def expect(self, model: Model) -> None:
         """Replace layers of a model on `meta` by layers that have the tensors of a quantized checkpoint."""

@@ -40,7 +40,6 @@ class Model(nn.Module, ABC):
                 * attention_scaling(config, i)
                 / (i + 1 if config.scale_by_layer else 1),
                 sliding_window=config.sliding_windows[i],
-                soft_cap=config.attention_soft_cap,
             )
             for i in range(config.num_layers)
         )
@@ -64,17 +63,17 @@ class Model(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
+        """Return the device of the weights."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of hidden states, which the first parameter has: a linear may have another one."""
+        """Return the dtype of hidden states, which the first parameter has: a linear may have another one."""
         return next(self.parameters()).dtype
 
     @property
     def max_len(self) -> int:
-        """The context length in tokens, prompt and output together."""
+        """Return the context length in tokens, prompt and output together."""
         return self.config.max_position_embeddings
 
     def tie_weights(self) -> None:

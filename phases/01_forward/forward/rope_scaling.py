@@ -69,7 +69,7 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     dims = 2 * len(frequencies)
 
     def pair_of(turns: float) -> float:
-        """Return the index of the pair that turns so many times; it need not be whole."""
+        """Return the index (a fraction) of the pair that makes so many turns over the original context."""
         return (
             dims
             * math.log(rope.original_max_position / (turns * 2 * math.pi))

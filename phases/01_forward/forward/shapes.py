@@ -92,17 +92,17 @@ SHAPES: dict[str, ModelConfig] = {
         rope=None, eos_token_ids=(50_256,),
     ),
     "tiny": TINY,
-    # The same with every feature that a cache or a mask can get wrong: windows and a soft cap.
+    # The same with every feature that a cache or a mask can get wrong: windows, and a soft cap of the logits.
     "tiny-window": replace(
         TINY, family="gemma3", num_layers=3, num_heads=4, num_kv_heads=2,
         activation="gelu_pytorch_tanh",
         attention_scale=24**-0.5, rope=RopeConfig(100_000.0), rope_local=RopeConfig(),
-        sliding_windows=(24, 24, None), attention_soft_cap=20.0, final_soft_cap=30.0,
+        sliding_windows=(24, 24, None), final_soft_cap=30.0,
     ),
-    # Experts whose number and size are no powers of two, and one layer without any.
+    # Experts whose number and size are no powers of two.
     "tiny-moe": replace(
         TINY, family="qwen3_moe", num_layers=3, norm_eps=1e-6, sliding_windows=(),
-        experts=ExpertConfig(count=7, top_k=3, intermediate_size=112, dense_layers=frozenset({1})),
+        experts=ExpertConfig(count=7, top_k=3, intermediate_size=112),
     ),
     # The same with sinks, a window in every other layer and a longer context than it was trained for.
     "tiny-gpt-oss": replace(

@@ -10,9 +10,9 @@ from kv_cache.cache import KVCache, LayerCache
 
 
 class CachedAttention:
-    """`Attention` over a `KVCache`; one query per sequence is a decode, several are a prefill.
+    """Attention over a `KVCache`; one query per sequence is a decode, several are a prefill.
 
-    columns: `[S]` int64, the columns of the current step.
+    columns: `[S]` int64, the columns (positions in the cache) of the current step.
     """
 
     def __init__(self, cache: KVCache) -> None:

@@ -22,10 +22,10 @@ def load(
     batch_size: int = 16,
     compact: bool = False,
 ) -> BatchGenerator:
-    """Make this phase's engine for a model's name or a loaded model.
+    """Create this phase's engine for a model's name or a loaded model.
 
-    device, dtype: see `load_model`. tokenizer: for stop strings only.
-    batch_size, compact: see `BatchGenerator`.
+    device, dtype: where and how to load it. tokenizer: for stop strings only. batch_size: rows in a batch.
+    compact: drop finished rows from the batch as they finish.
     """
     loaded = load_model(model, device=device, dtype=dtype)
     return BatchGenerator(loaded, tokenizer, batch_size=batch_size, compact=compact)

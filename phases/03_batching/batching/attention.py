@@ -10,7 +10,7 @@ from kv_cache.cache import KVCache
 
 
 class PaddedAttention(CachedAttention):
-    """`CachedAttention` that hides each row's padding.
+    """Attention over a KV cache that hides each row's padding.
 
     Args:
         cache: of ``B`` rows.

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from batching.attention import PaddedAttention
 from common.errors import UserError
-from common.events import FinishReason, TextStream, TokenEvent
+from common.events import FinishReason, TokenEvent
 from common.rules import finish_reason, output_limit
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampled
+from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from forward.generator import Generator
 from forward.model import Model
@@ -39,7 +40,7 @@ class Waste:
 
     @property
     def fraction(self) -> float:
-        """The share of computed positions that served no request."""
+        """Return the share of computed positions that served no request, 0 to 1."""
         return (self.padding + self.finished) / self.computed if self.computed else 0.0
 
 

@@ -12,7 +12,7 @@ from common.options import route
 from common.text import llm
 from common.text.tokenizer import Tokenizer
 from continuous.attention import RowAttention
-from continuous.cache import RowCache, RowStore
+from continuous.cache import CacheManager, RowStore
 from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import RequestRows
@@ -39,14 +39,14 @@ def load(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Engine:
-    """Make this phase's engine for a model's name or a loaded model.
+    """Create this phase's engine for a model's name or a loaded model.
 
     Args:
-        model, device, dtype: see `forward.load_model`.
+        model: a name, a folder, or a loaded `Model`. device, dtype: where and how to load it.
         tokenizer: needed for stop strings only.
-        options: those of `Sizes`. By default 16 rows, each of the model's context but at most 2,048 tokens,
-            and 2,048 tokens a step (or `max_len` if that is more), which the longest prompt must fit. With
-            `cache_bytes`, as many rows as fit into so many bytes.
+        options: those of `Sizes`. By default 16 rows, each of the model's context but at most 2,048
+            tokens, and 2,048 tokens a step (or `max_len` if that is more), which the longest prompt must
+            fit. With `cache_bytes`, as many rows as fit into so many bytes.
 
     Raises:
         UserError: an option is unknown or out of its limits.
@@ -55,16 +55,22 @@ def load(
     loaded = load_model(model, device=device, dtype=dtype)
     length = sizes.context(loaded, DEFAULT_MAX_LEN)
     steps = sizes.step_tokens or max(2048, length)
-    each = RowStore.bytes_needed(loaded.config, 1, length, loaded.dtype)
+    each = length * loaded.config.kv_bytes_per_token(loaded.dtype)
     count = _rows(sizes, each, length, free_memory(loaded.device)[0])
     rows = RequestRows(count, length, loaded.device)
     store = RowStore(loaded.config, count, length, device=loaded.device, dtype=loaded.dtype)
-    scheduler = Scheduler(rows, RowCache(), step_tokens=steps, policy=POLICIES[sizes.policy])
+    scheduler = Scheduler(
+        rows, CacheManager(), step_tokens=steps, policy=POLICIES[sizes.policy]
+    )
     return Engine(scheduler, Runner(loaded, RowAttention(store), rows), tokenizer)
 
 
 def _rows(sizes: Sizes, row_bytes: int, length: int, free: int) -> int:
-    """Return the number of rows: as many as were asked for, or as fit. This allocates nothing."""
+    """Return the number of rows (running requests): as many as `sizes` asks for, else as fit. Allocates
+    nothing.
+
+    row_bytes: cache memory of a row. length: tokens of a row. free: bytes of free memory.
+    """
     if sizes.cache_bytes is None:
         count = sizes.max_rows or DEFAULT_ROWS
         if count * row_bytes > free:

@@ -52,8 +52,9 @@ class Group:
         device: torch.device,
         meant: NDArray[np.bool_] | None = None,
     ) -> Group:
-        """Return the group of these members of the batch, with its indices on the device.
+        """Return a `Group` of these members of a batch, with its indices copied to the device.
 
+        members: `[G]`, indices into the batch. host: the batch's lengths.
         meant: `[G]` bool, False for members that only fill a gap; their results are dropped. None: all True.
         """
         starts, lens = host.query_starts[members], host.query_lens[members]
@@ -68,17 +69,17 @@ class Group:
         if padded:
             filled = columns < lens[:, None]  # [G, queries]
             real = (filled if meant is None else filled & meant[:, None]).ravel()
-            where = (
+            tokens, source = (
                 torch.from_numpy(x).to(device)
                 for x in (gather.ravel()[real], np.flatnonzero(real))
             )
-            plan.scatter = (next(where), next(where))
+            plan.scatter = tokens, source
         return plan
 
     def mask(self, window: int | None, columns: int, device: torch.device) -> Tensor | None:
-        """Return the mask `[G, 1, queries, columns]`, made once a step and sliding window; None if every
-        query
-        sees every key.
+        """Return the mask `[G, 1, queries, columns]` of visible keys; None if every query sees every key.
+
+        window: tokens that a query sees; None: all. columns: keys. Made once a step and sliding window.
         """
         if window not in self.masks:
             contexts, lens = (
@@ -168,18 +169,15 @@ def attend_masked(
     """`forward.attend` in one fused call, which never writes the scores to memory.
 
     `q [G, H, S, D]`, `k` and `v [G, KH, C, D]`, `mask [G or 1, 1, S, C]` boolean -> `[G, H, S, D]`.
-    The fused call has no soft cap and no sinks; layers with one of these take the long way.
+    The fused call has no sinks; layers with them take the long way.
     """
-    if layer.soft_cap is not None or layer.sinks is not None:
+    if layer.sinks is not None:
         return attend(layer, q, k, v, mask)
     heads = layer.num_heads // layer.num_kv_heads
-    if (
-        heads > 1
-    ):  # the query heads of one key/value head become rows of one matrix, as in `attend`
-        grouped = q.reshape(q.shape[0], layer.num_kv_heads, heads * q.shape[2], layer.head_dim)
-        mask = mask if mask is None or q.shape[2] == 1 else mask.repeat(1, 1, heads, 1)
-    else:
-        grouped = q
+    # The query heads of one key/value head become rows of one matrix, as in `attend`.
+    grouped = q.reshape(q.shape[0], layer.num_kv_heads, heads * q.shape[2], layer.head_dim)
+    if mask is not None and heads > 1 and q.shape[2] > 1:
+        mask = mask.repeat(1, 1, heads, 1)
     return F.scaled_dot_product_attention(
         grouped, k, v, attn_mask=mask, scale=layer.scale
     ).reshape(q.shape)
@@ -195,9 +193,11 @@ def avoid_plans_per_shape() -> None:
 
 
 def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:
-    """Return groups of the requests that have no cached tokens, by length, and the indices of the others.
+    """Return groups of the requests that have no cached tokens, by length, and the indices of the other
+    requests.
 
-    A request without cached tokens needs no cache to attend: its keys and values are this step's.
+    host: the batch's lengths. A request without cached tokens needs no cache to attend: its keys and
+        values are this step's.
     """
     fresh = (host.query_lens == host.context_lens) & (host.query_lens > 1)
     found = np.flatnonzero(fresh)
@@ -209,16 +209,16 @@ def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], I
 def prompt_attention(
     plan: Group, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> None:
-    """Compute one of `prompt_groups` from this step's `q [T, H, D]`, `k` and `v [T, KH, D]` into `out`."""
+    """Compute attention of one group of prompts from this step's keys and values, and write it to `out [T,
+    H, D]`.
+
+    plan: a group of `prompt_groups`. q: `[T, H, D]`; k and v: `[T, KH, D]`, of the whole batch.
+    """
     q = plan.take(q)
     k = plan.take(k)
     v = plan.take(v)
     window = layer.sliding_window
-    if (
-        layer.soft_cap is None
-        and layer.sinks is None
-        and (window is None or window >= plan.queries)
-    ):
+    if layer.sinks is None and (window is None or window >= plan.queries):
         result = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True
         )
@@ -231,9 +231,10 @@ def prompt_attention(
 
 
 class RowAttention:
-    """The seam's object over a `RowStore`: prompts attend to themselves, decodes to views of the rows.
+    """The attention of this phase's engine, over keys and values in rows (`RowStore`).
 
-    A prompt is computed whole, so a request either has no past or brings one query.
+    Prompts attend to themselves, decodes to views of their rows. A prompt is computed whole, so a request
+    either has no past or has one query.
     """
 
     def __init__(self, store: RowStore) -> None:
@@ -244,7 +245,7 @@ class RowAttention:
         self._decodes: list[tuple[Group, slice]] = []
 
     def begin(self, batch: Batch) -> None:
-        """Group the requests of a step, whose batch is given."""
+        """Start a step: group the requests of its batch for attention."""
         self.batch = batch
         host, device = batch.host, batch.positions.device
         self._prompts, decoding = prompt_groups(host, device)
@@ -271,12 +272,9 @@ class RowAttention:
         for plan in self._prompts:
             prompt_attention(plan, layer, q, k, v, out)
         for plan, rows in self._decodes:
-            past_k, past_v = (
-                keys[rows, :, : plan.context],
-                values[rows, :, : plan.context],
-            )  # views
+            past = rows, slice(None), slice(plan.context)  # of which views are made
             mask = plan.mask(layer.sliding_window, plan.context, q.device)
-            plan.put(out, attend_masked(layer, plan.take(q), past_k, past_v, mask))
+            plan.put(out, attend_masked(layer, plan.take(q), keys[past], values[past], mask))
         return out
 
     def wipe(self, row: int) -> None:

@@ -21,11 +21,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HostBatch:
-    """The host's copy of a batch, so that no code has to ask the device (`.item()` waits for it).
+    """A step's layout on the host, so that no code has to ask the device (`.item()` waits for it).
 
-    A batch has `B` works, `T` tokens and `S` samples; with work `i`'s tokens at
-    `query_starts[i] .. query_starts[i + 1] - 1`. A work with `k` drafts is sampled at its last `k + 1`
-    tokens, any other one at its last token, once for each of its sampled requests.
+    A batch has `B` works (a work: the tokens of one request), `T` tokens and `S` samples; work `i`'s
+    tokens are `query_starts[i] .. query_starts[i + 1] - 1`. A work with `k` drafts is sampled at its last
+    `k + 1` tokens, any other one at its last token, once for each of its sampled requests.
 
     rows: `[B]`, each work's row.
     query_lens: `[B]`, tokens computed now.
@@ -51,14 +51,16 @@ class HostBatch:
 
     @classmethod
     def of(cls, works: Sequence[Work], prompt_lens: Ints) -> HostBatch:
-        """Return the arrays of a step's works, in their order; `prompt_lens [R]` is by row.
+        """Return the layout of a step, given its works (a work: the tokens of one request) in the order of
+        the batch.
 
-        Samples are in the order of works, then of sampled requests, then of tokens.
+        prompt_lens: `[R]`, prompt tokens by row. Samples are in the order of works, then of sampled
+            requests, then of tokens.
         """
         _, row, start, count, drafts, sampled_requests, _ = zip(*works, strict=True)
         rows, starts, lens = (np.array(column, np.int64) for column in (row, start, count))
         ends = np.cumsum(lens)
-        query_starts = np.concatenate((ZERO, ends))
+        query_starts = np.concatenate(([0], ends))
         contexts = starts + lens
         tokens = int(ends[-1])
         if tokens == len(works):  # decodes only
@@ -94,26 +96,16 @@ class HostBatch:
                 for values in (sample_at, sample_rows, sample_positions)
             )
             sample_at, sample_positions = sample_at - back, sample_positions - back
+        sample_steps = sample_positions - prompt_lens[sample_rows]
         return cls(
-            rows=rows,
-            query_lens=lens,
-            query_starts=query_starts,
-            context_lens=contexts,
-            token_rows=token_rows,
-            positions=positions,
-            sample_at=sample_at,
-            sample_rows=sample_rows,
-            sample_positions=sample_positions,
-            sample_steps=sample_positions - prompt_lens[sample_rows],
-        )
-
-
-ZERO: Ints = np.zeros(1, np.int64)
+            rows, lens, query_starts, contexts, token_rows, positions,
+            sample_at, sample_rows, sample_positions, sample_steps,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's inputs on the device; `host` has the same facts on the host.
+    """A step's inputs on the device; `host` is the same layout on the host.
 
     input_ids, positions, token_rows: `[T]` int64.
     query_starts: `[B + 1]` int32; context_lens: `[B]` int32.
@@ -135,29 +127,21 @@ class Batch:
 
     @classmethod
     def of(cls, host: HostBatch, rows: RequestRows, **more: NDArray[np.integer[Any]]) -> Self:
-        """Move a batch's layout to the device in one transfer and read its tokens from the rows.
+        """Return a batch on the device: its layout is copied in one transfer, its tokens are read from the
+        rows.
 
-        more: fields of a subclass that lie on the host as well.
+        rows: token ids of all running requests. more: fields of a subclass that are on the host as well.
         """
-        arrays = {name: getattr(host, name) for name in INT64}
-        arrays |= {name: getattr(host, name).astype(np.int32) for name in INT32}
-        moved = upload(rows.tokens.device, arrays | more)
+        arrays = {**vars(host), **more}
+        del arrays["query_lens"]  # the device needs none
+        for name in ("query_starts", "context_lens"):
+            arrays[name] = arrays[name].astype(np.int32)
+        moved = upload(rows.tokens.device, arrays)
         return cls(
             host=host, input_ids=rows.tokens[moved["token_rows"], moved["positions"]], **moved
         )
 
 
-INT64 = (
-    "positions",
-    "token_rows",
-    "rows",
-    "sample_at",
-    "sample_rows",
-    "sample_positions",
-    "sample_steps",
-)
-INT32 = ("query_starts", "context_lens")
-"""The fields of a batch that are int64 and int32 on the device."""
 ALIGNED = 16
 TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
-from torch import Tensor
 
 from common.models.config import ModelConfig
 from common.request import Request
 
 
-class CacheManager(Protocol):
+class CacheManager:
     """The host's side of a cache: which requests have room. It moves no data and never waits for the device.
 
     The scheduler calls it in this order. Admission: `fits`, `lookup`, then the first `reserve`, which must
@@ -19,11 +16,12 @@ class CacheManager(Protocol):
     set to what `lookup` returned. In each step: `reserve` before any token is scheduled, and `commit` when
     the step has succeeded. At the end: `release`, once, and then the row is freed.
 
-    The methods here describe a cache that has room for all and shares nothing.
+    This one has room for the longest request in every row, so a request that has a row has room.
     """
 
     def holds(self, tokens: int) -> bool:
         """Return True if a request could keep this many tokens if it had the cache for itself."""
+        return True
 
     def fits(self, request: Request) -> bool:
         """Return True if there is room now to admit `request` with all the tokens it has."""
@@ -34,36 +32,27 @@ class CacheManager(Protocol):
         return 0
 
     def reserve(self, request: Request, upto: int) -> bool:
-        """Make room for the request's first `upto` tokens and attach those that `lookup` found.
+        """Reserve cache memory for the request's first `upto` tokens, and attach those that `lookup` found.
 
-        What was reserved before stays, also if `upto` is less. Returns False, and changes nothing, if there
-        is no room.
+        What was reserved before stays, also if `upto` is less.
+
+        Returns:
+            False, with nothing changed, if there is no room.
         """
         return True
 
     def commit(self, request: Request, upto: int) -> None:
         """Record that the request's first `upto` tokens are known and computed: others may share them now."""
-        return None
 
     def release(self, request: Request) -> None:
         """Free all cache memory of `request`."""
-        return None
 
     def check(self) -> None:
         """Raise `AssertionError` if the counts of what is in use contradict each other."""
-        return None
-
-
-class RowCache(CacheManager):
-    """Room for the longest request in every row, so a request that has a row has room."""
-
-    def holds(self, tokens: int) -> bool:
-        """Return True: no request is longer than a row."""
-        return True
 
 
 class RowStore:
-    """The tensors: keys and values of every layer, `[R, KH, max_len, D]` each.
+    """The KV cache in rows: keys and values of every layer, `[R, KH, max_len, D]` each.
 
     Heads come before tokens, so that one head's keys are adjacent: attention over `keys[row, :, :context]`
     reads a view, and nothing is copied.
@@ -81,11 +70,4 @@ class RowStore:
         shape = (config.num_layers, 2, rows, config.num_kv_heads, max_len, config.head_dim)
         # Zeros, not garbage: a masked key's weight is exactly 0, and 0 times a stray NaN is NaN.
         self.data = torch.zeros(shape, device=device, dtype=dtype)  # [L, 2, R, KH, max_len, D]
-        self.layers: list[tuple[Tensor, Tensor]] = [
-            (layer[0], layer[1]) for layer in self.data
-        ]
-
-    @staticmethod
-    def bytes_needed(config: ModelConfig, rows: int, max_len: int, dtype: torch.dtype) -> int:
-        """Return the bytes that such a store takes."""
-        return rows * max_len * config.kv_bytes_per_token(dtype)
+        self.layers = [layer.unbind() for layer in self.data]

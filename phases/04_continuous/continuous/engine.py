@@ -12,16 +12,22 @@ from functools import partial
 from itertools import count
 from typing import Any, final
 
-from common import events
 from common.errors import NotANumber, UserError, integer, text
-from common.events import Completion, FinishReason, Params, TextStream, TokenEvent
+from common.events import (
+    Completion,
+    FinishReason,
+    Params,
+    TokenEvent,
+    generate,
+    params_per_prompt,
+)
 from common.interrupts import uninterrupted
 from common.request import Request
 from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
+from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
-from continuous.messages import Output
 from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import (
@@ -30,9 +36,8 @@ from continuous.seams import (
     GrammarManager,
     Loop,
 )
-from continuous.stats import Stats as Stats
-from continuous.stats import marked
-from continuous.work import Work
+from continuous.stats import Stats, marked
+from continuous.work import Output, Work
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +98,6 @@ class Engine:
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()
         self._collected = 0.0  # when the newest results came
-        scheduler.drafter.attach(self)
 
     # Requests.
 
@@ -106,14 +110,14 @@ class Engine:
         priority: int = 0,
         salt: str = "",
     ) -> list[Request]:
-        """Put a request in line; it costs nothing until a step takes it up. Any thread may call this.
+        """Add a request to the waiting queue, from any thread; the next step takes it up.
 
         Args:
             prompt: token ids.
             params: with `n > 1` the request becomes `n` requests.
             index: the caller's name for it, repeated in its events.
-            priority: see `policies.priority`.
-            salt: see `Request.salt`.
+            priority: lower first; read by the policy `policies.priority` alone.
+            salt: requests share cached prefixes only with requests of the same salt.
 
         Returns:
             The `n` requests.
@@ -121,9 +125,10 @@ class Engine:
         Raises:
             UserError: it can never be served.
         """
-        requests = self._prepare(
-            prompt, params, index, integer("priority", priority), text("salt", salt)
-        )
+        requests = self._prepare(prompt, params, index)
+        for request in requests:
+            request.priority = integer("priority", priority)
+            request.salt = text("salt", salt)
         self.inbox.append(partial(self._enqueue, requests))
         return requests
 
@@ -136,14 +141,13 @@ class Engine:
         self.inbox.append(partial(self._abort, request))
 
     def _prepare(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        index: int,
-        priority: int = 0,
-        salt: str = "",
+        self, prompt: Sequence[int], params: SamplingParams, index: int
     ) -> list[Request]:
-        """Return the `n` requests of one prompt, checked. Raises `UserError` if they can never be served."""
+        """Return the `n` requests of one prompt, checked; parameters as in `add`.
+
+        Raises:
+            UserError: they can never be served.
+        """
         ids = check_prompt(
             prompt,
             self.config.vocab_size,
@@ -164,8 +168,6 @@ class Engine:
             request.id, request.arrival = next(self._ids), now
             request.index = index
             request.sample = sample
-            request.priority = priority
-            request.salt = salt
             seed = params.seed_of(sample)
             request.seed = self._seeds.getrandbits(63) if seed is None else seed
             if self.tokenizer is not None and params.stop:
@@ -173,7 +175,9 @@ class Engine:
         return requests
 
     def process_inbox(self) -> None:
-        """Carry out what was added and aborted since the last step; a step begins with this."""
+        """Add and abort the requests that callers have asked for since the last step; a step begins
+        with this.
+        """
         while self.inbox:
             command = self.inbox.popleft()
             command()
@@ -182,7 +186,7 @@ class Engine:
             self._enqueue([request for request in requests if request.finish_reason is None])
 
     def _enqueue(self, requests: list[Request]) -> None:
-        """Give requests to the scheduler, or keep them until their grammar is compiled."""
+        """Give requests to the scheduler, or keep them outside its queue until their grammar is compiled."""
         try:
             ready = all([self.grammar_manager.ready(request) for request in requests])
         except UserError as error:
@@ -201,7 +205,9 @@ class Engine:
             self.end(request, "length")
 
     def _abort(self, request: Request) -> None:
-        """End a request and the siblings that wait for its prompt with "abort", unless it has ended."""
+        """End a request, and the samples that wait for its prompt, with reason "abort", unless it has
+        ended.
+        """
         if request.finish_reason is None:
             for member in [request, *request.siblings]:
                 if member.finish_reason is None:
@@ -209,14 +215,15 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """True if a step would have nothing to do and nothing to report."""
-        empty = not (self.inbox or self._waiting_for_grammar or self.outputs)
-        return empty and self.scheduler.idle and self.loop.idle
+        """Return True if a step would have nothing to compute and nothing to report."""
+        waits = self.inbox or self._waiting_for_grammar or self.outputs
+        return not waits and self.scheduler.idle and self.loop.idle
 
     # Steps.
 
     def step(self) -> list[Output]:
-        """Run one step for all requests that can take part, and return what came of it.
+        """Run one step for all requests that can take part, and return its outputs (tokens and ends of
+        requests).
 
         Ctrl-C is raised at its end, when no request is half changed; the next step returns these outputs.
         """
@@ -228,20 +235,21 @@ class Engine:
         return self.take_outputs()
 
     def schedule(self) -> list[Work]:
-        """Decide the next step, and mark it up to the end of `step`."""
+        """Schedule the next step, and return its works (each the tokens of one request)."""
         works = self.scheduler.schedule()
         if not works and self.loop.idle and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
-        if (mark := marked(works)) is not None:
-            self._marks.enter_context(mark)
+        self._marks.enter_context(marked(works))
         return works
 
     def launch(self, works: list[Work]) -> Pending | None:
-        """Hand one step to the device. None if there is nothing to do or the step failed."""
+        """Launch one step on the device, and return its pending results; None if it is empty or has
+        failed.
+        """
         return self.sample(self.forward(works))
 
     def forward(self, works: list[Work]) -> Forwarded | None:
-        """Start the forward pass of a step on the device. None if there is no work or the step failed."""
+        """Launch the forward pass of a step, and return it unsampled; None if it is empty or has failed."""
         if not works:
             return None
         self.stats.begin(works, len(self.scheduler.running))
@@ -250,7 +258,7 @@ class Engine:
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
-        """Start the sampling of a step. None if there was no forward pass or the step failed."""
+        """Launch the sampling of a step after its forward pass; None if there was none or it has failed."""
         if step is None:
             return None
         with self.failing(step.works):
@@ -258,14 +266,20 @@ class Engine:
             masked = grammars.needs_mask(step.works)
             allowed = grammars.fill_bitmask(step.works) if masked else None
             pending = self.runner.sample(step, allowed)
-            for request, why in grammars.pop_failed_requests():  # as if they were aborted now
-                if request.finish_reason is None:
-                    self.end(request, "error", why)
+            if masked:
+                for (
+                    request,
+                    why,
+                ) in grammars.pop_failed_requests():  # as if they were aborted now
+                    if request.finish_reason is None:
+                        self.end(request, "error", why)
             return pending
         return None
 
     def collect(self, pending: Pending) -> None:
-        """Wait for a step and append its tokens to their requests. A step that fails ends only its own."""
+        """Wait for a step's tokens, and append them to their requests. A step that fails ends only its
+        own requests.
+        """
         results = self.wait(pending)
         if results is not None:
             self.append_tokens(pending, results)
@@ -279,7 +293,10 @@ class Engine:
         return None
 
     def append_tokens(self, pending: Pending, results: Results) -> None:
-        """Append the tokens of a step to their requests."""
+        """Append the tokens of a step to their requests, and finish the step in the scheduler.
+
+        results: for each sampled request, the tokens that it gets.
+        """
         now = self._collected
         result = iter(results)
         for work in pending.works:
@@ -308,7 +325,10 @@ class Engine:
     def _receive(self, request: Request, tokens: Sequence[Token], now: float) -> bool:
         """Append sampled tokens to a request until it finishes.
 
-        Returns True if the request finished and must release its row.
+        now: seconds of the engine's clock, for its events.
+
+        Returns:
+            True if the request finished and must release its row.
         """
         for token, logprob in tokens:
             if token == NAN_TOKEN:
@@ -350,7 +370,9 @@ class Engine:
 
     @contextmanager
     def failing(self, works: Sequence[Work]) -> Iterator[None]:
-        """Let a step fail with what the block raises; what is no `Exception` is raised on."""
+        """Return a context in which an `Exception` ends the step's requests with this error; others are
+        raised on.
+        """
         try:
             yield
         except BaseException as error:
@@ -385,16 +407,18 @@ class Engine:
         return outputs
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the cache's counts contradict each other. Slow: not for every step."""
+        """Raise `AssertionError` if the counts of scheduler and cache contradict each other. Slow: not
+        for every step.
+        """
         self.scheduler.check_integrity()
 
     def end(
         self, request: Request, reason: FinishReason, error: BaseException | None = None
     ) -> None:
-        """End a request without a token: it leaves the scheduler, and its last output has the reason.
+        """End a request without a further token: it leaves the scheduler, and its last output has the reason.
 
-        Without an error, the one that it has stays. The output has the text that was held back for a stop
-        string.
+        error: stored in the request; None keeps the one that it has. The output has the text that was held
+            back for a stop string.
         """
         request.finish_reason, request.finished = reason, time.perf_counter()
         request.error = error or request.error
@@ -405,14 +429,15 @@ class Engine:
     # Front.
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        """Generate for all prompts at once; see `common.events.Streams`.
+        """Generate for all prompts at once, and yield each token as it comes, with its prompt's index.
 
         A consumer that leaves early aborts what is left of its requests. Streams may be interleaved.
+        params: for all prompts, or one for each.
 
         Raises:
             UserError: a prompt or its parameters cannot be served; before anything is computed.
         """
-        each = events.params_per_prompt(prompts, params)
+        each = params_per_prompt(prompts, params)
         pairs = enumerate(zip(prompts, each, strict=True))
         groups = [self._prepare(*pair, index) for index, pair in pairs]
         for settings in each:
@@ -422,7 +447,7 @@ class Engine:
         return self._stream(groups)
 
     def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
-        """Put requests in line, run steps while they last, and yield their tokens."""
+        """Add requests to the engine, run steps until they have ended, and yield their tokens."""
         mine: deque[Output] = deque()
         requests = [request for group in groups for request in group]
         left, own = set(requests), set(requests)
@@ -453,4 +478,4 @@ class Engine:
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
         """Generate for all prompts and wait for the last; completions in (prompt, sample) order."""
-        return events.generate(self, prompts, params)
+        return generate(self, prompts, params)

@@ -7,33 +7,33 @@ keeps its rank, so it returns to its old position in line and not to the end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from common.request import Request
 
 Policy = Callable[[Request], tuple[float, ...]]
 
 
-def by_rank(request: Request) -> tuple[float, ...]:
-    """Return a request's rank, as a key for sorting."""
-    return request.rank
+by_rank = attrgetter("rank")
+"""Return a request's rank, as a key for sorting."""
 
 
 def fcfs(request: Request) -> tuple[float, ...]:
-    """Rank by arrival: first come, first served, so no request waits for ever."""
+    """Return a request's rank by arrival: first come, first served, so no request waits for ever."""
     return (request.id,)
 
 
 def shortest_first(request: Request) -> tuple[float, ...]:
-    """Rank by work, the least first, which makes the mean wait as short as it can be (Smith, 1956).
+    """Return a request's rank by its work, the least first, which makes the mean wait as short as it can be.
 
-    The work is the prompt and the most tokens that may be generated. A long request can starve as long as
-    short ones keep coming.
+    The work is the prompt and the most tokens that may be generated (Smith, 1956). A long request can
+    starve as long as short ones keep coming.
     """
     return (request.limit, request.id)
 
 
 def priority(request: Request) -> tuple[float, ...]:
-    """Rank by the number that the caller gave, lower first; equals by arrival."""
+    """Return a request's rank by the priority that the caller gave, lower first; equals by arrival."""
     return (request.priority, request.id)
 
 

@@ -19,7 +19,7 @@ from continuous.batch import upload
 
 
 class RequestRows:
-    """`count` rows, each with room for the tokens of one request.
+    """The slots of running requests: `count` rows, each with room for the tokens of one request.
 
     tokens: `[R, max_len]` int64 on the device. A sampled token is written here by the device, so the next
         step can read it before the host has seen it.
@@ -40,7 +40,7 @@ class RequestRows:
 
     @property
     def free(self) -> int:
-        """The number of free rows."""
+        """Return the number of free rows."""
         return len(self._free)
 
     def acquire(self, request: Request) -> None:
@@ -67,7 +67,10 @@ class RequestRows:
 def write(
     rows: Tensor, lines: Sequence[tuple[int, int, Sequence[int] | NDArray[np.int64]]]
 ) -> None:
-    """Write tokens into `rows [R, max_len]`: for each line its row, the first position, and tokens."""
+    """Write token ids into `rows [R, max_len]` on the device.
+
+    lines: for each piece its row, the position of its first token, and the tokens.
+    """
     of, first, tokens = zip(*lines, strict=True)
     counts = list(map(len, tokens))
     ends = np.cumsum(counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,9 @@ Results = Sequence[Sequence[Token]]
 
 
 class BatchAttention(Protocol):
-    """The attention that a model calls, once for each layer; it is given the batch once a step."""
+    """Interface of the attention that a model calls, once for each layer; it is given the batch once a
+    step.
+    """
 
     def begin(self, batch: Batch) -> None:
         """Prepare masks and indices for a step."""
@@ -48,10 +50,10 @@ class BatchAttention(Protocol):
 
 
 class OutputVerifier:
-    """Decides which sampled tokens a request gets: here all, one each. A later phase verifies drafts."""
+    """Decides which sampled tokens a request gets: here all, one each. Phase 11's verifies draft tokens."""
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write the drafts of a step into the rows, before it runs."""
+        """Write the draft tokens of a step into their requests' rows, before it runs; here there are none."""
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
         """Return, for each sampled request in order, the list of sampled tokens that it keeps."""
@@ -62,9 +64,9 @@ ONE_TOKEN_EACH = OutputVerifier()
 
 
 class Pending:
-    """A step that the device may still be working on. `get` is the only place where the host waits for it.
+    """The results of a step that the device may still be computing. Only `get` waits for it.
 
-    works: those of the step that the results belong to, in order.
+    works: what the step computed for each request, in the order of the results.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Pending:
         )  # starts the copy, does not wait
 
     def get(self) -> Results:
-        """Wait for the step, and return its tokens."""
+        """Wait for the step, and return for each sampled request the list of its tokens."""
         return (
             ()
             if self._arriving is None
@@ -89,9 +91,9 @@ class Pending:
 
 @dataclass
 class Forwarded:
-    """The first half of a step: the model has run, or will have, and nothing is sampled yet.
+    """The first half of a step: the forward pass is launched, and nothing is sampled yet.
 
-    works: in the order of the batch.
+    works: what it computes for each request, in the order of the batch.
     hidden: `[T, hidden]`.
     rest: the second half, where an executor has its own; it takes what `Runner.sample` is given.
     logits: `[S, V]` float32 of the samples, where an executor has computed them.
@@ -104,21 +106,6 @@ class Forwarded:
     logits: Tensor | None = None
 
 
-class StepExecutor(Protocol):
-    """Runs some kinds of steps faster, such as a CUDA graph for steps of decodes.
-
-    order: executors of a smaller number are asked first.
-    """
-
-    order: ClassVar[int]
-
-    def supports(self, works: Sequence[Work], masked: bool) -> Any | None:
-        """Return a ticket for `run`, or None to leave the step to the next executor."""
-
-    def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
-        """Call `Runner.refresh`, and run the first half of a step that this executor supports."""
-
-
 class Runner:
     """Runs steps, each in two halves: `forward`, then `sample`.
 
@@ -128,13 +115,7 @@ class Runner:
         rows: where the tokens are.
         sampler_backend: computes the sampler's choices.
         verifier: says which tokens each sampled request gets of a step.
-
-    executors: asked for each step in this order; `eager` runs what none supports.
-    last: the first half of the newest step; its hidden states are valid until the next step.
     """
-
-    executors: Sequence[StepExecutor] = ()
-    last: Forwarded | None = None
 
     def __init__(
         self,
@@ -156,18 +137,8 @@ class Runner:
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
         """Run the first half: from tokens to hidden states.
 
-        masked: the second half will be given masks. (A graph that does both halves at once must know.)
+        masked: the second half will be given masks. (What does both halves at once must know.)
         """
-        for executor in self.executors:
-            if (ticket := executor.supports(works, masked)) is not None:
-                self.last = executor.run(works, ticket)
-                break
-        else:
-            self.last = self.eager(works)
-        return self.last
-
-    def eager(self, works: Sequence[Work]) -> Forwarded:
-        """Run the first half of any step, one operation after the other."""
         # In the order of their rows, so that neighbours in the cache are neighbours in the batch.
         works = sorted(works, key=_by_row)
         self.refresh(works)
@@ -178,10 +149,10 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, allowed: TokenBitmask | None = None) -> Pending:
-        """Run the second half: from the last hidden states of every work to the next tokens of its sampled
-        requests.
+        """Sample the next tokens from the last hidden states of every request; return the results to wait
+        for.
 
-        allowed: see `Sampler.sample`; None: every token may be chosen.
+        step: what `forward` returned. allowed: bit masks of tokens that may be sampled; None: every token.
         """
         if step.rest is not None:
             return step.rest(allowed)
@@ -227,5 +198,8 @@ class Runner:
         )
 
     def prepare(self, works: Sequence[Work]) -> Batch:
-        """Return the inputs of a step on the device."""
+        """Return the inputs of a step on the device.
+
+        works: the step's requests and tokens.
+        """
         return Batch.of(HostBatch.of(works, self.rows.prompt_lens), self.rows)

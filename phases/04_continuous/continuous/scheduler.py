@@ -21,8 +21,8 @@ from continuous.work import Work
 class Scheduler:
     """Iteration-level scheduling of whole prompts and decodes, as many as `step_tokens` and the cache allow.
 
-    There is one rule: let `num_computed_tokens` catch up with the tokens there are. A prompt is far behind, a
-    decode is one behind. Later phases change the hooks: `order`, `should_yield`, `num_new_tokens`,
+    There is one rule: let `num_computed_tokens` catch up with the tokens there are. A prompt is far
+    behind, a decode is one behind. Later phases override `order`, `should_yield`, `num_new_tokens`,
     `preempt_for`, `fork`.
 
     Args:
@@ -30,9 +30,11 @@ class Scheduler:
         cache: where their keys and values go.
         step_tokens: most tokens that one step computes.
         policy: which request is served first.
-        drafter: guesses tokens to be verified. With one that does, attention must take several queries of a
-            request with a past; this phase's takes one.
+        drafter: guesses tokens to be verified. With one that does, attention must take several queries of
+            a request with a past; this phase's takes one.
     """
+
+    preemptions = 0  # a later phase sends requests back in line
 
     def __init__(
         self,
@@ -49,7 +51,6 @@ class Scheduler:
         self.drafter = drafter
         self.step_tokens = integer("step_tokens", step_tokens, low=1)
         self.running: list[Request] = []  # by rank
-        self.preemptions = 0  # a later phase sends requests back in line
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # a heap by rank
 
     def check(self, requests: list[Request]) -> None:
@@ -74,19 +75,19 @@ class Scheduler:
             )
 
     def add(self, requests: list[Request]) -> None:
-        """Put the samples of one prompt in the waiting line, each by itself: rows share nothing."""
+        """Add the samples of one prompt to the waiting queue, each by itself: rows share nothing."""
         for request in requests:
             request.rank = self.policy(request)
             self._push(request)
 
     @property
     def waiting(self) -> list[Request]:
-        """The waiting line, in no particular order."""
+        """Return the waiting requests, in no particular order."""
         return [request for _, request in self._waiting if request.finish_reason is None]
 
     @property
     def idle(self) -> bool:
-        """True if there is nothing to do."""
+        """Return True if no request runs or waits."""
         return not self.running and self._head() is None
 
     def schedule(self) -> list[Work]:
@@ -139,10 +140,14 @@ class Scheduler:
     def _admit_waiting(
         self, works: list[Work], budget: int, before: tuple[float, ...] | None = None
     ) -> int:
-        """Admit requests from the head of the waiting line while there is room; returns what is left of
-        the budget.
+        """Admit requests from the head of the waiting queue while there is room, and schedule their first
+        tokens.
 
-        No request overtakes the head. With `before`, only those of a smaller rank get in.
+        works: gets their works. budget: tokens of the step that are left. before: a rank; only requests of
+            a smaller rank are admitted. No request overtakes the head.
+
+        Returns:
+            What is left of the budget.
         """
         while budget > 0:
             request = self._head()
@@ -163,10 +168,13 @@ class Scheduler:
         return budget
 
     def _drafts(self, request: Request, end: int, budget: int) -> tuple[int, ...]:
-        """Return guesses behind the newest token, which this step computes, and reserve room for them.
+        """Return draft tokens behind a request's newest token, which this step computes, and reserve cache
+        for them.
 
-        None where there is no room, since no request loses its place for a guess; none where siblings fork:
-        each of them will go on in its own way; and none with penalties, which count all tokens before one.
+        There are none if there is no room, since no request loses its place for a draft; if siblings fork,
+        for each goes on in its own way; and with penalties, which count all tokens before one.
+
+        end: tokens of the request with the newest one. budget: tokens of the step that are left for drafts.
         """
         newest = len(request.tokens) + request.placeholders
         if end != newest or request.prefilling or request.siblings or request.params.penalized:
@@ -212,12 +220,14 @@ class Scheduler:
     # Hooks.
 
     def order(self, running: list[Request]) -> list[Request]:
-        """Return a new list of the running requests in the order in which they are served."""
+        """Return a new list of the running requests in the order in which they are scheduled."""
         return running.copy()
 
     def reserved_for_decodes(self, later: int) -> int:
-        """Return the tokens of the budget that drafts may not use: one for each of the `later` requests
-        that this step has still to serve.
+        """Return the tokens of the budget that drafts may not use: one for each request still to be
+        scheduled.
+
+        later: how many running requests this step has still to schedule.
         """
         return later
 
@@ -247,11 +257,11 @@ class Scheduler:
         return False
 
     def can_admit(self, request: Request) -> bool:
-        """Return True if there is a row and room for `request`."""
+        """Return True if there is a free row and cache memory for a waiting request."""
         return self.rows.free > 0 and self.cache.fits(request)
 
     def start_request(self, request: Request) -> None:
-        """Give an admitted request its row, and reserve cache for its tokens."""
+        """Give an admitted request its row, and reserve cache memory for its tokens."""
         self.rows.acquire(request)
         if not self.cache.reserve(request, len(request.tokens)):
             raise AssertionError("the cache refused what it said would fit")
@@ -270,11 +280,11 @@ class Scheduler:
     # What comes back from a step.
 
     def finish_step(self, work: Work, *, accepted: int = 0, computed: bool = True) -> None:
-        """Record that a scheduled step has completed for one work, after its tokens were appended.
+        """Record that a scheduled step has completed for one request, after its tokens were appended.
 
-        Called once for every work, in order, whatever became of its requests. Each sampled request has one
-        step in flight and its placeholders less, and its computed tokens are committed to the cache;
-        siblings share blocks, but each commits its own.
+        Called once for every work (the request's tokens in the step), in order, whatever became of its
+        requests. Each sampled request has one step in flight and its placeholders less, and its computed
+        tokens are committed to the cache; siblings share blocks, but each commits its own.
 
         accepted: number of drafts that the model confirmed; tokens computed from the others do not count.
         computed: False if the step failed.
@@ -287,7 +297,7 @@ class Scheduler:
                 if work.drafts and not work.drafts_forced:
                     request.num_computed_tokens = end
                 self.cache.commit(request, end)
-        if computed and self.drafter is not NO_DRAFTS:
+        if computed:
             self.drafter.on_step_finished(work, accepted)
 
     def leave(self, request: Request) -> None:
@@ -305,7 +315,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.rank, request))
 
     def _head(self) -> Request | None:
-        """Return the first waiting request, or None; requests that ended while they waited are dropped."""
+        """Return the first waiting request, or None; drop requests that have ended while they waited."""
         while self._waiting:
             request = self._waiting[0][1]
             if request.finish_reason is None:

@@ -17,18 +17,15 @@ if TYPE_CHECKING:
 
 
 class Drafter:
-    """Guesses the next tokens of a request, to be verified in the step that computes its newest one.
+    """Guesses the next tokens of a request, which the step that computes its newest token verifies.
 
-    This one guesses nothing; a later phase's begins and proposes.
+    This base class guesses nothing; phase 11's drafters override `begin` and `propose`.
     """
 
     @property
     def needs_finished_step(self) -> bool:
         """Return True while every token must be known before a step is scheduled."""
         return False
-
-    def attach(self, engine: Engine) -> None:
-        """Keep the engine that this drafter guesses for; called once, when the engine is complete."""
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Prepare for a step that is about to be scheduled. Returns True if `propose` may be called in it."""
@@ -43,25 +40,27 @@ class Drafter:
         return ()
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Record that a scheduled step completed. accepted: drafts of the work that the model confirmed."""
+        """Record that a step completed. work: one request's tokens in it. accepted: its drafts that the
+        model confirmed.
+        """
 
     def leave(self, request: Request) -> None:
-        """Forget a request that frees its row: it has ended, or it is preempted."""
+        """Drop a request's data, because it frees its row: it has ended, or it is preempted."""
 
 
 class Loop(Protocol):
-    """Runs an engine's steps, and keeps those that are in flight."""
+    """Interface of what runs an engine's steps one after another, and holds those that are in flight."""
 
     @property
     def idle(self) -> bool:
-        """True if nothing is in flight."""
+        """Return True if no step is in flight."""
 
     def advance(self, engine: Engine) -> None:
-        """Launch the next step, and collect the results of the step whose turn it is."""
+        """Launch the engine's next step, and collect the results of a step that was launched before."""
 
 
 class SequentialLoop:
-    """A `Loop` that waits for each step before it schedules the next."""
+    """A loop that waits for each step's results before it schedules the next step."""
 
     idle = True
 
@@ -73,13 +72,15 @@ class SequentialLoop:
 
 
 class GrammarManager:
-    """Makes the masks of tokens that may be sampled, between the two halves of a step; this one masks none.
+    """Makes the masks of tokens that a grammar allows, between the two halves of a step; this class masks
+    none.
 
-    A request whose grammar is still being compiled waits outside the line, so that no other waits with it.
+    A request whose grammar is still being compiled stays outside the waiting queue, so that no other waits
+    for it.
     """
 
     def check(self, params: SamplingParams) -> None:
-        """Start to compile the grammar of these settings, if they have one. Any thread may call it.
+        """Start to compile the grammar of these sampling settings, if they have one. Any thread may call it.
 
         Raises:
             UserError: the grammar cannot be used here.
@@ -101,23 +102,27 @@ class GrammarManager:
         """
 
     def needs_mask(self, works: Sequence[Work]) -> bool:
-        """Return True if a sampled request of these works is constrained.
+        """Return True if a request that this step samples is constrained by a grammar.
 
         Then all tokens before this step must be known when `fill_bitmask` is called.
         """
         return False
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
-        """Start to fill the masks of these works, whose earlier tokens are all known now.
+        """Start to compute the masks of a step, whose earlier tokens are all known now.
 
-        sampled: by request, the newest tokens, which are not appended to it yet.
+        works: the step's requests and tokens. sampled: by request, the newest tokens, which are not
+            appended to it yet.
 
-        Returns True if `fill_bitmask` will not have to wait.
+        Returns:
+            True if `fill_bitmask` will not have to wait.
         """
         return True
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """Return the masks that `Sampler.sample` takes for the samples of the step, in order."""
+        """Return the bit masks of allowed tokens for the samples of a step, in order; None: all tokens
+        are allowed.
+        """
         return None
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:

@@ -16,8 +16,10 @@ MOST_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of an engine; None is the default of its phase. Raises `UserError` for a value out of its
-    limits.
+    """Sizes of an engine, as options; None is the default of its phase.
+
+    Raises:
+        UserError: a value is out of its limits.
     """
 
     LIMITS: ClassVar[dict[str, tuple[int, int | None]]] = {
@@ -34,7 +36,9 @@ class Sizes:
     cache_bytes: int | None = option(None, "bytes of the KV cache")
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a model."""
+        """Check the values that can be checked without a model; raise `UserError` for one out of its
+        limits.
+        """
         for name, (low, high) in self.LIMITS.items():
             value = getattr(self, name)
             if value is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ class Stats:
     most_running: int = 0
 
     def begin(self, works: Sequence[Work], running: int) -> None:
-        """Count a step of these works, while `running` requests run."""
+        """Count a step. works: its requests and tokens. running: how many requests run."""
         tokens = sum(work.count for work in works)
         self.steps += 1
         self.decode_steps += tokens == len(works)
@@ -34,10 +34,10 @@ STEP = "step: "
 """Begins the name of the range around a step in a profile; the rest is "prefill" or "decode"."""
 
 
-def marked(works: Sequence[Work]) -> AbstractContextManager[object] | None:
-    """Return a context that names a step in PyTorch's profiler; None while there is no profiler."""
+def marked(works: Sequence[Work]) -> AbstractContextManager[object]:
+    """Return a context that names a step in PyTorch's profiler, if there is a profiler."""
     if not works or not torch._C._autograd._profiler_enabled():
-        return None
+        return nullcontext()
     return record_function(
         STEP + ("decode" if all(work.count == 1 for work in works) else "prefill")
     )

@@ -1,15 +1,15 @@
-"""The work of one step for one request."""
+"""A request's part of one step, and the outputs of an engine between two."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from common.events import FinishReason, Logprob
 from common.request import Request
 
 
 class Work(NamedTuple):
-    """The tokens that one step computes for one request. It does not change, whatever happens to the
-    request later.
+    """The tokens that one step computes for one request. It does not change, whatever happens to the request.
 
     start, count: which tokens to compute, `start .. start + count - 1`, in row `row`.
     drafts: guessed tokens among them, at the end; only a work with one sampled request has any.
@@ -29,8 +29,19 @@ class Work(NamedTuple):
 
     @property
     def placeholders(self) -> int:
-        """Number of tokens that each sampled request is certain to gain in this step.
+        """Return the number of tokens that each sampled request is certain to gain in this step.
 
         Drafts count only if they are certain to be accepted.
         """
         return len(self.drafts) + 1 if self.drafts_forced else bool(self.sampled_requests)
+
+
+class Output(NamedTuple):
+    """One token of one request, or its end; `common.events.TokenEvent` describes the fields."""
+
+    request: Request
+    token_id: int | None
+    finish_reason: FinishReason | None
+    time: float
+    logprob: Logprob | None = None
+    text: str | None = None

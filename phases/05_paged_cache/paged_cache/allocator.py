@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class BlockAllocator:
-    """Hands out blocks `0 .. count - 1`. A block may have several users; it is free after the last one."""
+    """A free list of blocks `0 .. count - 1` with reference counts: a block is free after its last user."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -15,11 +15,11 @@ class BlockAllocator:
 
     @property
     def free(self) -> int:
-        """The number of free blocks."""
+        """Return the number of free blocks."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, with the caller as their one user.
+        """Take `count` free blocks, with the caller as their one user, and return their numbers.
 
         Raises:
             AssertionError: there are fewer; the caller should have looked.
@@ -35,14 +35,18 @@ class BlockAllocator:
         return blocks
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """One more user for each of these blocks. Raises `AssertionError` if one is free."""
+        """Add one user to each of these blocks.
+
+        Raises:
+            AssertionError: one is free.
+        """
         for block in blocks:
             if self.refs[block] < 1:
                 raise AssertionError(f"block {block} is free and cannot be retained")
             self.refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One user less for each of these blocks; without users they are free.
+        """Remove one user from each of these blocks; without users they are free.
 
         Raises:
             AssertionError: one is free already.
@@ -55,8 +59,8 @@ class BlockAllocator:
                 raise AssertionError(f"block {block} was released once too often")
 
     def check(self, users: Iterable[int]) -> None:
-        """Raise `AssertionError` unless the reference counts agree with `users`, each block once for each
-        user.
+        """Raise `AssertionError` unless the reference counts agree with `users`: each block once for
+        each user.
         """
         counted = [0] * self.count
         for block in users:

@@ -25,7 +25,7 @@ from paged_cache.pool import BlockPool, LayerBlocks, encode
 
 @dataclass(frozen=True)
 class PagedBatch(Batch):
-    """A batch that knows where its tokens live.
+    """A step's inputs on the device, with the KV cache blocks of its requests.
 
     block_tables: `[B, max_blocks]` int32, with as many columns as the longest context has blocks; entries
         past a request's last block may hold anything.
@@ -37,7 +37,7 @@ class PagedBatch(Batch):
 
 
 class PagedAttention(ABC):
-    """The seam's object over a `BlockPool`: scatter the new keys and values to their slots, then attend.
+    """Attention over the paged KV cache: write the new keys and values to their slots, then attend.
 
     A backend implements `attend`, and `plan` if it needs something worked out once a step.
     """
@@ -47,13 +47,13 @@ class PagedAttention(ABC):
         self.batch: PagedBatch
 
     def begin(self, batch: Batch) -> None:
-        """Start a step."""
+        """Start a step, whose batch every layer's call then uses."""
         assert isinstance(batch, PagedBatch)
         self.batch = batch
         self.plan()
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`q [T, H, D]`, `k` and `v [T, KH, D]` -> `[T, H, D]`; also keeps `k` and `v`."""
+        """Store `k` and `v [T, KH, D]` in the cache, and return attention of `q [T, H, D]`: `[T, H, D]`."""
         cache, _ = self.place(layer)
         self.store(cache, k, v)
         return self.attend(layer, q, k, v, cache)
@@ -63,29 +63,37 @@ class PagedAttention(ABC):
         return self.pool.layers[layer.index], self.batch.slots
 
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
-        """Write every token's key and value to its slot, all tokens at once, as `encode` makes them.
+        """Write every token's key and value to its slot in a layer's blocks, in the cache's format.
 
-        Slots count the tokens of the whole pool: `block * P + offset`.
+        cache: the layer's blocks. k, v: `[T, KH, D]`. Slots count the tokens of the whole pool: `block * P
+            + offset`.
         """
         cache.k.flatten(0, 1)[self.batch.slots] = encode(k, cache.k_scale, cache.k.dtype)
         cache.v.flatten(0, 1)[self.batch.slots] = encode(v, cache.v_scale, cache.v.dtype)
 
     def wipe(self, row: int) -> None:
-        """Blocks may be shared, or stay in a cache: from now on they are wiped when they get a new owner."""
+        """From now on, fill blocks with zeros whenever they get a new owner: some block may hold NaN.
+
+        row: the row of the request that made NaN; not read here, since a row's blocks may be shared.
+        """
         self.pool.stained = True
 
     def plan(self) -> None:  # noqa: B027  # many backends need nothing
-        """Prepare for `self.batch`, once a step."""
+        """Prepare what all layers share for the step `self.batch`; called once a step."""
 
     @abstractmethod
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """`q [T, H, D]` -> `[T, H, D]`; this step's `k` and `v [T, KH, D]` are in the cache already."""
+        """Return attention `[T, H, D]` of `q [T, H, D]` over a layer's blocks, `cache`.
+
+        This step's `k` and `v [T, KH, D]` are in the blocks already.
+        """
 
 
 class TorchPagedAttention(PagedAttention):
-    """Gather each group's blocks into one padded tensor, then attend with a mask.
+    """Paged attention in plain torch: gather each group's blocks into one padded tensor, then attend with
+    a mask.
 
     The gather copies every key and value of every context at every step: the price of paging without a
     kernel that can read through a block table.
@@ -96,7 +104,7 @@ class TorchPagedAttention(PagedAttention):
         super().__init__(pool)
 
     def plan(self) -> None:
-        """Group the requests, and find each group's blocks."""
+        """Group the step's requests by length, and find each group's blocks."""
         host, device = self.batch.host, self.batch.positions.device
         if self.pool.exact:
             self._prompts, others = prompt_groups(host, device)
@@ -136,7 +144,7 @@ class TorchPagedAttention(PagedAttention):
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """See `PagedAttention.attend`."""
+        """Return attention `[T, H, D]` of `q [T, H, D]` over a layer's blocks, group by group."""
         out = torch.empty_like(q)
         for plan in self._prompts:
             prompt_attention(plan, layer, q, k, v, out)
@@ -154,13 +162,16 @@ class TorchPagedAttention(PagedAttention):
 
     @staticmethod
     def _gather(numbers: Tensor, blocks: Tensor, plan: Group) -> Tensor:
-        """`numbers [N, P, KH, D]` -> the group's tokens, heads first: `[G, KH, blocks * P, D]`."""
+        """Return the keys or values of a group's contexts, heads first: `[G, KH, blocks * P, D]`.
+
+        numbers: `[N, P, KH, D]`. blocks: `[G * blocks]`, as `_blocks` returns them. plan: the group.
+        """
         taken = numbers.index_select(0, blocks)  # [G * blocks, P, KH, D], a copy
         return taken.view(len(plan.members), -1, *numbers.shape[2:]).transpose(1, 2)
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """`x [G, H, queries, D]` times its key/value head's `scale [KH]`, if there are scales."""
+    """Return `x [G, H, queries, D]` times its key/value head's `scale [KH]`; unchanged if `scale` is None."""
     if scale is None:
         return x
     per_head = scale.repeat_interleave(x.shape[1] // len(scale))

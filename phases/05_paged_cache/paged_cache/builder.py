@@ -15,7 +15,7 @@ from common.sampling.sampler import TORCH, SamplerBackend
 from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import RequestRows
-from continuous.runner import ONE_TOKEN_EACH, OutputVerifier, StepExecutor
+from continuous.runner import ONE_TOKEN_EACH, OutputVerifier
 from continuous.seams import (
     NO_DRAFTS,
     NO_GRAMMAR_MANAGER,
@@ -33,7 +33,7 @@ from paged_cache.cache import PagedCache
 from paged_cache.memory import MemoryPlan, plan_cache
 from paged_cache.pool import BlockPool, KVFormat
 from paged_cache.recipe import F, Feature, Recipe, find
-from paged_cache.runner import PagedRunner
+from paged_cache.runner import PagedRunner, StepExecutor
 from paged_cache.scheduler import PagedScheduler
 
 PagedEngine = Engine
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Slot(Generic[T]):
-    """One part of an engine that is being built.
+    """One exchangeable part of an engine that is being built.
 
     name: for error messages. part: what will be used.
     owner: the name of the first feature that changed it; empty while it is this phase's part.
@@ -58,7 +58,11 @@ class Slot(Generic[T]):
         self.owner = ""
 
     def replace(self, feature: Feature, part: T) -> None:
-        """Put a feature's part here. Raises `UserError` if another feature's is here already."""
+        """Use a feature's part here instead.
+
+        Raises:
+            UserError: another feature's part is here already.
+        """
         if self.owner:
             raise UserError(
                 f"{feature.name} and {self.owner} cannot both be on: each brings its own {self.name}"
@@ -66,24 +70,24 @@ class Slot(Generic[T]):
         self.part, self.owner = part, feature.name
 
     def decorate(self, feature: Feature, decorator: Callable[[T], T]) -> None:
-        """Put a part here that is made of the one so far."""
+        """Replace the part by `decorator(part)`, on behalf of a feature."""
         self.part = decorator(self.part)
         self.owner = self.owner or feature.name
 
 
 class EngineBuilder:
-    """The parts of an engine that is being built.
+    """The parts of an engine that is being built; features replace and decorate them.
 
-    assemble: makes the engine. load: the model. weight_loader: how linear layers keep their weights while it
-        is loaded. memory_plan: how many blocks there are.
+    assemble: makes the engine. load: the model. weight_loader: how linear layers keep their weights while
+        it is loaded. memory_plan: how many blocks there are.
     kv: how keys and values are stored.
     pool, cache, attention, runner, scheduler: called to make each of them.
-    verifier: makes what says which tokens a request gets of a step.
+    verifier: makes what decides which tokens a request gets of a step.
     sampler_backend, drafter, grammar_manager, loop, on_step_failed: see `Engine`.
 
     surgeries: changes of a model's layers before any feature is installed.
-    executors: by class, what makes a faster way to run certain steps (None: not here), given the runner. They
-        are asked in the order that their classes declare.
+    executors: by class, what makes a faster way to run certain steps (None: not here), given the runner.
+        They are asked in the order that their classes declare.
     reservations: asked after all features are installed how many bytes to leave free.
     prefetchers: called with the works of the next step while the host waits for masks.
     warmups: called with the finished engine.
@@ -136,11 +140,13 @@ class EngineBuilder:
         self.default_step_tokens: int | None = None
 
     def feature(self, kind: type[F]) -> F | None:
-        """Return the feature of a kind that this engine has, or None."""
+        """Return this engine's feature of the class `kind`, or None if it is off."""
         return find(self.recipe.features, kind)
 
     def own_model(self) -> Model:
-        """The model, for a feature that replaces layers; the caller's is copied, with the same weights."""
+        """Return a model whose layers a feature may replace; a caller's model is copied first, with the
+        same weights.
+        """
         if self.model is self.recipe.model:
             self.model = clone(self.model)
         return self.model
@@ -149,28 +155,28 @@ class EngineBuilder:
 
     @property
     def max_rows(self) -> int:
-        """Requests that run at a time."""
+        """Return how many requests run at a time, at most."""
         return self.recipe.sizes.max_rows or MAX_ROWS
 
     @property
     def max_len(self) -> int:
-        """Most tokens of a request."""
+        """Return the most tokens of a request."""
         return self.recipe.sizes.context(self.model)
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """Return the tokens in a block."""
         return self.recipe.sizes.block_size or self.default_block_size
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens that a step computes."""
+        """Return the most tokens that a step computes."""
         default = self.default_step_tokens or max(STEP_TOKENS, self.max_len)
         return self.recipe.sizes.step_tokens or default
 
 
 def build(recipe: Recipe) -> PagedEngine:
-    """Make an engine, with the features in the order of their phases.
+    """Return an engine with the features of a recipe, installed in the order of their phases.
 
     Raises:
         UserError: features that do not go together, or sizes that do not fit.
@@ -182,7 +188,7 @@ def build(recipe: Recipe) -> PagedEngine:
 
 
 def assemble(builder: EngineBuilder) -> PagedEngine:
-    """Load the model, install the features, divide the memory, and make the parts and the engine of them."""
+    """Load the model, install the features, divide the memory, and return the engine made of the parts."""
     builder.model = builder.load.part(builder)
     for surgery in builder.surgeries:
         surgery(builder)
@@ -236,7 +242,7 @@ def _order(executor: type[StepExecutor]) -> int:
 
 
 def load(builder: EngineBuilder) -> Model:
-    """Load the model, or take the one that is loaded."""
+    """Return the recipe's model, loaded from its files unless the caller has loaded it."""
     asked = builder.recipe
     return load_model(
         asked.model,
@@ -247,7 +253,7 @@ def load(builder: EngineBuilder) -> Model:
 
 
 def plan_memory(builder: EngineBuilder) -> MemoryPlan:
-    """Divide the memory: as many blocks as fit."""
+    """Return the division of the memory: as many KV cache blocks as fit beside weights and activations."""
     sizes = builder.recipe.sizes
     return plan_cache(
         builder.model,

@@ -14,20 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.request import Request
+from continuous.cache import CacheManager
 from continuous.work import Work
 from paged_cache.allocator import BlockAllocator
 
 
-class PagedCache:
-    """Block tables over an allocator. Nothing outlives its request, and nothing is shared by content.
+class PagedCache(CacheManager):
+    """The host's side of a paged KV cache: block tables over a free list. Cached blocks end with their
+    request.
 
     Args:
         rows: running requests at most.
         max_len: most tokens of a request.
         blocks: blocks in the pool, `N`.
         block_size: tokens in a block, `P`.
-        watermark: share of the pool that admission leaves free for the requests that run already, so that a
-            newcomer is not the reason for the next preemption.
+        watermark: share of the pool that admission leaves free for the requests that run already, so that
+            a newcomer is not the reason for the next preemption.
 
     tables: `[rows, max_blocks]` int32. Token `p` of the request in row `r` is in block `tables[r, p // P]`.
     """
@@ -47,17 +49,17 @@ class PagedCache:
         self._fresh: list[int] = []
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks that so many tokens take."""
+        """Return the number of blocks that `tokens` tokens take."""
         return -(-tokens // self.block_size)
 
     def blocks_of(self, row: int) -> list[int]:
-        """The blocks that the request in `row` uses, in order."""
+        """Return the blocks that the request in `row` uses, in order."""
         blocks: list[int] = self.tables[row, : self._owned[row]].tolist()
         return blocks
 
     @property
     def free(self) -> int:
-        """Blocks that can be had."""
+        """Return the number of blocks that can be taken."""
         return self.allocator.free
 
     def holds(self, tokens: int) -> bool:
@@ -65,27 +67,31 @@ class PagedCache:
         return self.blocks_for(tokens) <= min(self.allocator.count, self.tables.shape[1])
 
     def fits(self, request: Request) -> bool:
-        """Return True if the request can be admitted; blocks promised in this very step are taken already."""
+        """Return True if there are blocks to admit a waiting request with all the tokens it has.
+
+        Blocks promised to others in this very step are taken already.
+        """
         alone = self.free == self.allocator.count
         return self.blocks_for(len(request.tokens)) <= self.free - (
             0 if alone else self.reserve_blocks
         )
 
-    def lookup(self, request: Request) -> int:
-        """Nothing outlives its request here."""
-        return 0
-
     def reserve(self, request: Request, upto: int) -> bool:
-        """Grow the request's table to `upto` tokens; almost always there is nothing to do."""
+        """Grow the request's block table to `upto` tokens; False, with nothing changed, if there are
+        not enough blocks.
+        """
         if upto <= self._writable[request.row]:
             return True
         return self.grow(request, upto)
 
     def grow(self, request: Request, upto: int) -> bool:
-        """The slow path of `reserve`: take blocks, and copy one that is shared and about to be written.
+        """Take blocks for a request's first `upto` tokens, and copy a shared block that is about to be
+        written.
 
-        Returns False, and changes nothing, if there are not enough blocks. The copy is made before the
-        step's writes, see `take_copies`.
+        The slow path of `reserve`. The device makes the copy before the step's writes, see `take_copies`.
+
+        Returns:
+            False, with nothing changed, if there are not enough blocks.
         """
         row = request.row
         owned = self._owned[row]
@@ -108,7 +114,7 @@ class PagedCache:
         return True
 
     def take_blocks(self, count: int) -> list[int]:
-        """Free blocks, which the caller has seen to be there."""
+        """Take `count` free blocks and return their numbers; the caller has seen that there are as many."""
         blocks = self.allocator.allocate(count)
         self._fresh += blocks
         return blocks
@@ -129,7 +135,7 @@ class PagedCache:
         self._writable[child.row] = self._writable[parent.row] = full
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """The (source, target) blocks to copy before the next step writes anything; each target once.
+        """Return the (source, target) blocks to copy before the next step writes anything; each target once.
 
         All sources are to be read before any target is written.
         """
@@ -137,20 +143,24 @@ class PagedCache:
         return copies
 
     def take_fresh(self) -> list[int]:
-        """The blocks that have got a new owner since the last call; before the next step, and its copies."""
+        """Return the blocks that have got a new owner since the last call.
+
+        Called before the next step and its copies.
+        """
         fresh, self._fresh = self._fresh, []
         return fresh
 
     def take_moves(self, works: Sequence[Work]) -> Any:
-        """A seam: what `BlockPool.regroup` has to know before these works run. One group: nothing."""
+        """Return what `BlockPool.regroup` needs before a step: None here, where all layers share one block
+        table.
 
-    def commit(self, request: Request, upto: int) -> None:
-        """Nothing is shared by content here."""
+        Phase 17 overrides it. works: the step's requests and tokens.
+        """
 
     def release(self, request: Request) -> None:
-        """Give back the request's blocks, the last one first, so that the first is the next to be taken.
+        """Free the request's blocks, the last one first, so that its first block is the next to be taken.
 
-        Copies into them that were never made, since the step was not launched, are forgotten: the next owner
+        Copies into them that were never made, since the step was not launched, are dropped: the next owner
         may want to copy there as well.
         """
         row, blocks = request.row, self.blocks_of(request.row)
@@ -159,12 +169,14 @@ class PagedCache:
         self._owned[row] = self._writable[row] = 0
 
     def forget(self) -> None:
-        """Drop what no request uses; nothing outlives its request here."""
+        """Free the cached blocks that no request uses: here there are none."""
 
     def users(self) -> list[int]:
-        """Every block once for each of its users."""
+        """Return every block once for each of its users."""
         return [block for row in range(len(self._owned)) for block in self.blocks_of(row)]
 
     def check(self) -> None:
-        """Raise `AssertionError` unless every block is booked for exactly the tables that hold it."""
+        """Raise `AssertionError` unless every block's count of users equals the number of tables that
+        hold it.
+        """
         self.allocator.check(self.users())

@@ -19,7 +19,7 @@ MOST_CPU_CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The parts of the memory, in bytes, and the blocks and tokens that the cache's part makes.
+    """The division of an engine's memory, in bytes, and the blocks that fit in the cache's part.
 
     weights: parameters and buffers of the model.
     rows: what is kept for every row: tokens, block tables, and the sampler's settings and counts.
@@ -37,7 +37,7 @@ class MemoryPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the cache holds."""
+        """Return how many tokens the cache holds."""
         return self.blocks * self.block_size
 
     def __str__(self) -> str:
@@ -66,11 +66,12 @@ def weight_bytes(model: Model) -> int:
 
 
 def activation_bytes(model: Model, step_tokens: int, rows: int) -> int:
-    """An estimate of the most that one step needs beside weights and cache, from above.
+    """Return an upper estimate of the bytes that one step needs beside weights and cache.
 
-    The widest moment of a layer holds the residual stream and its normalized float32 copy, the gate and up
-    projections and their product, and queries, keys and values. The logits are there in the model's dtype and
-    in float32 for every row, and then what sampling needs.
+    step_tokens: most tokens of a step. rows: most running requests, each with logits. The widest moment of
+        a layer holds the residual stream and its normalized float32 copy, the gate and up projections and
+        their product, and queries, keys and values. The logits are there in the model's dtype and in
+        float32 for every row, and then what sampling needs.
     """
     config, size = model.config, model.dtype.itemsize
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -99,7 +100,7 @@ def plan_cache(
     gpu_memory_utilization: float = 0.9,
     reserved: int = 0,
 ) -> MemoryPlan:
-    """Decide the number of blocks.
+    """Return how an engine's memory is divided, and so the number of blocks of its KV cache.
 
     Args:
         model: loaded, so that what its weights leave free is known.

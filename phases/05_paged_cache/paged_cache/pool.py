@@ -14,10 +14,11 @@ from common.models.config import ModelConfig
 
 
 class LayerBlocks(NamedTuple):
-    """A layer's keys and values, `[N, P, KH, D]` each, and what they have to be multiplied by.
+    """A layer's blocks of keys and values, `[N, P, KH, D]` each, and their scales.
 
-    k_scale, v_scale: `[KH]` float32, or None where the stored numbers are the keys and values themselves.
-    layout: see `KVFormat`.
+    k_scale, v_scale: `[KH]` float32, by which stored numbers are multiplied, or None if the stored numbers
+        are the keys and values themselves.
+    layout: another order of values in a block, see `KVFormat`; None: as above.
     """
 
     k: Tensor
@@ -28,18 +29,18 @@ class LayerBlocks(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """True if there are scales."""
+        """Return True if keys and values have scales."""
         return self.k_scale is not None
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """The format of stored keys and values.
+    """The format in which keys and values are stored.
 
     dtype: of the stored numbers; None: the model's.
     scales: `[L, 2, KH]` float32 on any device, for the keys and the values of each layer's heads; a key is
         the number that is stored for it times its scale. None: there are none.
-    layout: a seam: another layout of values in a block, which a later phase's kernels know; None: as said.
+    layout: another order of values in a block, which a later phase's kernels know; None: `[N, P, KH, D]`.
     """
 
     dtype: torch.dtype | None = None
@@ -47,22 +48,23 @@ class KVFormat:
     layout: Any = None
 
     def dtype_for(self, model_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the stored numbers."""
+        """Return the dtype of the stored numbers, for a model of `model_dtype`."""
         return model_dtype if self.dtype is None else self.dtype
 
     def exact(self, model_dtype: torch.dtype) -> bool:
-        """True if the stored numbers are those that the model computed."""
+        """Return True if the stored numbers are those that the model computed, not rounded."""
         return self.scales is None and self.dtype_for(model_dtype) == model_dtype
 
     def bytes_per_block(
         self, config: ModelConfig, block_size: int, model_dtype: torch.dtype
     ) -> int:
-        """Bytes that one block takes, over all layers."""
+        """Return the bytes that one block of `block_size` tokens takes, over all layers."""
         return block_size * config.kv_bytes_per_token(self.dtype_for(model_dtype))
 
 
 def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Keys or values `x [..., KH, D]` as they are stored: over `scale [KH]`, within what `dtype` can hold.
+    """Return keys or values `x [..., KH, D]` as they are stored: divided by `scale [KH]`, within `dtype`'s
+    range.
 
     Without a scale only the dtype changes.
     """
@@ -75,12 +77,12 @@ def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def largest(dtype: torch.dtype) -> float:
-    """The largest number that scaled keys and values may be stored as; the smallest is minus that."""
+    """Return the largest number that scaled keys and values may be stored as; the smallest is minus that."""
     return float((torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max)
 
 
 def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros; on a CPU a page of it takes memory once something is written there."""
+    """Return a tensor of zeros; on a CPU its memory is taken page by page, as it is written."""
     size = prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.zeros(shape, device=device, dtype=dtype)
@@ -88,9 +90,9 @@ def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
 
 
 class BlockPool:
-    """One allocation `[L, 2, N, P, KH, D]`, and of it each layer's `LayerBlocks`.
+    """The device's KV cache: one tensor `[L, 2, N, P, KH, D]`, and each layer's part of it.
 
-    stained: some block may hold NaN.
+    stained: True if some block may hold NaN, so blocks are wiped when they get a new owner.
     """
 
     stained = False
@@ -105,7 +107,10 @@ class BlockPool:
         dtype: torch.dtype,
         kv: KVFormat | None = None,
     ) -> None:
-        """Make room for `blocks` blocks of `block_size` tokens; `dtype` is the model's."""
+        """Allocate `blocks` blocks of `block_size` tokens for every layer; `dtype` is the model's.
+
+        kv: the format of keys and values; None: the model's dtype.
+        """
         kv = kv or KVFormat()
         shape = (
             config.num_layers,
@@ -131,19 +136,23 @@ class BlockPool:
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes that one block takes in the model's own dtype; see `KVFormat.bytes_per_block`."""
+        """Return the bytes that one block takes over all layers, in the model's own dtype."""
         return KVFormat().bytes_per_block(config, block_size, dtype)
 
     def regroup(self, moves: Any) -> None:
-        """A seam: groups of layers may keep different blocks. Here there is one group, and nothing moves."""
+        """Update which blocks each group of layers uses: nothing here, where all layers share one block
+        table.
+
+        Phase 17 overrides it. moves: what `PagedCache.take_moves` returned.
+        """
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, `(source, target)`, in every layer."""
+        """Copy whole blocks, from source to target of each pair, in every layer."""
         sources, targets = (
             torch.tensor(side, device=self.data.device) for side in zip(*pairs, strict=True)
         )
         self.data[:, :, targets] = self.data[:, :, sources]
 
     def wipe(self, blocks: list[int]) -> None:
-        """Make whole blocks zeros, in every layer."""
+        """Set whole blocks to zero, in every layer."""
         self.data[:, :, torch.tensor(blocks, device=self.data.device)] = 0

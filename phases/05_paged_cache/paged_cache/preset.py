@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,18 +20,19 @@ from paged_cache.recipe import Feature, PagedSizes, Recipe
 
 
 class Chosen(NamedTuple):
-    """Sizes and features that a set of options comes to."""
+    """The sizes and features that a set of options asks for."""
 
     sizes: PagedSizes
     features: tuple[Feature, ...]
 
 
 class Preset:
-    """A phase's engine: which features it has, and which of them are on unless the caller says otherwise.
+    """A phase's engine: its features, and which of them are on unless the caller says otherwise.
 
     Args:
         on: features that are on.
-        fitting: features that are on where they pay (`Feature.enabled_by_default`), decided in this order.
+        fitting: features that are on where they are faster (`Feature.enabled_by_default`), decided in this
+            order.
         defaults: sizes that this phase prefers on a kind of device.
 
     As an option a feature is a switch, `prefix_cache=False`, and each of its fields an option by itself,
@@ -51,7 +51,7 @@ class Preset:
     def plus(
         self, on: Sequence[type[Feature]] = (), fitting: Sequence[type[Feature]] = ()
     ) -> Preset:
-        """The next phase's: this one with more features."""
+        """Return this preset with more features: the next phase's."""
         return Preset([*self.on, *on], [*self.fitting, *fitting], self.defaults)
 
     def load(
@@ -63,7 +63,13 @@ class Preset:
         tokenizer: Tokenizer | None = None,
         **options: Any,
     ) -> PagedEngine:
-        """Make the engine for a model's name or a loaded model, with these options."""
+        """Return an engine for a model's name or a loaded model, with these options.
+
+        tokenizer: needed for stop strings only.
+
+        Raises:
+            UserError: an option is unknown, out of its limits, or of a feature that is off.
+        """
         where = model.device if isinstance(model, Model) else pick_device(device)
         chosen = self.choose(options, where)
         return build(Recipe(model, chosen.sizes, chosen.features, device, dtype, tokenizer))
@@ -79,7 +85,7 @@ class Preset:
         device: torch.device,
         more: Sequence[type[Feature]] = (),
     ) -> Chosen:
-        """Return what the options mean on a device.
+        """Return the sizes and features that options ask for on a device.
 
         more: features beyond this preset's; they are off unless an option switches them on.
 
@@ -88,7 +94,6 @@ class Preset:
         """
         kinds = [*self.on, *self.fitting]
         kinds += [kind for kind in more if kind not in kinds]
-        options = _without_old(options, kinds)
         sizes, *own = route(options, [PagedSizes, *kinds], [kind.name for kind in kinds])
         features: list[Feature] = []
         for kind, given in zip(kinds, own, strict=True):
@@ -104,26 +109,6 @@ class Preset:
                 _refuse_options_of(kind, given, device)
         sizes = {**self.defaults.get(device.type, {}), **sizes}
         return Chosen(PagedSizes(**sizes), tuple(features))
-
-
-def _without_old(options: Mapping[str, Any], kinds: Sequence[type[Feature]]) -> dict[str, Any]:
-    """Return options with a feature's switch for each of its renamed options, and without removed ones.
-
-    Warns of each old option.
-    """
-    given = dict(options)
-    for kind in kinds:
-        for old in kind.renamed:
-            if old in given:
-                value = given.pop(old)
-                warnings.warn(f"{old} is now part of {kind.name}", FutureWarning, stacklevel=4)
-                if given.get(kind.name) is None or not kind.switched_on(value):
-                    given[kind.name] = value
-        for old in kind.removed:
-            if given.pop(old, None) is not None:
-                message = f"{old} is ignored: {kind.name} has no such option any more"
-                warnings.warn(message, FutureWarning, stacklevel=4)
-    return given
 
 
 def _refuse_options_of(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PagedSizes(Sizes):
-    """`Sizes`, and those of a paged cache."""
+    """Sizes of an engine with a paged KV cache, as options: those of `Sizes`, and of blocks and memory."""
 
     LIMITS: ClassVar[dict[str, tuple[int, int | None]]] = {
         **Sizes.LIMITS,
@@ -39,7 +39,9 @@ class PagedSizes(Sizes):
     )
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a model."""
+        """Check the values that can be checked without a model; raise `UserError` for one out of its
+        limits.
+        """
         super().__post_init__()
         number(
             "gpu_memory_utilization",
@@ -57,50 +59,59 @@ class Feature(ABC):
     phase: the number of the phase that brings it; features are installed in this order.
     without: options that say in its own words what an engine does that lacks it. Giving one of these values
         asks for nothing.
-    renamed: old options for which the switch, with the same value, stands now.
-    removed: old options that nothing stands for; they are ignored with a warning.
     for_draft_models: a smaller model that drafts for an engine with this feature has it as well.
+    on_with, on_device: by default it is on with all of these features, and on this kind of device ("cpu" or
+        "cuda"; None: on any).
     """
 
     name: ClassVar[str]
     phase: ClassVar[int]
     without: ClassVar[Mapping[str, Any]] = {}
-    renamed: ClassVar[Sequence[str]] = ()
-    removed: ClassVar[Sequence[str]] = ()
     for_draft_models: ClassVar[bool] = False
+    on_with: ClassVar[Sequence[type[Feature]]] = ()
+    on_device: ClassVar[str | None] = None
 
     def configure_load(self, builder: EngineBuilder) -> None:  # noqa: B027  # most features change no loading
         """Change how the model is loaded; `builder.model` is not there yet."""
 
     @abstractmethod
     def install(self, builder: EngineBuilder) -> None:
-        """Replace or decorate parts. Raises `UserError` where that makes no sense, or not on this device."""
+        """Replace or decorate parts of the engine that is being built.
+
+        Raises:
+            UserError: the feature makes no sense with these parts, or not on this device.
+        """
 
     @classmethod
     def switched_on(cls, value: Any) -> bool:
-        """Return True if a value of the feature's option turns it on. Raises `UserError` for a wrong one."""
+        """Return True if this value of the feature's option turns it on.
+
+        Raises:
+            UserError: the value has the wrong type.
+        """
         return boolean(cls.name, value)
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True if it is on by default for this device and the `others` that are on."""
-        return True
+        """Return True if the feature is on by default on this device, with the `others` that are on."""
+        here = cls.on_device in (None, device.type)
+        return here and all(find(others, kind) is not None for kind in cls.on_with)
 
 
 F = TypeVar("F", bound=Feature)
 
 
 def find(features: Iterable[Feature], kind: type[F]) -> F | None:
-    """Return the feature of a kind, or None if it is off."""
+    """Return the feature of the class `kind`, or None if there is none among `features`."""
     return next((feature for feature in features if isinstance(feature, kind)), None)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that `build` is given.
+    """All that an engine is built from: model, sizes and features.
 
-    model: a name, whose model then belongs to the engine, so that a feature may replace layers in place; or a
-        loaded model, which stays as it is.
+    model: a name, whose model then belongs to the engine, so that a feature may replace layers in place;
+        or a loaded model, which stays as it is.
     features: in any order; those of `EngineBuilder.recipe` are in the order of their phases.
     """
 

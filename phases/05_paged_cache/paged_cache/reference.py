@@ -13,7 +13,11 @@ from paged_cache.pool import LayerBlocks
 
 
 def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """The first `length` tokens of one request, `[length, KH, D]`, out of a pool `[N, P, KH, D]`."""
+    """Return the first `length` tokens of one request, `[length, KH, D]`, from keys or values `[N, P, KH,
+    D]`.
+
+    block_table: `[max_blocks]`, the request's blocks.
+    """
     block_size = cache.shape[1]
     blocks = block_table[: -(-length // block_size)].long()
     return cache[blocks].flatten(0, 1)[:length]
@@ -28,12 +32,14 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
-    soft_cap: float | None = None,
 ) -> Tensor:
-    """Attention of ragged queries over a paged cache: `[T, H, D]` in float32.
+    """Return attention of ragged queries over a paged cache in the plainest way, for tests: `[T, H, D]`
+    float32.
 
-    Query `i` of a request with `n` queries and `c` keys stands at position `c - n + i` and sees the keys up
-    to its own position, and with a sliding window `w` only the last `w` of them.
+    q: `[T, H, D]`. cache: a layer's blocks. block_tables: `[B, max_blocks]`. query_starts: `[B + 1]`.
+    context_lens: `[B]`. Query `i` of a request with `n` queries and `c` keys stands at position `c - n +
+        i` and sees the keys up to its own position, and with a sliding window `w` only the last `w` of
+        them.
     """
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     starts, contexts = query_starts.tolist(), context_lens.tolist()
@@ -48,8 +54,6 @@ def paged_attention(
             k, v = k * cache.k_scale[:, None], v * cache.v_scale[:, None]
         k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))  # [C, H, D]
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scale
-        if soft_cap is not None:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
         position = torch.arange(context - count, context, device=q.device)[:, None]
         key = torch.arange(context, device=q.device)[None, :]
         hidden = key > position

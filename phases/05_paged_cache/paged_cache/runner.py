@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from continuous.batch import Batch, HostBatch, Ints
 from continuous.rows import RequestRows
-from continuous.runner import Runner, StepExecutor
+from continuous.runner import Forwarded, Runner
 from continuous.work import Work
 from forward.model import Model
 from paged_cache.attention import PagedAttention, PagedBatch
 from paged_cache.cache import PagedCache
 
 
+class StepExecutor(Protocol):
+    """Runs some kinds of steps faster, such as a CUDA graph for steps of decodes.
+
+    order: executors of a smaller number are asked first.
+    """
+
+    order: ClassVar[int]
+
+    def supports(self, works: Sequence[Work], masked: bool) -> Any | None:
+        """Return a ticket for `run`, or None to leave the step to the next executor."""
+
+    def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
+        """Call `Runner.refresh`, and run the first half of a step that this executor supports."""
+
+
 class PagedRunner(Runner):
-    """Runs steps over a block pool.
+    """Runs steps over a paged KV cache.
 
     Args:
         model: computes hidden states and logits.
@@ -28,9 +44,14 @@ class PagedRunner(Runner):
         executors: called with this runner to make each executor, those that are asked first first; None:
             there is no use for it here.
         options: those of `continuous.Runner`.
+
+    executors: asked for each step in this order; `eager` runs what none supports.
+    last: the first half of the newest step; its hidden states are valid until the next step.
     """
 
     attention: PagedAttention
+    executors: Sequence[StepExecutor] = ()
+    last: Forwarded | None = None
 
     def __init__(
         self,
@@ -52,14 +73,31 @@ class PagedRunner(Runner):
                 self.ask_first(executor)
 
     def ask_first(self, executor: StepExecutor) -> None:
-        """Ask another executor for each step, before those that are there."""
+        """Add an executor (a faster way to run certain steps) that is asked before those that are there."""
         self.executors = [executor, *self.executors]
 
+    @torch.inference_mode()
+    def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
+        """See `Runner.forward`; the first executor that supports the step runs it."""
+        for executor in self.executors:
+            if (ticket := executor.supports(works, masked)) is not None:
+                self.last = executor.run(works, ticket)
+                break
+        else:
+            self.last = self.eager(works)
+        return self.last
+
+    def eager(self, works: Sequence[Work]) -> Forwarded:
+        """Run the first half of any step, one operation after the other."""
+        return super().forward(works)
+
     def release(self) -> None:
-        """Destroy graphs, after the last step; this runner has none."""
+        """Destroy CUDA graphs, after the last step; this runner has none."""
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Also: do the copies that the step's writes depend on, and wipe what NaN may have been left in."""
+        """Upload tokens and settings of new requests, make the copies of blocks that the step depends
+        on, and wipe NaN.
+        """
         super().refresh(works)
         self.attention.pool.regroup(self.cache.take_moves(works))
         if (fresh := self.cache.take_fresh()) and self.attention.pool.stained:
@@ -68,19 +106,19 @@ class PagedRunner(Runner):
             self.attention.pool.copy(copies)
 
     def prepare(self, works: Sequence[Work]) -> Batch:
-        """The step's inputs."""
+        """Return the inputs of a step on the device, with block tables and slots."""
         host = HostBatch.of(works, self.rows.prompt_lens)
         return PagedBatch.of(
             host, self.rows, block_tables=self.block_tables(host), slots=self.slots(host)
         )
 
     def block_tables(self, host: HostBatch) -> NDArray[np.int32]:
-        """`[B, max_blocks]`: the tables of the batch's rows, no wider than the longest context needs."""
+        """Return the block tables `[B, max_blocks]` of a batch, no wider than the longest context needs."""
         width = self.cache.blocks_for(int(host.context_lens.max()))
         return self.cache.tables[host.rows, :width]
 
     def slots(self, host: HostBatch) -> Ints:
-        """`[T]`: where each new token's key and value go."""
+        """Return where each new token's key and value go: `[T]`, `block * P + offset`."""
         size = self.cache.block_size
         blocks = self.cache.tables[host.token_rows, host.positions // size]
         return blocks.astype(np.int64) * size + host.positions % size

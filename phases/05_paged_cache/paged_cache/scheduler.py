@@ -12,12 +12,17 @@ from paged_cache.cache import PagedCache
 
 
 class PagedScheduler(Scheduler):
-    """Admits on the blocks that a request needs now, not on all it may ever need; preempts if that fails."""
+    """A scheduler that admits a request on the blocks it needs now, not on all it may need; preempts if
+    that fails.
+    """
 
     cache: PagedCache
 
     def check_step(self, request: Request) -> None:
-        """A preempted request computes its prompt and its output so far in one step."""
+        """Raise `UserError` if the request's prompt and output could exceed the tokens of one step.
+
+        A preempted request computes its prompt and its output so far in one step.
+        """
         if request.limit - 1 > self.step_tokens:
             raise UserError(
                 f"the request may have to compute {request.limit - 1} tokens at once after a preemption, but "
@@ -25,9 +30,9 @@ class PagedScheduler(Scheduler):
             )
 
     def add(self, requests: list[Request]) -> None:
-        """Put the samples of one prompt in line as one, or as many as there are rows for each time.
+        """Add the samples of one prompt to the waiting queue together; the first computes the prompt for all.
 
-        The first of them computes the prompt for all.
+        If there are more samples than rows, they are added in parts of as many as there are rows.
         """
         for request in requests:
             request.rank = self.policy(request)
@@ -38,8 +43,12 @@ class PagedScheduler(Scheduler):
     def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Preempt the last request by rank until `request` has room; it may be `request` itself.
 
-        Only requests that this step does not serve yet can lose their blocks: `queue[at:]`, which is not
-        always in the order of ranks, gets shorter.
+        upto: tokens that it needs room for. queue, at: only requests that this step does not serve yet,
+            `queue[at:]`, which is not always in the order of ranks, can lose their blocks; they are
+            removed from it.
+
+        Returns:
+            False if there is still no room.
         """
         while True:
             victim = max((request, *queue[at:]), key=by_rank)
@@ -51,9 +60,10 @@ class PagedScheduler(Scheduler):
                 return True
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back in line; all its tokens will be computed again, the output included.
+        """Preempt a running request: free its blocks and row, and put it back in the waiting queue.
 
-        It keeps its tokens and its rank. The preemption counts for the request and for the scheduler.
+        All its tokens will be computed again, the output included. It keeps its tokens and its rank. The
+        preemption is counted for the request and for the scheduler.
         """
         self.leave(request)
         request.num_computed_tokens = 0
@@ -62,11 +72,16 @@ class PagedScheduler(Scheduler):
         self._push(request)
 
     def can_admit(self, request: Request) -> bool:
-        """Also: there is a row for every sibling. They get theirs at once, or a fork might find none."""
+        """Return True if there are blocks for a waiting request, and a row for it and each of its siblings.
+
+        Siblings get their rows at once, or a fork might find none.
+        """
         return self.rows.free > len(request.siblings) and super().can_admit(request)
 
     def start_request(self, request: Request) -> None:
-        """Take the siblings' rows too; those that were aborted while they waited are forgotten."""
+        """Allocate rows for all samples of an admitted prompt, and blocks for the first; drop aborted
+        samples.
+        """
         super().start_request(request)
         request.siblings = [
             sibling for sibling in request.siblings if sibling.finish_reason is None
@@ -75,10 +90,13 @@ class PagedScheduler(Scheduler):
             self.rows.acquire(sibling)
 
     def fork(self, request: Request) -> tuple[Request, ...]:
-        """Share the prompt's blocks with the siblings; its last logits are sampled once for each.
+        """Start the siblings of `request`, whose prompt this step completes; they share its blocks.
 
-        All earlier chunks of the prompt have finished: if one failed after the fork, the siblings would go on
-        with what was never computed.
+        Its last logits are sampled once for each. All earlier chunks of the prompt have finished: if one
+        failed after the fork, the siblings would go on with what was never computed.
+
+        Returns:
+            The sampled requests: `request` and its siblings.
         """
         siblings = [sibling for sibling in request.siblings if sibling.finish_reason is None]
         request.siblings = []
@@ -89,7 +107,10 @@ class PagedScheduler(Scheduler):
         return (request, *siblings)
 
     def leave(self, request: Request) -> None:
-        """Before the fork, siblings have rows but do not run; they leave with the first, or by themselves."""
+        """Free the blocks and the row of a request that has ended or is preempted.
+
+        Before the fork, siblings have rows but do not run; they leave with the first, or by themselves.
+        """
         if request.row >= 0 and request.num_computed_tokens == 0:
             self.rows.release(request)
             return
@@ -99,7 +120,9 @@ class PagedScheduler(Scheduler):
         super().leave(request)
 
     def check_integrity(self) -> None:
-        """Also: every block has exactly the users that hold it, and none is held while nothing runs."""
+        """Raise `AssertionError` unless every block has exactly the users that hold it, and none if no
+        request runs.
+        """
         super().check_integrity()
         held = self.cache.allocator.count - self.cache.free
         if self.idle and held:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 import triton
@@ -26,15 +24,15 @@ the number is rounded up to a power of two, for which the kernel is compiled in 
 
 
 class TritonPagedAttention(PagedAttention):
-    """`PagedAttention` by Triton: requests with at most `most_queries` new tokens by the decode kernel,
-    others by prefill.
+    """Attention over the paged KV cache by two Triton kernels, one for decode steps and one for prefill.
+
+    Requests with at most `most_queries` new tokens take the decode kernel, all others the prefill kernel.
+    A step of decodes alone allocates and uploads nothing in `begin`, so that a CUDA graph can capture it.
+    CUDA graphs of other steps begin by `begin_sorted`.
 
     Args:
-        pool: the cache.
+        pool: the paged KV cache.
         num_heads: query heads of the model, `H`.
-
-    A step of decodes alone allocates nothing and uploads nothing in `begin`, so that it can be captured.
-    Graphs of other steps begin by `begin_sorted`.
     """
 
     def __init__(self, pool: BlockPool, num_heads: int) -> None:
@@ -50,7 +48,7 @@ class TritonPagedAttention(PagedAttention):
         self._workspace = Workspace(pairs * rows, d_pad, device)
 
     def plan(self) -> None:
-        """Sort the step's requests into the two kinds, and split the longer ones into query tiles."""
+        """Sort the step's requests into decode and prefill, and split those of prefill into query tiles."""
         host = self.batch.host
         decodes = host.query_lens <= self.most_queries
         # One or the most: a kernel in between would be compiled for each number, and gain nothing.
@@ -66,8 +64,13 @@ class TritonPagedAttention(PagedAttention):
             self._only, self._tiles = moved["members"], moved["tiles"]
 
     def sort(self, host: HostBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return the requests for the decode kernel, int64, and the query tiles `[n, 4]` int32
-        of the others.
+        """Return the requests for the decode kernel, and the query tiles for the prefill kernel.
+
+        host: the step's lengths, as numpy arrays.
+
+        Returns:
+            requests: int64, their numbers in the batch.
+            tiles: `[n, 4]` int32, as `query_tiles` returns them.
         """
         short = host.query_lens <= self.most_queries
         tiles = query_tiles(host.query_lens, host.context_lens, self.tile_tokens, ~short)
@@ -75,7 +78,7 @@ class TritonPagedAttention(PagedAttention):
 
     @property
     def tile_tokens(self) -> int:
-        """Most query tokens in a tile."""
+        """Return the most query tokens that a query tile may have."""
         return self._prefill_config.block_m // self._group
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
@@ -93,31 +96,28 @@ class TritonPagedAttention(PagedAttention):
         self._only, self._tiles = members, tiles
 
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
-        """See `PagedAttention.store`."""
+        """Write keys and values `[T, KH, D]` of new tokens to the layer's blocks; see
+        `PagedAttention.store`.
+        """
         kv_store(k, v, cache, self.batch.slots)
 
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """Return attention's output `[T, H, D]`, see `PagedAttention.attend`. `k` and `v` are not read:
-        the pool has them.
+        """Return attention's output `[T, H, D]` for queries `q [T, H, D]` over the layer's blocks.
+
+        k, v: not read, for `store` has written them to the blocks. cache: the layer's blocks.
         """
         batch, q = self.batch, q.contiguous()
-        scores: dict[str, Any] = {
-            "scale": layer.scale,
-            "sliding_window": layer.sliding_window,
-            "soft_cap": layer.soft_cap,
-            "sinks": layer.sinks,
-        }
         out = torch.empty_like(q)
         if self._max_queries:
             one_each = self._only is None and self._max_queries == 1
             paged_decode(
+                layer,
                 q,
                 cache,
                 batch.block_tables,
                 batch.context_lens,
-                **scores,
                 query_starts=None if one_each else batch.query_starts,
                 max_queries=self._max_queries,
                 requests=self._only,
@@ -126,12 +126,12 @@ class TritonPagedAttention(PagedAttention):
             )
         if self._tiles is not None:
             paged_prefill(
+                layer,
                 q,
                 cache,
                 batch.block_tables,
                 self._tiles,
-                **scores,
-                out=out,
-                config=for_keys(self._prefill_config, self._prefill_keys, cache.k.shape[1]),
+                for_keys(self._prefill_config, self._prefill_keys, cache.k.shape[1]),
+                out,
             )
         return out

@@ -3,13 +3,13 @@
 What it adds to version 3:
 
 - The block ids of the next tile are loaded while this tile is computed and carried through the loop.
-Otherwise every load of keys waits for a load of block ids in the same iteration, and three stages buffer
-like two.
+  Otherwise every load of keys waits for a load of block ids in the same iteration, and three stages buffer
+  like two.
 - When a tile never crosses a block (`P % BLOCK_N == 0`) one block id serves the whole tile.
 - Splits without work return at once, a request that needs one split writes its result directly, and of
-several splits the last to finish combines them: one launch instead of two.
+  several splits the last to finish combines them: one launch instead of two.
 - A request may have several query tokens (a short chunk, or drafts to verify): row `r` of the tile is query
-token `r // GROUP` and query head `r % GROUP` of this key/value head.
+  token `r // GROUP` and query head `r % GROUP` of this key/value head.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
-from triton_paged_attention.kernels.kv_store import attention_arguments, layout_of
+from triton_paged_attention.kernels.kv_store import PLAIN, attention_arguments
 from triton_paged_attention.tables import DecodeConfig, decode_default
 from triton_paged_attention.tiles import LOG2_E, combine, no_keys
 
@@ -39,8 +40,12 @@ def combine_rows(
     D_PAD: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Combine the `used` splits of `count` query tokens, for the query heads of one key/value head, into
-    `out`.
+    """Combine a request's splits in the workspace, and write attention's output to `out [T, H, D]`.
+
+    partial, lse: float32 outputs and log2 of the softmax sums, by split, query token and head of the group.
+    first_split: row of the request's first split. used: how many splits have been written.
+    first_token: row of the request's first query token in `out`. count: its query tokens, at most QUERIES.
+    kv_head: the key/value head; its GROUP query heads are written.
     """
     # As many rows at a time as registers hold: each time waits for its loads.
     ROWS: tl.constexpr = (
@@ -69,19 +74,23 @@ def decode_kernel(
     k_cache, v_cache, block_tables, context_lens, query_starts, requests, partial, lse,
     arrived,
     k_scale, v_scale, sinks,  # [KH], [KH], [H]
-    scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
+    scale, table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr,
     SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of a request's keys for one key/value head; the last split to finish combines all.
 
-    One program per key/value head, split and request. RAGGED: requests have several query tokens, at
-    `query_starts`. SUBSET: only the requests listed in `requests`. SCALED: keys and values have scales per
-    head.
+    One program per key/value head, split and request; `paged_decode` describes the tensors.
+    partial, lse, arrived: the `Workspace`: outputs, log2 of softmax sums, and counters of finished splits.
+    k_scale, v_scale: `[KH]`, read if SCALED: one scale for the keys and values of a head. Strides are in
+        numbers.
+    RAGGED: requests have up to QUERIES query tokens each, at `query_starts`; otherwise one.
+    SUBSET: only the requests that `requests` lists. ATTEND: the loop over tiles, such as `tiles.attend`.
+    MIN_TILES: fewest tiles of BLOCK_N keys in a split.
     """
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -124,10 +133,9 @@ def decode_kernel(
         scale = scale * tl.load(k_scale + kv_head)
     m, total, acc = ATTEND(
         query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high,
-        scale,
-        soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        scale, block_stride, slot_stride, head_stride, D=D, P=P,
         BLOCK_N=BLOCK_N,
-        MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
+        MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, TMA=False,
     )  # fmt: skip
 
     weight_sum = tl.where(
@@ -173,15 +181,12 @@ class Workspace:
 
 
 def paged_decode(
+    layer: LayerSpec,
     q: Tensor,  # [T, H, D]
     cache: LayerBlocks,  # [N, P, KH, D]
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
     *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,  # [H], see `LayerSpec`
     query_starts: Tensor | None = None,  # [B + 1] int32; None: one token per request, T == B
     max_queries: int = 1,
     requests: Tensor | None = None,  # [R] int32: only these requests of the batch; None: all
@@ -192,53 +197,48 @@ def paged_decode(
     """Return attention `[T, H, D]` of requests with 1 to `max_queries` new tokens over the paged cache.
 
     Args:
+        layer: with its scale, window and sinks.
         q: `[T, H, D]`.
         cache: the layer's blocks.
         block_tables: `[B, max_blocks]` int32.
         context_lens: `[B]` int32. A request with context 0 (a padding row of a graph) gets zeros.
-        scale, sliding_window, soft_cap, sinks: see `LayerSpec`.
         query_starts: `[B + 1]` int32; None: each request has one token.
-        max_queries: most query tokens of a request.
+        max_queries: most query tokens of a request, a power of two.
         requests: int32, which requests to compute; None: all. Rows of the others are not written.
         out: result; allocated if None.
         workspace: for splits; allocated if None.
         config: block sizes; None: the default.
     """
-    kv_heads = cache.k.shape[2]
-    items = len(context_lens) if requests is None else len(requests)
+    kv_heads = layer.num_kv_heads
+    listed = context_lens if requests is None else requests
+    items = len(listed)
     out = torch.empty_like(q) if out is None else out
-    if items == 0:
-        return out
-    numbers, constants = attention_arguments(
-        q, cache, block_tables, scale, sliding_window, soft_cap
-    )
-    d_pad = constants["D_PAD"]
-    queries = triton.next_power_of_2(max_queries)
+    shared = attention_arguments(layer, cache, block_tables)
+    d_pad = shared["D_PAD"]
     if config is None:
         config = decode_default(items * kv_heads, d_pad, cache.k.element_size(), q.device)
-        if queries > 1:  # more rows to combine for each split: fewer, longer ones
-            least = max(config.min_tiles, LEAST_KEYS // config.block_n)
+        if max_queries > 1:  # more rows to combine for each split: fewer, longer ones
+            least = LEAST_KEYS // config.block_n
             config = replace(config, splits=min(config.splits, MOST_SPLITS), min_tiles=least)
-    layout = layout_of(cache)
-    config = layout.fit(config, constants["P"])
-    rows = queries * constants["GROUP"]  # of a program
-    if config.splits > 1:
-        needed = items * kv_heads * config.splits * rows
-        workspace = workspace or Workspace(needed, d_pad, q.device)
-        assert workspace.rows >= needed, (
-            f"the workspace has {workspace.rows} rows, but {needed} are needed"
-        )
+    layout = cache.layout or PLAIN
+    config = layout.fit(config, shared["P"])
+    rows = max_queries * shared["GROUP"]  # of a program
+    needed = items * kv_heads * config.splits * rows if config.splits > 1 else 0
+    workspace = workspace or Workspace(needed, d_pad, q.device)
+    assert workspace.rows >= needed, (
+        f"the workspace has {workspace.rows} rows, but {needed} are needed"
+    )
     decode_kernel[(kv_heads, config.splits, items)](
         out, q, cache.k, layout.words(cache.v), block_tables, context_lens,
         context_lens if query_starts is None else query_starts,  # any pointer where there is nothing to read
-        context_lens if requests is None else requests,
-        *((workspace.partial, workspace.lse, workspace.arrived) if workspace else (out, out, out)),
-        *(cache[2:4] if cache.scaled else (out, out)), out if sinks is None else sinks,
-        *numbers, **constants, QUERIES=queries,
+        listed,
+        workspace.partial, workspace.lse, workspace.arrived,
+        *(cache[2:4] if cache.scaled else (out, out)), out if layer.sinks is None else layer.sinks,
+        **shared, QUERIES=max_queries,
         RAGGED=query_starts is not None, SUBSET=requests is not None,
         BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=config.block_n,
         SPLITS_PAD=triton.next_power_of_2(config.splits),
-        MIN_TILES=config.min_tiles, SCALED=cache.scaled, SINKS=sinks is not None,
+        MIN_TILES=config.min_tiles, SCALED=cache.scaled, SINKS=layer.sinks is not None,
         ATTEND=layout.attend,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

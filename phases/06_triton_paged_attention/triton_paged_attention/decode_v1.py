@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import attention_arguments
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit
 def decode_v1_kernel(
     out,  # [B, H, D]
     q,  # [B, H, D]
@@ -31,7 +32,6 @@ def decode_v1_kernel(
     block_tables,  # [B, max_blocks]
     context_lens,  # [B]
     scale,
-    soft_cap,
     table_stride,
     block_stride,
     slot_stride,
@@ -43,10 +43,13 @@ def decode_v1_kernel(
     P: tl.constexpr,
     P_PAD: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
-    SOFT_CAP: tl.constexpr,
 ):
-    """Compute attention of one request's query head, block by block. One program per request
-    and query head.
+    """Compute attention of one request's query head, block by block. One program per request and query head.
+
+    `paged_decode_v1` describes the tensors. table_stride: numbers from one request's block table to the next.
+    block_stride, slot_stride, head_stride: numbers from a block, token or head of the cache to the next.
+    GROUP: query heads of a key/value head. P: tokens of a block. `_PAD`: rounded up to a power of two.
+    WINDOW: tokens that a query sees; 0: all.
     """
     request, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + request)
@@ -74,8 +77,6 @@ def decode_v1_kernel(
             tl.float32
         )
         score = tl.sum(keys * query[None, :], axis=1)  # [P]
-        if SOFT_CAP:
-            score = soft_cap * (2 * tl.sigmoid(2 * score / soft_cap) - 1)  # tanh
         score = tl.where(visible, score, float("-inf"))
         new_m = tl.maximum(m, tl.max(score, axis=0))
         shrink = tl.exp(m - new_m)
@@ -92,27 +93,22 @@ def decode_v1_kernel(
 
 
 def paged_decode_v1(
+    layer: LayerSpec,
     q: Tensor,  # [B, H, D]
     cache: LayerBlocks,  # [N, P, KH, D]; numbers of the model's dtype, without scales
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
 ) -> Tensor:
     """Return attention of one new token per request over the paged cache: `[B, H, D]`.
 
-    q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
+    layer: its scale and window count. q: `[B, H, D]`.
+    cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
     """
-    numbers, constants = attention_arguments(
-        q, cache, block_tables, scale, sliding_window, soft_cap
-    )
+    shared = attention_arguments(layer, cache, block_tables)
     out = torch.empty_like(q)
     decode_v1_kernel[q.shape[:2]](
-        out, q, cache.k, cache.v, block_tables, context_lens, *numbers,
-        P_PAD=triton.next_power_of_2(constants["P"]), **constants,
+        out, q, cache.k, cache.v, block_tables, context_lens,
+        P_PAD=triton.next_power_of_2(shared["P"]), **shared,
     )  # fmt: skip
     return out

@@ -15,21 +15,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import attention_arguments
-from triton_paged_attention.tiles import fold, no_keys, raw_scores, unit
+from triton_paged_attention.tiles import LOG2_E, fold, no_keys, raw_scores
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit
 def decode_v2_kernel(
-    out, q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap,
+    out, q, k_cache, v_cache, block_tables, context_lens, scale,
     table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of all query heads of one key/value head. One program per request and
-    key/value head.
+    """Compute attention of all query heads of one key/value head. One program per request and key/value head.
+
+    `paged_decode_v2` describes the tensors. table_stride: numbers from one request's block table to the next.
+    block_stride, slot_stride, head_stride: numbers from a block, token or head of the cache to the next.
+    GROUP: query heads of a key/value head, padded to BLOCK_M rows. P: tokens of a block. BLOCK_N: of a tile.
+    WINDOW: tokens that a query sees; 0: all.
     """
     request, kv_head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + request)
@@ -56,37 +61,33 @@ def decode_v2_kernel(
         mask = visible[:, None] & (d < D)[None, :]
         keys = tl.load(k_cache + at, mask=mask, other=0.0)
         values = tl.load(v_cache + at, mask=mask, other=0.0)
-        s = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
+        s = raw_scores(query, keys)
         s = tl.where(visible[None, :], s, float("-inf"))
-        m, total, acc = fold(s, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
+        m, total, acc = fold(s, values, m, total, acc, scale * LOG2_E)
     tl.store(out + at_q, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_is_real)
 
 
 def paged_decode_v2(
+    layer: LayerSpec,
     q: Tensor,  # [B, H, D]
     cache: LayerBlocks,  # [N, P, KH, D]; numbers of the model's dtype, without scales
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
     *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
     block_n: int = 64,
 ) -> Tensor:
     """Return attention of one new token per request over the paged cache: `[B, H, D]`.
 
-    q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
+    layer: its scale and window count. q: `[B, H, D]`.
+    cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
     block_n: tokens of a tile.
     """
-    numbers, constants = attention_arguments(
-        q, cache, block_tables, scale, sliding_window, soft_cap
-    )
+    shared = attention_arguments(layer, cache, block_tables)
     out = torch.empty_like(q)
-    decode_v2_kernel[(len(q), cache.k.shape[2])](
-        out, q, cache.k, cache.v, block_tables, context_lens, *numbers,
-        BLOCK_M=max(16, triton.next_power_of_2(constants["GROUP"])), BLOCK_N=block_n,
-        **constants, num_warps=4, num_stages=3,
+    decode_v2_kernel[(len(q), layer.num_kv_heads)](
+        out, q, cache.k, cache.v, block_tables, context_lens,
+        BLOCK_M=max(16, triton.next_power_of_2(shared["GROUP"])), BLOCK_N=block_n,
+        **shared, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

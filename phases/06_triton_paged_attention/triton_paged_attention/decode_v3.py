@@ -18,23 +18,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import attention_arguments
-from triton_paged_attention.tiles import fold, no_keys, raw_scores, unit
+from triton_paged_attention.tiles import LOG2_E, fold, no_keys, raw_scores
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit
 def decode_v3_kernel(
     partial,  # [B, H, SPLITS, D] float32
     lse,  # [B, H, SPLITS] float32
-    q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap,
+    q, k_cache, v_cache, block_tables, context_lens, scale,
     table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of a request's keys. One program per request, key/value head and split."""
+    """Compute one split of a request's keys. One program per request, key/value head and split.
+
+    partial: output `[B, H, SPLITS, D]` float32, attention over the split's keys alone.
+    lse: output `[B, H, SPLITS]` float32, log2 of the split's softmax sum, by which `combine_kernel`
+        weights it. `paged_decode_v3` describes the inputs. Strides: numbers from a block table, block,
+        token or head to the next.
+    GROUP: query heads of a key/value head, padded to BLOCK_M rows. BLOCK_N: keys of a tile.
+    WINDOW: tokens that a query sees; 0: all.
+    """
     request = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -69,9 +78,9 @@ def decode_v3_kernel(
         mask = visible[:, None] & (d < D)[None, :]
         keys = tl.load(k_cache + at, mask=mask, other=0.0)
         values = tl.load(v_cache + at, mask=mask, other=0.0)
-        s = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
+        s = raw_scores(query, keys)
         s = tl.where(visible[None, :], s, float("-inf"))
-        m, total, acc = fold(s, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
+        m, total, acc = fold(s, values, m, total, acc, scale * LOG2_E)
 
     # An empty split has total = 0 and m = -1e30: in the mix its weight is 2**-1e30 = 0.
     weight_sum = tl.where(total > 0, total, 1.0)
@@ -87,7 +96,11 @@ def combine_kernel(
     partial, lse,
     D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of one query head. One program per request and query head."""
+    """Combine the splits of one query head. One program per request and query head.
+
+    out: `[B, H, D]`. partial: `[B, H, SPLITS, D]` float32, attention of each split's keys.
+    lse: `[B, H, SPLITS]` float32, log2 of each split's softmax sum. `_PAD`: rounded up to a power of two.
+    """
     head = tl.program_id(0)  # request * H + query head
     s = tl.arange(0, SPLITS_PAD)
     d = tl.arange(0, D_PAD)
@@ -102,39 +115,35 @@ def combine_kernel(
 
 
 def paged_decode_v3(
+    layer: LayerSpec,
     q: Tensor,  # [B, H, D]
     cache: LayerBlocks,  # [N, P, KH, D]; numbers of the model's dtype, without scales
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
     *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
     splits: int = 8,
     block_n: int = 64,
 ) -> Tensor:
     """Return attention of one new token per request over the paged cache: `[B, H, D]`.
 
-    q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
+    layer: its scale and window count. q: `[B, H, D]`.
+    cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
     splits: programs that share the keys of a request and head. block_n: tokens of a tile.
     """
-    numbers, constants = attention_arguments(
-        q, cache, block_tables, scale, sliding_window, soft_cap
-    )
+    shared = attention_arguments(layer, cache, block_tables)
     batch, heads, d = q.shape
     out = torch.empty_like(q)
     partial = torch.empty(batch, heads, splits, d, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
-    decode_v3_kernel[(batch, cache.k.shape[2], splits)](
-        partial, lse, q, cache.k, cache.v, block_tables, context_lens, *numbers,
-        BLOCK_M=max(16, triton.next_power_of_2(constants["GROUP"])), BLOCK_N=block_n,
-        SPLITS=splits, **constants, num_warps=4, num_stages=3,
+    decode_v3_kernel[(batch, layer.num_kv_heads, splits)](
+        partial, lse, q, cache.k, cache.v, block_tables, context_lens,
+        BLOCK_M=max(16, triton.next_power_of_2(shared["GROUP"])), BLOCK_N=block_n,
+        SPLITS=splits, **shared, num_warps=4, num_stages=3,
     )  # fmt: skip
     combine_kernel[(batch * heads,)](
         out, partial, lse,
-        D=d, D_PAD=constants["D_PAD"],
+        D=d, D_PAD=shared["D_PAD"],
         SPLITS=splits, SPLITS_PAD=triton.next_power_of_2(splits),
     )  # fmt: skip
     return out

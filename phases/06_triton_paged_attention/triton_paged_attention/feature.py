@@ -20,18 +20,17 @@ CUDA_BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Kernels(Feature):
-    """Attention, norms, RoPE and gates by "triton" or by "torch"; the tokens are the same."""
+    """Compute attention, norms, RoPE and gates by "triton" or by "torch"; the tokens are the same."""
 
     name: ClassVar[str] = "kernels"
     phase: ClassVar[int] = 6
     for_draft_models: ClassVar[bool] = True
-    renamed: ClassVar[Sequence[str]] = (
-        "attention_prefill", "attention_decode", "norms", "rope", "activation", "projections",
-    )  # fmt: skip
 
     @classmethod
     def switched_on(cls, value: Any) -> bool:
-        """Return True for "triton", and False for "torch"."""
+        """Return whether a value of the option `kernels` asks for Triton: True for "triton", False for
+        "torch".
+        """
         if isinstance(value, bool):
             return value
         choice(cls.name, value, get_args(Backend))
@@ -39,11 +38,11 @@ class Kernels(Feature):
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True on a GPU; elsewhere kernels run in the interpreter."""
+        """Return True on a GPU; elsewhere Triton's interpreter would run the kernels, slowly."""
         return device.type == "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace the model's layers by fused ones, and torch's attention by kernels."""
+        """Replace the model's layers by fused ones, and attention in torch by Triton kernels."""
         device = builder.model.device.type
         check_triton(device)
         from triton_paged_attention.attention import TritonPagedAttention
@@ -58,7 +57,9 @@ class Kernels(Feature):
 
 
 def check_triton(device: str) -> None:
-    """Raise `UserError` unless kernels can run on a kind of device."""
+    """Raise `UserError` unless Triton kernels can run on a kind of device ("cuda", or "cpu" in the
+    interpreter).
+    """
     if device not in ("cuda", "cpu"):
         raise UserError(
             f"device is {device!r}, but Triton kernels need 'cuda', or 'cpu' for the interpreter"

@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 
-TURING = (7, 5)
-AMPERE = (8, 0)
-ADA = (8, 9)
 HOPPER = (9, 0)
-"""Compute capabilities: Turing multiplies integers of eight bits, Ada numbers of e4m3."""
+"""Compute capability of the first GPUs with a tensor memory accelerator and dependent launches."""
 
 
 @cache
@@ -21,7 +18,9 @@ def at_least(device: torch.device, capability: tuple[int, int]) -> bool:
 
 
 def dependent_launch(device: torch.device) -> bool:
-    """Return True if a kernel can start while the last one still runs (programmatic dependent launch)."""
+    """Return True if a device can start a kernel while the one before it runs (programmatic dependent
+    launch).
+    """
     return at_least(device, HOPPER)
 
 
@@ -39,7 +38,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that one program may use; for the interpreter, Hopper's."""
+    """Return the bytes of shared memory that one program may use; on a CPU (interpreter) those of an H100."""
     if device.type != "cuda":
         return 232_448
     # Torch's own stubs lack this property.

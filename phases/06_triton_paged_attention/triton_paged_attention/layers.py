@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from forward.models.gemma3 import Gemma3RMSNorm
 from forward.models.llama import LlamaAttention, LlamaBlock
 from forward.rope import Rope
 from triton_paged_attention.attention import TritonPagedAttention
-from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm, rms_norm
+from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm
 from triton_paged_attention.kernels.rope import FusedRope, HeadNorms, ProductScales, norm_rope
 from triton_paged_attention.linear import (
     KINDS,
@@ -28,9 +27,9 @@ from triton_paged_attention.linear import (
 
 
 class Stream(NamedTuple):
-    """The residual stream between two blocks, whose last addition the next norm performs.
+    """The residual stream between two blocks, as a sum that the next norm still has to compute.
 
-    total, delta: `[..., hidden]`, to be added.
+    total, delta: `[..., hidden]`; the stream is `total + delta`.
     """
 
     total: Tensor
@@ -38,54 +37,53 @@ class Stream(NamedTuple):
 
 
 class FusedRMSNorm(nn.Module):
-    """`RMSNorm` or `Gemma3RMSNorm` in one kernel, with the pending addition of a `Stream` if there is one."""
+    """`RMSNorm` or `Gemma3RMSNorm` in one kernel, with the pending addition of a `Stream` if there is one.
+
+    weights: those of the norm, for a kernel that normalizes its own input.
+    """
 
     def __init__(self, norm: RMSNorm | Gemma3RMSNorm) -> None:
         super().__init__()
-        self.weight, self.eps = norm.weight, norm.eps
-        self.one_plus = isinstance(norm, Gemma3RMSNorm)
+        self.weight = norm.weight
+        self.weights = NormWeights(norm.weight, norm.eps, isinstance(norm, Gemma3RMSNorm))
 
     def forward(self, x: Tensor | Stream) -> Tensor:
-        """Return `x [..., size]`, or the sum of a `Stream`, normalized."""
+        """Return `x [..., size]` normalized, in the same shape; of a `Stream`, its sum is normalized."""
         return self.add_and_normalize(x)[1]
 
-    @property
-    def weights(self) -> NormWeights:
-        """The norm's weights, for a kernel that normalizes its own input."""
-        return NormWeights(self.weight, self.eps, self.one_plus)
-
     def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
-        """Return the residual stream, its pending addition done, and the same normalized:
-        `[..., size]` each.
+        """Return the residual stream with its pending addition done, and the same normalized: `[...,
+        size]` each.
         """
-        if isinstance(x, Stream):
-            return add_rms_norm(x.total, x.delta, *self.weights)
-        return x, rms_norm(x, *self.weights)
+        total, delta = x if isinstance(x, Stream) else (x, None)
+        return add_rms_norm(total, delta, self.weights)
 
 
 class FusedAttention(nn.Module):
-    """`LlamaAttention` and its subclasses with one QKV projection, and one kernel from there to attention."""
+    """`LlamaAttention` and its subclasses with one QKV projection, and one kernel from there to attention.
+
+    norms: of query and key heads; None: the family has none.
+    """
 
     def __init__(self, old: LlamaAttention) -> None:
         super().__init__()
         self.spec = old.spec
         self.qkv_proj = join(old.q_proj, old.k_proj, old.v_proj)
         self.o_proj = join(old.o_proj)
-        self.q_norm, self.k_norm = (getattr(old, name, None) for name in ("q_norm", "k_norm"))
+        self.norms: HeadNorms | None = None
+        q_norm, k_norm = (getattr(old, name, None) for name in ("q_norm", "k_norm"))
+        if q_norm is not None and k_norm is not None:
+            self.q_weight, self.k_weight = q_norm.weight, k_norm.weight
+            one_plus = isinstance(q_norm, Gemma3RMSNorm)
+            self.norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps, one_plus)
 
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """See `LlamaAttention.forward`."""
+        """Map `x [..., hidden]` to the attention layer's output `[..., hidden]`; see
+        `LlamaAttention.forward`.
+        """
         return self.o_proj(self.attend(self.qkv_proj(x), cos_sin, attention))
-
-    @property
-    def norms(self) -> HeadNorms | None:
-        """The query and key norms; None: the family has none."""
-        if self.q_norm is None or self.k_norm is None:
-            return None
-        one_plus = isinstance(self.q_norm, Gemma3RMSNorm)
-        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, one_plus)
 
     def attend(
         self,
@@ -94,27 +92,22 @@ class FusedAttention(nn.Module):
         attention: Attention,
         pending: ProductScales | None = None,
     ) -> Tensor:
-        """Compute everything between the projections: `qkv [..., (H + 2 KH) D]` -> `[..., H D]`.
+        """Compute everything between the projections: `qkv [T, (H + 2 KH) D]` -> `[T, H D]`.
 
-        With this phase's attention, keys and values go straight to the pool. pending: scales by which `qkv`
-        is to be multiplied first.
+        Keys and values go straight to the pool. attention: this phase's. pending: scales by which `qkv` is to
+        be multiplied first.
         """
+        assert isinstance(attention, TritonPagedAttention)
         spec = self.spec
-        cos, sin = (angles.reshape(-1, spec.head_dim) for angles in cos_sin)
-        rotate = partial(
-            norm_rope, qkv.flatten(0, -2), cos, sin, spec, norms=self.norms, pending=pending
-        )
-        if isinstance(attention, TritonPagedAttention):
-            cache, slots = attention.place(spec)
-            q, _, _ = rotate(cache=cache, slots=slots)
-            out = attention.attend(spec, q, q, q, cache)
-        else:
-            out = attention(spec, *(part.unflatten(0, qkv.shape[:-1]) for part in rotate()))
-        return out.reshape(*qkv.shape[:-1], -1)
+        cache, slots = attention.place(spec)
+        q = norm_rope(spec, qkv, cos_sin, cache, slots, self.norms, pending)
+        return attention.attend(spec, q, q, q, cache).flatten(1)
 
 
 class FusedMLP(nn.Module):
-    """`GatedMLP` with gate and up in one matrix product, and the activation in one kernel."""
+    """A `GatedMLP` whose gate and up projections are one matrix product, and whose activation is one
+    kernel.
+    """
 
     def __init__(self, old: GatedMLP, kind: str) -> None:
         super().__init__()
@@ -128,10 +121,12 @@ class FusedMLP(nn.Module):
 
 
 class BlockKernel(Protocol):
-    """A seam: computes a whole block for some steps faster than its layers do."""
+    """Interface of a function that computes a whole transformer block faster, for the steps that it
+    supports.
+    """
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """Return True if it computes a step with this input and this attention."""
+        """Return True if this kernel computes a step with this input `x [T, hidden]` and this attention."""
 
     def __call__(
         self,
@@ -140,14 +135,16 @@ class BlockKernel(Protocol):
         cos_sin: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> Tensor | Stream:
-        """See `LlamaBlock.forward`."""
+        """Return the block's output for `x [T, hidden]`; arguments as in `LlamaBlock.forward`, after
+        the block.
+        """
 
 
 class FusedBlock(nn.Module):
-    """A `LlamaBlock` that leaves its last addition to the next norm.
+    """A transformer block (`LlamaBlock`) that leaves its last residual addition to the next norm.
 
-    kernels: each step takes the first that supports it; the block's own layers if none does. Empty in this
-        phase.
+    kernels: each step takes the first `BlockKernel` that supports it, the block's own layers if none does;
+        empty in this phase.
     """
 
     input_layernorm: FusedRMSNorm
@@ -164,7 +161,10 @@ class FusedBlock(nn.Module):
     def forward(
         self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor | Stream:
-        """See `LlamaBlock.forward`."""
+        """Map the hidden states `x` to the block's output, as a `Stream` whose sum the next norm computes.
+
+        Arguments as in `LlamaBlock.forward`: RoPE's cosines and sines, and the engine's attention.
+        """
         for kernel in self.kernels:
             if kernel.supports(x, attention):
                 return kernel(self, x, cos_sin, attention)
@@ -175,20 +175,18 @@ class FusedBlock(nn.Module):
 
 
 def optimize(model: Model) -> Model:
-    """Replace phase 01's layers by those of this phase, and return the same model.
+    """Replace the plain layers of a model by the fused layers of this phase, and return the same model.
 
-    Projections are concatenated layer by layer, and the old ones of a layer are released before the next is
-    made. A caller that still needs the model as it was passes a `clone`, and so keeps both.
-
-    GPT-2 has LayerNorm, no RoPE and no gate: it keeps its layers, and only attention becomes faster.
+    Projections are concatenated layer by layer; the old ones of a layer are released before the next is
+    made. A caller that still needs the plain model passes a `clone`. GPT-2 has LayerNorm, no RoPE and no
+    gate: it keeps its layers, and only its attention becomes faster.
     """
     kind = model.config.activation
     replace(model, LlamaAttention, FusedAttention)
     replace(model, Rope, FusedRope)
     if kind in KINDS:
         replace(model, GatedMLP, lambda old: FusedMLP(old, kind))
-    # The kernel between the projections normalizes the heads.
-    replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm, skip=FusedAttention)
+    replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm)
     replace(model, LlamaBlock, FusedBlock)
     if isinstance(model.lm_head, (nn.Linear, Concatenable)):
         model.lm_head = join(model.lm_head)
@@ -199,13 +197,11 @@ def replace(
     model: nn.Module,
     kind: type[nn.Module] | tuple[type[nn.Module], ...],
     make: Callable[[Any], nn.Module],
-    skip: type[nn.Module] | None = None,
 ) -> None:
-    """Replace every module of type `kind` by `make(module)`, except those whose owner is of type `skip`."""
+    """Replace every module of type `kind` by `make(module)`."""
     # Names, not modules: a list of these would keep all the old weights alive until the last is replaced.
     found = [name for name, module in model.named_modules() if isinstance(module, kind)]
     for name in found:
         owner, _, last = name.rpartition(".")
         holder = model.get_submodule(owner)
-        if skip is None or not isinstance(holder, skip):
-            setattr(holder, last, make(getattr(holder, last)))
+        setattr(holder, last, make(getattr(holder, last)))

@@ -33,7 +33,11 @@ def activate(gate, KIND: tl.constexpr):
 
 @triton.jit
 def gated_kernel(out, gate_up, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the activation of part of a row's gates, times its ups. One program per row and part of it."""
+    """Write `act(gate) * up` of part of a row. One program per row and BLOCK outputs.
+
+    gate_up: `[rows, 2 SIZE]`, gates and then ups. out: `[rows, SIZE]`.
+    KIND: the activation: 0 SiLU, 1 GELU (tanh form), 2 GELU (erf).
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = part * BLOCK + tl.arange(0, BLOCK)
     mask = i < SIZE
@@ -45,8 +49,9 @@ def gated_kernel(out, gate_up, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl
 
 
 def gated(gate_up: Tensor, kind: str) -> Tensor:
-    """Return `act(gates) * ups` of `gate_up [..., 2 I]` (gates, then ups): `[..., I]`. kind: a
-    key of `KINDS`.
+    """Return `act(gates) * ups` as `[..., I]`, from `gate_up [..., 2 I]`: gates, then ups.
+
+    kind: the activation, a key of `KINDS` such as "silu".
     """
     size = gate_up.shape[-1] // 2
     gate_up = gate_up.contiguous()
@@ -59,7 +64,7 @@ def gated(gate_up: Tensor, kind: str) -> Tensor:
 
 
 class LinearKernel(Protocol):
-    """A seam: computes a linear layer faster for some numbers of tokens."""
+    """Interface of a function that computes a linear layer faster, for the numbers of tokens it supports."""
 
     def supports(self, tokens: int, gate: str | None) -> bool:
         """Return True if it computes this many tokens with this gate (a key of `KINDS`, or None)."""
@@ -67,7 +72,9 @@ class LinearKernel(Protocol):
     def __call__(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
     ) -> Tensor:
-        """See `FusedLinear.forward`."""
+        """Return `residual + act(linear(norm(x)))`; None leaves a step out. Shapes: see
+        `FusedLinear.forward`.
+        """
 
 
 class FusedLinear(nn.Module):
@@ -118,39 +125,30 @@ class FusedLinear(nn.Module):
     def _library(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
     ) -> Tensor:
-        """Compute norm, product, gate and residual one after the other."""
-        out: Tensor = self.linear(x if norm is None else rms_norm(x, *norm))
+        """Compute norm, product, gate and residual as separate operators, as `FusedLinear.forward`
+        describes them.
+        """
+        out: Tensor = self.linear(x if norm is None else rms_norm(x, norm))
         out = out if gate is None else gated(out, gate)
         return out if residual is None else out + residual
-
-    def write(self, x: Tensor, out: Tensor) -> None:
-        """Write `forward(x)`, `[T, in]` -> `[T, out]`, to `out`; a plain product goes there
-        without a copy.
-        """
-        linear = self.linear if self.kernel(x) is None and self.total is None else None
-        if isinstance(linear, nn.Linear) and linear.bias is None:
-            torch.mm(x, linear.weight.t(), out=out)
-        else:
-            out.copy_(self(x))
 
 
 @runtime_checkable
 class Concatenable(Protocol):
-    """A linear layer of another format that can be joined with layers of the same input."""
+    """Interface of a quantized linear layer that can be joined with layers that read the same input."""
 
     def joined(self, *parts: nn.Module) -> nn.Module | None:
         """Return the parts as one layer; None: they cannot be joined."""
 
 
 def join(*parts: nn.Module) -> FusedLinear:
-    """Return linear layers of one input as one layer, whose outputs are theirs end to end."""
+    """Join linear layers that read the same input into one layer, whose output is theirs end to end."""
     for part in parts:
         if isinstance(part, Concatenable):
             found = part.joined(*parts) or FusedProjection(*parts)
             return found if isinstance(found, FusedLinear) else FusedLinear(found)
-    if len(parts) == 1:
-        return FusedLinear(parts[0])
-    return FusedLinear(concatenated(parts))  # type: ignore[arg-type]  # what is no `Concatenable` is plain
+    whole = parts[0] if len(parts) == 1 else concatenated(parts)  # type: ignore[arg-type]  # all are plain
+    return FusedLinear(whole)
 
 
 def concatenated(parts: Sequence[nn.Linear]) -> nn.Linear:
@@ -166,7 +164,7 @@ def concatenated(parts: Sequence[nn.Linear]) -> nn.Linear:
 
 
 class FusedProjection(nn.Module):
-    """Linear layers of one input that are computed one by one, since their formats differ."""
+    """Linear layers of the same input, computed one by one since their weights have different formats."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()

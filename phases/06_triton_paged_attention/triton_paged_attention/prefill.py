@@ -20,9 +20,10 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
-from triton_paged_attention.kernels.kv_store import attention_arguments, describe, layout_of
-from triton_paged_attention.tables import PrefillConfig, prefill_default
+from triton_paged_attention.kernels.kv_store import PLAIN, attention_arguments, describe
+from triton_paged_attention.tables import PrefillConfig
 from triton_paged_attention.tiles import LOG2_E, no_keys
 
 
@@ -32,13 +33,20 @@ def prefill_kernel(
     k_cache, v_cache, block_tables,
     tiles,  # [number of tiles, 4], see query_tiles
     k_scale, v_scale, sinks,  # [KH], [KH], [H]
-    scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
+    scale, table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one query tile. One program per query tile and key/value head."""
+    """Compute causal attention of one query tile. One program per query tile and key/value head.
+
+    out, q: `[T, H, D]`. k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, or with TMA their descriptors.
+    tiles: `[n, 4]` int32 of `query_tiles`: request, first row of `q`, tokens, first position.
+    k_scale, v_scale: `[KH]`, read if SCALED. sinks: `[H]`, read if SINKS: extra scores in the softmax's sum.
+    Strides: numbers from a block table, block, token or head to the next. WINDOW: tokens seen; 0: all.
+    BLOCK_M: query tokens times GROUP heads. BLOCK_N: keys of a tile. ATTEND: such as `tiles.attend`.
+    """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     request = tl.load(tiles + 4 * tile)
     first_row = tl.load(tiles + 4 * tile + 1)
@@ -70,31 +78,20 @@ def prefill_kernel(
         total = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALED:  # see decode.py
         scale = scale * tl.load(k_scale + kv_head)
-    if (
-        TMA and WINDOW == 0
-    ):  # one loop: its tiles need no mask against what lies behind the last key
-        m, total, acc = ATTEND(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, end,
-            whole, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
-            BLOCK_N=BLOCK_N,
-            MASK="edge", CAUSAL=True, WINDOW=0, SOFT_CAP=SOFT_CAP, TMA=TMA,
-        )  # fmt: skip
-    else:
+    # By TMA without a window, one loop: its tiles need no mask against what lies behind the last key.
+    ONE_LOOP: tl.constexpr = TMA and WINDOW == 0
+    if not ONE_LOOP:
         m, total, acc = ATTEND(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, whole,
-            whole, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
-            BLOCK_N=BLOCK_N,
-            MASK="none", CAUSAL=False, WINDOW=0, SOFT_CAP=SOFT_CAP, TMA=TMA,
+            whole, scale, block_stride, slot_stride, head_stride, D=D, P=P,
+            BLOCK_N=BLOCK_N, MASK="none", CAUSAL=False, WINDOW=0, TMA=TMA,
         )  # fmt: skip
-        m, total, acc = ATTEND(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, end,
-            scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
-            BLOCK_N=BLOCK_N,
-            MASK="all", CAUSAL=True, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
-        )  # fmt: skip
+        begin = whole
+    m, total, acc = ATTEND(
+        query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, end, whole,
+        scale, block_stride, slot_stride, head_stride, D=D, P=P, BLOCK_N=BLOCK_N,
+        MASK="edge" if ONE_LOOP else "all", CAUSAL=True, WINDOW=WINDOW, TMA=TMA,
+    )  # fmt: skip
     acc = (
         acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
     )  # one division per row, not per number
@@ -133,50 +130,39 @@ def query_tiles(
 
 
 def paged_prefill(
+    layer: LayerSpec,
     q: Tensor,  # [T, H, D]
     cache: LayerBlocks,  # [N, P, KH, D]
     block_tables: Tensor,  # [B, max_blocks] int32
     tiles: Tensor,  # [n, 4] int32, from query_tiles with the same config's block_m // (H / KH)
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
+    config: PrefillConfig,
     out: Tensor | None = None,
-    config: PrefillConfig | None = None,
 ) -> Tensor:
     """Return causal attention of ragged queries over the paged cache: `q [T, H, D]` -> `[T, H, D]`.
 
     tiles: `[n, 4]` int32, see `query_tiles`; rows without a tile are not written.
-    out: result; allocated if None. config: block sizes; None: the default. Others: see
-        `decode.paged_decode`.
+    config: block sizes. out: result; allocated if None. Others: see `decode.paged_decode`.
     """
-    numbers, constants = attention_arguments(
-        q, cache, block_tables, scale, sliding_window, soft_cap
-    )
-    d_pad, block_size = constants["D_PAD"], constants["P"]
-    config = config or prefill_default(d_pad, cache.k.element_size(), q.device)
+    shared = attention_arguments(layer, cache, block_tables)
+    d_pad, block_size = shared["D_PAD"], shared["P"]
     out = torch.empty_like(q) if out is None else out
-    if len(tiles) == 0:
-        return out
-    layout = layout_of(cache)
+    layout = cache.layout or PLAIN
     config = layout.fit(config, block_size)
     tma = (
         config.tma
         and block_size % config.block_n == 0
-        and q.shape[2] == d_pad == cache.k.stride(2)
+        and layer.head_dim == d_pad == cache.k.stride(2)
     )
     k_arg, v_arg = (
         describe(c, config.block_n) if tma else c for c in (cache.k, layout.words(cache.v))
     )
-    options = {"maxnreg": config.maxnreg} if config.maxnreg and q.is_cuda else {}
-    prefill_kernel[(len(tiles), cache.k.shape[2])](
+    prefill_kernel[(len(tiles), layer.num_kv_heads)](
         out, q, k_arg, v_arg, block_tables, tiles,
-        *(cache[2:4] if cache.scaled else (out, out)), out if sinks is None else sinks,
-        *numbers, **constants,
+        *(cache[2:4] if cache.scaled else (out, out)), out if layer.sinks is None else layer.sinks,
+        **shared,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SCALED=cache.scaled,
-        SINKS=sinks is not None,
+        SINKS=layer.sinks is not None,
         ATTEND=layout.attend,
-        num_warps=config.num_warps, num_stages=config.num_stages, **options,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg,
     )  # fmt: skip
     return out

@@ -111,8 +111,9 @@ LONG = 8192
 
 
 def for_keys(config: PrefillConfig, keys: int, block_size: int) -> PrefillConfig:
-    """Return `config` for prompts of up to `keys` tokens: for long ones a program alone on its
-    multiprocessor.
+    """Return the prefill block sizes for prompts of up to `keys` tokens, in blocks of `block_size` tokens.
+
+    Long prompts run with one program per multiprocessor, others as `config` says.
     """
     alone = config.tma and block_size % config.block_n == 0 and keys >= LONG
     return replace(config, num_stages=3, maxnreg=None) if alone else config

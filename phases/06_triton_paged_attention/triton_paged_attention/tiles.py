@@ -4,39 +4,34 @@ import triton
 import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+"""The scale times it is the factor from raw scores to exponents of 2: the GPU computes 2**x, not e**x."""
 
 
 @triton.jit
-def raw_scores(q, keys, scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """Return the scores of a tile, `q [M, D]` and `keys [N, D]` -> `[M, N]`, still to be multiplied by
-    `unit`.
+def raw_scores(q, keys):
+    """Return the scores of a tile before the scale, `q [M, D]` and `keys [N, D]` -> `[M, N]`.
 
     "ieee" keeps float32 inputs from being rounded to tf32, and changes nothing for half precision.
     """
-    s = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    if SOFT_CAP:
-        s = 2.0 * tl.sigmoid(2.0 * (scale / soft_cap) * s) - 1.0  # tanh(score / cap)
-    return s
-
-
-@triton.jit
-def unit(scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """Return the factor from raw scores to units of log2(e): the GPU computes 2**x, not e**x."""
-    return (soft_cap if SOFT_CAP else scale) * LOG2_E
+    return tl.dot(q, tl.trans(keys), input_precision="ieee")
 
 
 @triton.jit
 def no_keys(ROWS: tl.constexpr, D_PAD: tl.constexpr):
-    """Return the online softmax (m, total, acc) of rows that have seen no key."""
+    """Return the online softmax of rows that have seen no key: maximum `m`, sum `total`, output `acc`.
+
+    m, total: `[ROWS]` float32. acc: `[ROWS, D_PAD]` float32, not yet divided by `total`.
+    """
     total = tl.zeros([ROWS], tl.float32)
     return tl.full([ROWS], -1.0e30, tl.float32), total, tl.zeros([ROWS, D_PAD], tl.float32)
 
 
 @triton.jit
 def fold(s, values, m, total, acc, factor):
-    """Fold raw scores `s [M, N]` and `values [N, D]` into the online softmax (m, total, acc), and return it.
+    """Fold a tile of keys into the online softmax `m`, `total [M]`, `acc [M, D]`, and return the new three.
 
-    Scaling inside the exponent makes one multiply-add of it per score instead of two operations.
+    s: raw scores `[M, N]`. values: `[N, D]`. factor: makes raw scores exponents of two; see `unit`.
+        Scaling inside the exponent is one multiply-add per score instead of two operations.
     """
     new_m = tl.maximum(m, tl.max(s, axis=1) * factor)
     shrink = tl.exp2(m - new_m)
@@ -49,9 +44,10 @@ def fold(s, values, m, total, acc, factor):
 
 @triton.jit
 def lookup(table, start, end, n, P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the block of each token of the tile at `start`: one number if a tile never crosses a block.
+    """Return the block of each key of a tile: one number if tiles never cross a block, otherwise `[BLOCK_N]`.
 
-    Entries of the block table past `end` are not read: they may hold anything.
+    table: pointer to the request's block table. start: the tile's first key. n: `arange(BLOCK_N)`.
+    end: entries for keys from here on are not read, since they may hold anything. P: tokens of a block.
     """
     if P % BLOCK_N == 0:
         block = tl.load(table + start // P, mask=start < end, other=0)
@@ -74,7 +70,11 @@ def hide(
     WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Return scores `s [M, N]` of keys `key [N]` with minus infinity where a row may not see a key."""
+    """Return scores `s [M, N]` of keys `key [N]`, with minus infinity where a row may not see a key.
+
+    position: `[M]`, of each row's token. CAUSAL: rows see no later keys; otherwise none from key `high` on.
+    WINDOW: tokens that a row sees, 0: all. TMA: keys before `start` are hidden, too.
+    """
     visible = key[None, :] <= position[:, None] if CAUSAL else (key < high)[None, :]
     if WINDOW > 0:
         visible = visible & (key[None, :] > position[:, None] - WINDOW)
@@ -89,8 +89,11 @@ def load_tile(
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of keys and one of values, `[BLOCK_N, D_PAD]`, by pointers. BOUNDED: zeros from key `high`
-    on.
+    """Load a tile of keys and one of values by pointers: `[BLOCK_N, D_PAD]` each.
+
+    block: the number of the keys' block: one, or `[BLOCK_N]` where a tile spans blocks (`lookup` returns it).
+    start: position of the tile's first key. key: `[BLOCK_N]`, positions of its keys.
+    Strides: numbers from a block, slot or head to the next. BOUNDED: zeros from key `high` on.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
@@ -99,13 +102,12 @@ def load_tile(
     else:
         at = block.to(tl.int64) * block_stride + (key % P) * slot_stride
     at = at[:, None] + kv_head * head_stride + d[None, :]
+    mask = (d < D)[None, :]
     if BOUNDED:
-        mask = (key < high)[:, None] & (d < D)[None, :]
+        mask = (key < high)[:, None] & mask
+    if BOUNDED or D != D_PAD:
         keys = tl.load(k_cache + at, mask=mask, other=0.0)
         values = tl.load(v_cache + at, mask=mask, other=0.0)
-    elif D != D_PAD:
-        keys = tl.load(k_cache + at, mask=(d < D)[None, :], other=0.0)
-        values = tl.load(v_cache + at, mask=(d < D)[None, :], other=0.0)
     else:
         keys, values = tl.load(k_cache + at), tl.load(v_cache + at)
     return keys, values
@@ -117,15 +119,15 @@ def attend(
     position,  # [M]
     m, total, acc,
     k_cache, v_cache,  # pointers to [N, P, KH, D], or TMA descriptors of the same memory, see `describe`
-    table, kv_head, low, high, whole, scale, soft_cap, block_stride, slot_stride, head_stride,
-    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    table, kv_head, low, high, whole, scale, block_stride, slot_stride, head_stride,
+    D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [low, high) of one request into the online softmax (m, total, acc), and return it.
 
-    Every attention kernel of this package calls it.
-
+    query: `[M, D_PAD]`. position: `[M]`. m, total, acc: see `no_keys`. k_cache, v_cache: the layer's blocks.
+    table: pointer to the request's block table. Strides in numbers. P: tokens of a block.
     MASK: which tiles have keys that a row may not see. "none": `high - low` is a multiple of BLOCK_N, and
         every row sees every key. "edge": this is so up to `whole`, and only the tiles behind are masked.
         "all": any tile may.
@@ -138,7 +140,7 @@ def attend(
     loaded in the iteration that needs them, they would halve the depth of the pipeline.
     """
     n = tl.arange(0, BLOCK_N)
-    factor = unit(scale, soft_cap, SOFT_CAP)
+    factor = scale * LOG2_E
     block = lookup(table, low, high, n, P, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         next_block = lookup(table, start + BLOCK_N, high, n, P, BLOCK_N)
@@ -152,9 +154,9 @@ def attend(
             keys, values = load_tile(
                 k_cache, v_cache, block, start, key, high, kv_head, block_stride, slot_stride,
                 head_stride,
-                D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=MASK != "none",
+                D=D, D_PAD=acc.shape[1], P=P, BLOCK_N=BLOCK_N, BOUNDED=MASK != "none",
             )  # fmt: skip
-        s = raw_scores(query, keys.to(query.dtype), scale, soft_cap, SOFT_CAP)
+        s = raw_scores(query, keys.to(query.dtype))
         if MASK == "edge":
             if start + BLOCK_N > whole:
                 s = hide(s, key, position, start, high, CAUSAL, WINDOW, TMA)
@@ -167,11 +169,13 @@ def attend(
 
 @triton.jit
 def combine(partial, lse, at, filled, d, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Return the combined output `[rows, D_PAD]` of the splits at rows `at [splits, rows]` of the workspace.
+    """Return the combined output `[rows, D_PAD]` of splits, each weighted by its softmax sum.
 
-    filled: `[splits, rows]`, which of them have been written. All rows at once: then their loads are in
-        flight together, where a loop would wait for each. `.cg`: other programs have just written this, so
-        it may not come from this multiprocessor's own cache.
+    partial: `[n, D_PAD]`, outputs. lse: `[n]`, log2 of softmax sums. at: `[splits, rows]`, which of the n
+        to read.
+    filled: `[splits, rows]`, which of them have been written. d: `arange(D_PAD)`. All rows at once: then
+        their loads are in flight together, where a loop would wait for each. `.cg`: other programs have
+        just written this, so it may not come from this multiprocessor's own cache.
     """
     logs = tl.load(
         lse + at, mask=filled, other=-1.0e30, cache_modifier=".cg"

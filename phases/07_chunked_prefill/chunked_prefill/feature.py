@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from chunked_prefill.scheduler import ChunkedScheduler
 from common.errors import integer
@@ -16,22 +15,22 @@ STEP_TOKENS = 256
 
 @dataclass(frozen=True)
 class Chunked(Feature):
-    """Prompts are cut to fit a budget of tokens a step, which decodes take from first."""
+    """Split prompts to fit a budget of tokens a step, which decodes take from first."""
 
-    name: ClassVar[str] = "chunked_prefill"
-    phase: ClassVar[int] = 7
+    name = "chunked_prefill"
+    phase = 7
 
     chunk_tokens: int | None = option(
         None, "most tokens of one prompt in a step, if not all of it"
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for a value out of its limits."""
         if self.chunk_tokens is not None:
             integer("chunk_tokens", self.chunk_tokens, low=1)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Another scheduler, and smaller steps."""
+        """Replace the scheduler by one that splits prompts, and lower the default of tokens a step."""
         builder.scheduler.replace(
             self, partial(ChunkedScheduler, chunk_tokens=self.chunk_tokens)
         )

@@ -77,17 +77,19 @@ class ChunkedScheduler(PagedScheduler):
     def reserved_for_decodes(self, later: int) -> int:
         """Return the tokens of the budget that drafts may not use: `later`, and the quarter reserved for
         prompts.
+
+        later: how many running requests this step has still to schedule.
         """
         return later + self._kept
 
     def _newcomer(self) -> bool:
-        """Return True if the first request in line could be admitted now."""
+        """Return True if the first request of the waiting queue could be admitted now."""
         head = self._head()
         return head is not None and not head.in_flight and self.can_admit(head)
 
     def should_yield(self, request: Request) -> bool:
-        """Return True for a prompt that has begun if a waiting request ranks before it, which
-        then goes first.
+        """Return True for a prompt that has begun if a waiting request ranks before it, which then goes
+        first.
         """
         if not request.prefilling:
             return False

@@ -23,12 +23,12 @@ class PrefixStats:
 
     @property
     def hit_rate(self) -> float:
-        """The share of looked-up tokens that were found."""
+        """Return the share of looked-up tokens that were found, 0 to 1."""
         return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
 
 
 class PrefixCache(PagedCache):
-    """A `PagedCache` whose full blocks are also in an index, and shared by content.
+    """A paged KV cache whose full blocks are also in a prefix index, and shared by content.
 
     The index is one user of every block in it, each request that shares it another. Blocks that only the
     index uses count as free: they are evicted when they are needed.
@@ -52,7 +52,7 @@ class PrefixCache(PagedCache):
 
     @property
     def free(self) -> int:
-        """Free blocks, and those that can be evicted."""
+        """Return the number of blocks that are free or can be evicted."""
         return self.allocator.free + self.index.evictable
 
     def fits(self, request: Request) -> bool:
@@ -80,8 +80,9 @@ class PrefixCache(PagedCache):
         return self.index.match(self._keys_of(request), request.salt)
 
     def _keys_of(self, request: Request) -> list[Key]:
-        """Return the keys of the blocks that a waiting request may share; those of the last request asked for
-        are stored.
+        """Return the index keys (block by block the tokens) of the blocks that a waiting request may share.
+
+        Those of the last request asked for are stored.
         """
         length = len(request.tokens)
         if self._keys[0] is not request or self._keys[1] != length:
@@ -93,9 +94,11 @@ class PrefixCache(PagedCache):
         return self._keys[2]
 
     def grow(self, request: Request, upto: int) -> bool:
-        """Reserve blocks for tokens up to `upto`; at a request's first call, attach its cached blocks before.
+        """Reserve blocks for a request's first `upto` tokens; at its first call, attach its cached blocks
+        before.
 
-        Returns False if there are not enough free blocks.
+        Returns:
+            False if there are not enough free blocks.
         """
         row = request.row
         if self._cursors[row] is None:
@@ -114,7 +117,9 @@ class PrefixCache(PagedCache):
         return super().grow(request, upto)
 
     def take_blocks(self, count: int) -> list[int]:
-        """Take `count` free blocks; evict the least recently used cached ones if there are not enough."""
+        """Take `count` blocks and return their numbers; evict the least recently used cached ones for
+        what is missing.
+        """
         missing = count - self.allocator.free
         if missing > 0:
             evicted = self.index.evict(missing)
@@ -123,9 +128,7 @@ class PrefixCache(PagedCache):
         return super().take_blocks(count)
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """Give the child its parent's blocks up to `tokens`, as `PagedCache.fork` does, and pin the cached
-        ones.
-        """
+        """Let `child` share its parent's blocks of the first `tokens` tokens, and pin those in the index."""
         super().fork(parent, child, tokens)
         self._cursors[child.row] = self.index.fork(self._cursors[parent.row])
         self._committed[child.row] = self._committed[parent.row]
@@ -159,7 +162,7 @@ class PrefixCache(PagedCache):
         self._cursors[row], self._committed[row] = None, 0
 
     def forget(self) -> None:
-        """Drop every block that no request uses, and reset the statistics."""
+        """Evict every cached block that no request uses, and reset the statistics."""
         self.allocator.release(self.index.evict(self.index.evictable))
         self.stats = PrefixStats()
 
@@ -168,8 +171,8 @@ class PrefixCache(PagedCache):
         return super().users() + self.index.blocks()
 
     def check(self) -> None:
-        """Raise `AssertionError` unless evictable blocks are those that only the index uses; see
-        `PagedCache.check`.
+        """Raise `AssertionError` unless blocks have the right users, and the evictable ones the index
+        alone.
         """
         super().check()
         alone = sum(self.allocator.refs[block] == 1 for block in self.index.blocks())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from common.errors import choice
 from common.options import option
@@ -21,17 +20,17 @@ INDEXES: dict[str, type[RadixIndex] | type[HashIndex]] = {
 
 @dataclass(frozen=True)
 class Prefix(Feature):
-    """Blocks outlive their requests, and requests with the same first tokens share them."""
+    """Keep KV blocks of ended requests, and share them between requests with the same first tokens."""
 
-    name: ClassVar[str] = "prefix_cache"
-    phase: ClassVar[int] = 8
+    name = "prefix_cache"
+    phase = 8
 
     index: str = option(
         "radix", "how blocks are found again: radix (a tree) or hash (a chain of hashes)"
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for an unknown index."""
         choice("index", self.index, INDEXES)
 
     def install(self, builder: EngineBuilder) -> None:

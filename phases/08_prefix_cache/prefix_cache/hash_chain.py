@@ -16,7 +16,7 @@ from prefix_cache.index import Key, Match
 
 
 class Entry:
-    """A cached block in the table.
+    """A cached block in the hash index.
 
     digest: the hash of all tokens up to its end. block: its number. key: its tokens. salt: of its requests.
     before: the entry that it continues; None for a sequence's first block.
@@ -37,8 +37,9 @@ class Entry:
 
 
 class Cursor:
-    """The end of what a request shares: its last entry; `broken` is True once a collision has ended the
-    sharing.
+    """The end of what a request shares: its last entry in the hash index.
+
+    broken: True once a hash collision has ended the sharing.
     """
 
     __slots__ = ("broken", "digest", "entry", "salt")
@@ -53,7 +54,8 @@ class Cursor:
 
 
 class HashIndex:
-    """A `PrefixIndex` as a table from hash to block.
+    """A prefix index as a table from the hash of a block and all before it to the block; implements
+    `PrefixIndex`.
 
     Args:
         digest: the hash function; tests give a weak one to make collisions.
@@ -67,16 +69,16 @@ class HashIndex:
 
     @property
     def evictable(self) -> int:
-        """The number of blocks without pins, wherever they are in their sequences."""
+        """Return the number of blocks without pins, wherever they are in their sequences."""
         return len(self._unpinned)
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """See `PrefixIndex.match`."""
+        """Return the blocks of the longest cached beginning of `keys` under `salt`; changes nothing."""
         found = self._walk(keys, salt)
         return Match([entry.block for entry in found], sum(entry.pins == 0 for entry in found))
 
     def attach(self, keys: list[Key], salt: str) -> Cursor:
-        """Pin the blocks of `keys`, and return a cursor at their end."""
+        """Pin the blocks of `keys`, all of which `match` has found, and return a cursor at their end."""
         cursor = Cursor(self._start(salt), None, salt)
         for entry in self._walk(keys, salt):
             self._pin(entry)
@@ -88,8 +90,10 @@ class HashIndex:
     ) -> tuple[Cursor, list[int], list[int]]:
         """Insert `blocks` behind the cursor, one by one; after a hash collision no more blocks are inserted.
 
-        Returns the new cursor, the block in the index for each key, and those of `blocks` that were
-        inserted.
+        keys: the tokens of each block.
+
+        Returns:
+            The new cursor, the block in the index for each key, and those of `blocks` that were inserted.
         """
         assert isinstance(cursor, Cursor)
         held, new = list[int](), list[int]()
@@ -115,7 +119,7 @@ class HashIndex:
         return cursor, held, new
 
     def fork(self, cursor: object) -> Cursor:
-        """Return a cursor at the same entry, and pin all entries from there to the start."""
+        """Return a second cursor at the same entry, and pin all entries from there to the start once more."""
         assert isinstance(cursor, Cursor)
         copy = Cursor(cursor.digest, cursor.entry, cursor.salt, cursor.broken)
         entry = copy.entry
@@ -174,7 +178,8 @@ class HashIndex:
 
 
 def _same(entry: Entry, key: Key, before: Entry | None, salt: str) -> bool:
-    """Return True if an entry holds these tokens behind `before`, under this salt: no mere hash collision.
+    """Return True if an entry has these tokens behind `before`, under this salt, and not merely the same
+    hash.
 
     By induction over `before` this compares the whole sequence, one block at a time. The salt counts, too:
     nothing before a first block would show whose it is.

@@ -20,7 +20,7 @@ def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> li
 
 
 class Match(NamedTuple):
-    """The result of a look-up.
+    """The result of a look-up in a prefix index.
 
     blocks: block numbers that hold the beginning of the sequence, in order.
     unpinned: how many of them no request uses.
@@ -40,10 +40,10 @@ class PrefixIndex(Protocol):
 
     @property
     def evictable(self) -> int:
-        """The number of blocks that `evict` could free."""
+        """Return the number of blocks that `evict` could free."""
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """Return the blocks of the longest cached beginning of `keys`; changes nothing."""
+        """Return the blocks of the longest cached beginning of `keys` under `salt`; changes nothing."""
 
     def attach(self, keys: list[Key], salt: str) -> object:
         """Pin the blocks of `keys`, all of which `match` has found, and return the cursor at their end."""

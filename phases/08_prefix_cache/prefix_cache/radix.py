@@ -14,7 +14,8 @@ from prefix_cache.index import Key, Match
 
 
 class Node:
-    """A run of blocks. Its tokens continue those of its parent; its children differ in their first block.
+    """A node of a radix tree: a run of blocks that continues its parent's. Children differ in their first
+    block.
 
     keys, blocks: the tokens and the numbers of its blocks, equally long, never empty but in a root.
     children: by their first key. parent: None for a root. salt: of the tree.
@@ -41,7 +42,7 @@ AGE = attrgetter("used")
 
 
 class RadixIndex:
-    """A `PrefixIndex` as a tree for each salt.
+    """A prefix index as a radix tree for each salt; implements `PrefixIndex`.
 
     Only leaves without pins can be evicted. A pinned node pins all nodes above it, so every block without
     pins is on a leaf sooner or later: all of them are evictable.
@@ -54,7 +55,7 @@ class RadixIndex:
         self._leaves: list[Node] = []  # those without pins, the oldest first
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """See `PrefixIndex.match`."""
+        """Return the blocks of the longest cached beginning of `keys` under `salt`; changes nothing."""
         blocks: list[int] = []
         unpinned = 0
         for node, length in self._walk(keys, salt):
@@ -63,8 +64,9 @@ class RadixIndex:
         return Match(blocks, unpinned)
 
     def attach(self, keys: list[Key], salt: str) -> Node:
-        """Pin the nodes of `keys` and return the last; a node that is matched in part is split, so that pins
-        are exact.
+        """Pin the nodes of `keys`, all of which `match` has found, and return the last one as a cursor.
+
+        A node that is matched in part is split, so that pins are exact.
         """
         node = self._root(salt)
         for child, length in self._walk(keys, salt):
@@ -75,8 +77,13 @@ class RadixIndex:
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[Node, list[int], list[int]]:
-        """Follow the known keys, then append the rest to the request's own leaf or to a new one; see
-        `PrefixIndex.extend`.
+        """Follow the known keys behind the cursor, then append the rest to the request's own leaf or to a
+        new one.
+
+        keys, blocks: one of each for every block behind the cursor.
+
+        Returns:
+            The new cursor, the block in the index for each key, and those of `blocks` that were inserted.
         """
         assert isinstance(cursor, Node)
         node = cursor
@@ -101,9 +108,7 @@ class RadixIndex:
         return node, held + new, new
 
     def fork(self, cursor: object) -> Node:
-        """Pin the cursor's path once more and return the same node: a cursor is a node, which counts its
-        cursors.
-        """
+        """Return a second cursor at the same position: the same node, whose path is pinned once more."""
         assert isinstance(cursor, Node)
         self._pin(cursor)
         return cursor
@@ -150,7 +155,7 @@ class RadixIndex:
         return list(self._roots.values())
 
     def _walk(self, keys: list[Key], salt: str) -> list[tuple[Node, int]]:
-        """Return the nodes along `keys`, each with the number of its blocks that match: all, except in the
+        """Return the nodes along `keys`, each with the number of its blocks that match: all, but in the
         last node.
         """
         path: list[tuple[Node, int]] = []

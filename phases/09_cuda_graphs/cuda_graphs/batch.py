@@ -13,8 +13,10 @@ from paged_cache import PagedBatch
 
 
 def fixed_batch(size: int, max_blocks: int, device: torch.device, each: int = 1) -> PagedBatch:
-    """Return a batch of `size` requests with `each` tokens, everything zero; block tables `[size,
-    max_blocks]`.
+    """Return a batch of `size` requests with `each` tokens on the device, all zeros, for a CUDA graph to
+    read.
+
+    max_blocks: columns of its block tables, `[size, max_blocks]`.
     """
     lens = np.full(
         size, each

@@ -10,19 +10,18 @@ from forward.model import Model
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Return batch sizes up to `most`: powers of two up to 16, then steps of 16, so at most 15 rows are
-    padding.
+    """Return the batch sizes of decode graphs: powers of two up to 16, then steps of 16, up to `most`.
 
-    A padding row costs next to nothing in attention (no keys) and little in matrix products, whose tiles have
-    16 rows or more anyway.
+    So at most 15 rows are padding. A padding row costs next to nothing in attention (no keys) and little
+    in matrix products, whose tiles have 16 rows or more anyway.
     """
     small = [size for size in (1, 2, 4, 8) if size < most]
     return [*small, *range(16, most, 16), most]
 
 
 def chunk_sizes(most: int) -> list[int]:
-    """Return token counts up to `most` for steps with prompt tokens: powers of two from 32, and sizes
-    between.
+    """Return the token counts of graphs for steps with prompt tokens, up to `most`: powers of two from
+    32, and between.
     """
     sizes, size = [], 32
     while size < most:
@@ -34,7 +33,7 @@ def chunk_sizes(most: int) -> list[int]:
 
 
 def full_step(model: Model, step_tokens: int, most: int) -> int:
-    """Return the tokens of a full step if such steps have a graph of their own, else 0.
+    """Return the tokens of a full step if such steps should have a CUDA graph of their own, else 0.
 
     Beyond the `most` tokens of a chunk graph padding would cost much, and the device takes longer than the
     launches of an eager step do. Not so with a small model on a large GPU: there one more graph, for steps
@@ -55,9 +54,10 @@ FULL = 0.9
 
 
 def fills(full: int, works: Sequence[Work], longest: int) -> bool:
-    """Return True if a step is to use the graph of full steps: nearly full, and no prompt of `longest`
-    tokens,
-    which another kernel computes.
+    """Return True if a step should use the graph of full steps: nearly full, and without a very long prompt.
+
+    full: tokens of that graph; 0: there is none. works: the step's requests and tokens. longest: tokens
+        from which another kernel computes a prompt.
     """
     ends = [work.start + work.count for work in works if work.count > 1]
     return sum(work.count for work in works) >= FULL * full and max(ends, default=0) < longest

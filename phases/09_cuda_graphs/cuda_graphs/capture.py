@@ -16,7 +16,7 @@ Replay = Callable[[], None]
 
 
 class Capturer:
-    """Captures functions one after the other into one pool of memory.
+    """Captures functions as CUDA graphs, one after the other, into one pool of memory.
 
     Graphs that share a pool reuse each other's memory: what a replay leaves behind is good only until the
     next replay of any of them. Capture the largest first, so that the others fit into what it took.
@@ -31,9 +31,10 @@ class Capturer:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def capture(self, function: Callable[[], None]) -> Replay:
-        """Record `function`, which takes its inputs from fixed tensors and leaves its results in attributes.
+        """Capture `function` as a CUDA graph, and return what replays it.
 
-        It runs once before: compiling kernels and setting up libraries cannot be recorded.
+        The function takes its inputs from fixed tensors and leaves its results in attributes. It runs once
+        before: compiling kernels and setting up libraries cannot be recorded.
         """
         self.count += 1
         function()
@@ -52,7 +53,7 @@ class Capturer:
         return graph.replay
 
     def release(self) -> None:
-        """Destroy the graphs: NCCL's communicators, if any are in them, can end only then."""
+        """Destroy the CUDA graphs: NCCL's communicators, if any are in them, can end only then."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()

@@ -30,7 +30,11 @@ NOTHING: Ints = np.zeros(0, np.int64)
 
 
 def most_tiles(attention: TritonPagedAttention, tokens: int, requests: int) -> int:
-    """Return the most tiles that a batch can have: full ones, and one more of each request that is cut."""
+    """Return the most query tiles that a batch can have: full ones, and for each request one that is not
+    full.
+
+    tokens, requests: most of the batch.
+    """
     return tokens // attention.tile_tokens + min(
         requests, tokens // (attention.most_queries + 1)
     )
@@ -41,9 +45,9 @@ class Layout:
 
     Inputs that are parts of a `HostBatch` have their names there.
 
+    tokens, requests: most of a step. There is room for one request more: it has no tokens, and pads lists
+        of requests.
     samples: most sampled tokens; None: one a request, and drafts are in the rows already.
-
-    There is room for one request more than `requests`: it has no tokens, and pads lists of requests.
     """
 
     def __init__(
@@ -80,7 +84,11 @@ class Layout:
         tiles: NDArray[np.integer[Any]],
         drafts: Ints | None = None,
     ) -> None:
-        """Write a batch into `flat [size]`, padding included. drafts: `[T]`, see `gather_inputs`."""
+        """Write a batch, padding included, into the array `flat [size]` of a graph's inputs.
+
+        host: the batch. members: requests for the decode kernel. tiles: `[n, 4]`, query tiles of the others.
+        drafts: `[T]`, draft tokens that are in no row yet, -1: none.
+        """
         others = {
             "members": members,
             "tiles": tiles.ravel(),
@@ -95,7 +103,7 @@ class Layout:
         self.part(flat, "tiles").reshape(-1, 4)[len(tiles) :] = self.tile
 
     def part(self, flat: Ints, name: str) -> Ints:
-        """Return one input, as a view of the array."""
+        """Return the input called `name`, as a view of the array."""
         return flat[self.starts[name] : self.starts[name] + self.sizes[name]]
 
     def tensors(self, flat: Tensor) -> dict[str, Tensor]:
@@ -104,10 +112,10 @@ class Layout:
 
 
 class ChunkGraph:
-    """A step of any tokens and requests that its layout holds, to its hidden states.
+    """A CUDA graph of the forward pass of a step with several tokens a request, up to its hidden states.
 
-    Sampling is left out: the number of sampled rows changes every time, and its launches are a small part of
-    such a step.
+    Sampling is left out: the number of sampled rows changes every time, and its launches are a small part
+    of such a step.
 
     Args:
         layout: of its inputs, for the most tokens and requests that fit; fewer are padded.
@@ -135,7 +143,7 @@ class ChunkGraph:
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
-        """Run the forward pass; this is what is captured."""
+        """Run the forward pass from the fixed inputs; this function is captured."""
         on = self.machine
         batch = self.batch
         given = self.inputs
@@ -153,7 +161,10 @@ class ChunkGraph:
         self.hidden = on.model(batch.input_ids, batch.positions, on.attention)
 
     def sampled(self, host: HostBatch) -> PagedBatch:
-        """Return the batch with its samples, from which `Runner` samples `hidden`."""
+        """Return the step's batch, whose samples `Runner.sample` then takes from `hidden`.
+
+        host: its layout on the host.
+        """
         count = len(host.sample_at)
         names = ("sample_at", "sample_rows", "sample_positions", "sample_steps")
         return replace(

@@ -25,13 +25,13 @@ KINDS = (*CAPTURED, None)
 
 
 def captured(plan: SamplingMetadata) -> bool:
-    """Return True if a graph can sample like this."""
+    """Return True if a decode graph can sample with these settings."""
     return plan.features in CAPTURED and plan.wanted is None
 
 
 @dataclass(frozen=True)
 class GraphContext:
-    """The objects that a step works with; all of them stay where they are as long as the engine lives."""
+    """All that an engine's CUDA graphs read and write, at addresses that stay as long as the engine lives."""
 
     model: Model
     attention: TritonPagedAttention
@@ -48,7 +48,12 @@ class GraphContext:
         decodes: bool = False,
         drafts: Tensor | None = None,
     ) -> None:
-        """Fill in a batch from each token's row and position, see `gather_inputs`; of decodes all of it."""
+        """Fill in a batch on the device from each token's row and position.
+
+        rows, at: `[T]`, row and position; position -1: padding. decodes: every token is a request of its
+            own, so context lengths and block tables are filled in, too. drafts: `[T]`, tokens that are in
+            no row yet, -1: none.
+        """
         gather_inputs(
             rows, at, self.rows.tokens, self.tables.data, self.block_size,
             ids=batch.input_ids, positions=batch.positions, slots=batch.slots, drafts=drafts,
@@ -58,10 +63,11 @@ class GraphContext:
 
 
 def narrow_logits(model: Model, hidden: Tensor) -> Tensor:
-    """`Model.logits` in the model's own precision, where nothing caps them: `[S, hidden]` -> `[S, V]`.
+    """Return logits `[S, V]` of `hidden [S, hidden]` in the model's own precision, unless the model caps
+    them.
 
-    In half precision the copy to float32 is larger than the logits themselves, and the sampling kernel widens
-    each number as it reads it.
+    In half precision the copy to float32 is larger than the logits themselves, and the sampling kernel
+    widens each number as it reads it.
     """
     capped = model.config.final_soft_cap is not None
     logits: Tensor = model.logits(hidden) if capped else model.lm_head(hidden)
@@ -74,7 +80,7 @@ def logits_dtype(model: Model) -> torch.dtype:
 
 
 class DecodeGraph:
-    """A step of `size` requests that each compute one token.
+    """A CUDA graph of a step of `size` requests that each compute one token, sampling included.
 
     Args:
         size: requests; fewer are padded.
@@ -82,7 +88,8 @@ class DecodeGraph:
             and how many tokens it has generated before.
         features: how it samples, one of `KINDS`.
 
-    tokens, for_host: `[size]` int64, as in `Sampled`; hidden: `[size, hidden]`. Good until the next replay.
+    tokens: `[size]` int64, the sampled tokens. for_host: the same, but a special number if logits were NaN.
+    hidden: `[size, hidden]`. All are good until the next replay.
     """
 
     tokens: Tensor
@@ -107,13 +114,13 @@ class DecodeGraph:
         self.replay = capturer.capture(self.compute)
 
     def pad(self) -> None:
-        """Make all inputs padding, which writes nowhere: graphs of other sizes share this memory."""
+        """Set all inputs to padding, which writes nowhere: graphs of other sizes share this memory."""
         self.rows[:] = 0
         self.at[:] = -1
         self.steps[:] = 0
 
     def compute(self) -> None:
-        """Run the step; this is what is captured."""
+        """Run the step from the fixed inputs; this function is captured."""
         on, batch = self.machine, self.batch
         on.gather(self.rows, self.at, batch, decodes=True)
         on.attention.begin(batch)
@@ -130,8 +137,8 @@ class DecodeGraph:
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
 
     def sampled(self, rows: Ints) -> PagedBatch:
-        """Return the batch of the requests in these rows with their samples, from which `Runner` samples
-        `hidden`.
+        """Return the batch of the requests in rows `rows [B]`, whose samples `Runner.sample` then takes
+        from `hidden`.
         """
         own = slice(len(rows))
         device_rows, at, steps = self.inputs

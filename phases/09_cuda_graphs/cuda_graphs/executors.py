@@ -29,7 +29,7 @@ _PADDING = np.array([[0], [-1], [0]])  # row 0, no position, no step
 
 
 class DecodeGraphExecutor:
-    """Steps of one token a request, each in the smallest `DecodeGraph` that holds it.
+    """Runs steps of one token a request, each by the smallest decode graph that holds it.
 
     graphs: by size and kind of sampling.
     """
@@ -44,7 +44,7 @@ class DecodeGraphExecutor:
         self._staging = Staging(3 * self.sizes[-1], runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """See `GraphExecutor`."""
+        """Capture all decode graphs, largest first; call `part` with each one's name, to show progress."""
         for size, features in product(reversed(self.sizes), KINDS):
             part(f"{size} requests")
             given = self._staging.device[: 3 * size].view(3, size)
@@ -74,7 +74,9 @@ class DecodeGraphExecutor:
         return Forwarded(works, graph.sampled(rows), graph.hidden)
 
     def stage(self, works: Sequence[Work], size: int) -> Ints:
-        """Send the inputs of a graph of this size, rows, positions and tables, and return the rows `[B]`."""
+        """Send the inputs of a decode graph of this size: rows, positions and block tables; return the
+        rows `[B]`.
+        """
         runner = self.runner
         count = len(works)
         starts = [work.start for work in works]
@@ -94,7 +96,7 @@ def decodes(works: Sequence[Work]) -> bool:
 
 
 class ChunkGraphExecutor:
-    """Other small steps, and full ones of small models, each in the smallest `ChunkGraph` that holds it.
+    """Runs other small steps, and full ones of small models, each by the smallest chunk graph that holds it.
 
     most_tokens: in the largest graph, but for that of full steps; 0: there are no graphs.
     step_tokens: most tokens of a step: such steps may have a graph, see `full_step`.
@@ -121,7 +123,7 @@ class ChunkGraphExecutor:
         self._staging = Staging(largest, runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """See `GraphExecutor`."""
+        """Capture all chunk graphs, largest first; call `part` with each one's name, to show progress."""
         for (tokens, requests), layout in reversed(self._layouts.items()):
             part(f"{tokens} tokens of {requests} requests")
             given = self._staging.device[: layout.size]
@@ -130,8 +132,8 @@ class ChunkGraphExecutor:
             )
 
     def supports(self, works: Sequence[Work], masked: bool) -> ChunkGraph | None:
-        """Return the smallest graph that holds a step, or None; the one of full steps only if it is nearly
-        full.
+        """Return the smallest graph that holds a step, or None; the one of full steps only if it is
+        nearly full.
         """
         count = sum(work.count for work in works)
         samples = sum(max(1, len(work.sampled_requests)) + len(work.drafts) for work in works)
@@ -145,7 +147,10 @@ class ChunkGraphExecutor:
         return self._graphs[tokens, requests]
 
     def run(self, works: Sequence[Work], ticket: ChunkGraph) -> Forwarded:
-        """Run the first half of a step by a graph; the step is sampled eagerly."""
+        """Run the forward pass of a step by a graph; the step is sampled eagerly.
+
+        ticket: the graph that `supports` returned.
+        """
         self.runner.refresh(works)
         works, host = replay_chunk(self.runner, self._staging, works, ticket)
         return Forwarded(works, ticket.sampled(host), ticket.hidden)
@@ -161,8 +166,13 @@ def replay_chunk(
     graph: ChunkGraph,
     drafts_of: DraftsOf | None = None,
 ) -> tuple[Sequence[Work], HostBatch]:
-    """Send a step's inputs and replay its graph. Returns the works in the order of the batch, and the
-    batch.
+    """Send a step's inputs and replay its chunk graph.
+
+    drafts_of: returns each token's draft `[T]`, -1: none.
+
+    Returns:
+        The works (each the tokens of one request) in the order of the batch, and the batch's layout on the
+        host.
     """
     runner.replays += 1
     works = sorted(works, key=_by_row)

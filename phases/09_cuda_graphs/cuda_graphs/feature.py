@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, get_args
 
-import torch
-
 from common.errors import UserError, choice, integer
 from common.options import option
 from cuda_graphs.overlap import OverlappedLoop
-from paged_cache import EngineBuilder, Feature, find
+from paged_cache import EngineBuilder, Feature
 from triton_paged_attention import Backend, Kernels
 
 
 @dataclass(frozen=True)
 class Graphs(Feature):
-    """Steps are replayed from CUDA graphs."""
+    """Replay steps from CUDA graphs instead of launching their kernels one by one."""
 
-    name: ClassVar[str] = "graphs"
-    phase: ClassVar[int] = 9
-    for_draft_models: ClassVar[bool] = True
+    name = "graphs"
+    phase = 9
+    for_draft_models = True
     without: ClassVar[Mapping[str, str]] = {"sampling": "torch"}
+    on_with = (Kernels,)
+    on_device = "cuda"
 
     graph_rows: int = option(256, "requests in the largest decode step that has a graph")
     graph_tokens: int = option(
@@ -32,15 +32,10 @@ class Graphs(Feature):
     sampling: Backend = option("triton", "the choice of tokens: by a kernel, or by torch")
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for a value out of its limits."""
         integer("graph_rows", self.graph_rows, low=1)
         integer("graph_tokens", self.graph_tokens, low=0)
         choice("sampling", self.sampling, get_args(Backend))
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On a GPU, around attention in kernels."""
-        return device.type == "cuda" and find(others, Kernels) is not None
 
     def install(self, builder: EngineBuilder) -> None:
         """Replace the runner by one with graphs, of decodes and of chunks, and the sampler by kernels."""
@@ -79,10 +74,10 @@ class Graphs(Feature):
 
 @dataclass(frozen=True)
 class Overlap(Feature):
-    """Each step is scheduled while the one before is computed."""
+    """Schedule each step while the device computes the one before."""
 
-    name: ClassVar[str] = "overlap"
-    phase: ClassVar[int] = 9
+    name = "overlap"
+    phase = 9
 
     def install(self, builder: EngineBuilder) -> None:
         """Replace the loop by `OverlappedLoop`."""

@@ -14,7 +14,9 @@ from paged_cache.memory import activation_bytes
 
 @dataclass(frozen=True)
 class Startup:
-    """The cost of capturing: graphs, seconds (compiling kernels included), and bytes of device memory."""
+    """The cost of capturing: number of graphs, seconds (compiling kernels included), and bytes of
+    device memory.
+    """
 
     graphs: int
     seconds: float

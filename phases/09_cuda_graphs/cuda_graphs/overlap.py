@@ -16,16 +16,16 @@ from continuous.work import Work
 
 
 class OverlappedLoop:
-    """A `Loop` that launches a step before it reads the results of the last one.
+    """A loop of steps that launches the next step before it reads the results of the last one.
 
     A request is scheduled on a *placeholder* for the token that is on its way. If that token ends it, the
-    step that was scheduled meanwhile computes one token too many, which `collect` drops. Its row and blocks
-    may belong to another request by then; the first write of that request comes later in the device's queue
-    than the write of the dropped token.
+    step that was scheduled meanwhile computes one token too many, which `collect` drops. Its row and
+    blocks may belong to another request by then; the first write of that request comes later in the
+    device's queue than the write of the dropped token.
 
-    Two parts need tokens on the host earlier. Some drafters must see every token before a step is scheduled.
-    And the masks of a step depend on the tokens of the step before: they are begun as soon as these have
-    arrived, and the second half of the step is launched when the masks are ready.
+    Two parts need tokens on the host earlier. Some drafters must see every token before a step is
+    scheduled. And the masks of a step depend on the tokens of the step before: they are begun as soon as
+    these have arrived, and the second half of the step is launched when the masks are ready.
 
     Args:
         prefetchers: called with the works of the next step while masks are being made.
@@ -42,11 +42,11 @@ class OverlappedLoop:
 
     @property
     def idle(self) -> bool:
-        """True if no step is on its way, nor half of one."""
+        """Return True if no step is in flight, nor half of one."""
         return self.in_flight_step is None and self.half is None
 
     def advance(self, engine: Engine) -> None:
-        """Launch the next step, or half of it, then wait for the one before."""
+        """Launch the next step, or its forward pass if it needs masks; then collect the step before."""
         if engine.scheduler.drafter.needs_finished_step:
             self.finish_steps(engine)
         step = engine.forward(self._schedule(engine))
@@ -59,14 +59,14 @@ class OverlappedLoop:
             engine.collect(previous)
 
     def finish_steps(self, engine: Engine) -> None:
-        """Launch the waiting second half, if any, and collect the step in flight."""
+        """Launch the sampling of a step that waits for its masks, if any, and collect the step in flight."""
         self._sample_half(engine)
         previous, self.in_flight_step = self.in_flight_step, None
         if previous is not None:
             engine.collect(previous)
 
     def _schedule(self, engine: Engine) -> list[Work]:
-        """Return the works of the next step; the waiting second half of the step before is launched first."""
+        """Schedule the next step and return its works; sampling that waits for masks is launched first."""
         works = engine.schedule()
         if self.half is None:
             return works
@@ -76,9 +76,10 @@ class OverlappedLoop:
         return unfinished(engine, works)
 
     def _begin_masks(self, engine: Engine, step: Forwarded, previous: Pending) -> None:
-        """Begin to make the masks of a step, and append the tokens of the step before meanwhile.
+        """Start to compute the masks of a step, and append the tokens of the step before meanwhile.
 
-        Its second half then comes with the next step, or at once where the masks are made already.
+        step: launched up to its hidden states. previous: results of the step before. The step's sampling
+            is launched with the next step, or at once if the masks are ready.
         """
         results = engine.wait(previous)
         sampled = {} if results is None else by_request(previous, results)
@@ -99,14 +100,16 @@ class OverlappedLoop:
             self._sample_half(engine)
 
     def _sample_half(self, engine: Engine) -> None:
-        """Hand the waiting second half of a step to the device, if there is one."""
+        """Launch the sampling of a step that waits for its masks, if there is one."""
         if self.half is not None:
             half, self.half = self.half, None
             self.in_flight_step = engine.sample(half)
 
 
 def unfinished(engine: Engine, works: list[Work]) -> list[Work]:
-    """Return the works whose requests have not ended since they were scheduled, and finish the others."""
+    """Return the works whose requests have not ended since they were scheduled; finish the others in
+    the scheduler.
+    """
     left = []
     for work in works:
         if any(

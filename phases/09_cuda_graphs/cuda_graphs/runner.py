@@ -13,7 +13,7 @@ from common.progress import bar
 from common.sampling.sampler import Sampled, SamplingMetadata
 from continuous.batch import Batch
 from continuous.rows import RequestRows
-from continuous.runner import Forwarded, Pending, StepExecutor
+from continuous.runner import Forwarded, Pending
 from continuous.work import Work
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import GraphContext, captured, narrow_logits
@@ -21,12 +21,12 @@ from cuda_graphs.memory import Startup, free_bytes
 from cuda_graphs.tables import DeviceTables
 from forward.model import Model
 from paged_cache.cache import PagedCache
-from paged_cache.runner import PagedRunner
+from paged_cache.runner import PagedRunner, StepExecutor
 from triton_paged_attention.attention import TritonPagedAttention
 
 
 class GraphExecutor(StepExecutor, Protocol):
-    """Graphs for one kind of step. A factory makes it of the runner whose steps these are.
+    """Interface of an executor with CUDA graphs for one kind of step. A factory makes it, given the runner.
 
     count: graphs that it captures.
     """
@@ -34,7 +34,7 @@ class GraphExecutor(StepExecutor, Protocol):
     count: int
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs, the largest first; `part` is called with the next one's name."""
+        """Capture all graphs, largest first; call `part` with each one's name, to show progress."""
         ...
 
 
@@ -42,7 +42,7 @@ E = TypeVar("E")
 
 
 class GraphRunner(PagedRunner):
-    """A runner whose executors have graphs, which it captures.
+    """A runner of steps whose executors have CUDA graphs, which it captures.
 
     Args:
         model, attention, rows, cache, options: see `paged_cache.PagedRunner`.
@@ -88,24 +88,31 @@ class GraphRunner(PagedRunner):
         return Startup(self.capturer.count, time.perf_counter() - started, used)
 
     def release(self) -> None:
-        """Destroy the graphs, after the last step."""
+        """Destroy the CUDA graphs, after the last step."""
         self.capturer.release()
 
     def executor(self, kind: type[E]) -> E:
-        """Return the executor of a kind, which is there."""
+        """Return the executor of the class `kind`, which must be there."""
         return next(one for one in self.executors if isinstance(one, kind))
 
     def replayed(
         self, works: Sequence[Work], batch: Batch, hidden: Tensor, tokens: Tensor
     ) -> Forwarded:
-        """A step whose graph goes on to the sampled tokens."""
+        """Return a step that a graph has computed up to its sampled tokens, in the form of a forward pass.
+
+        works: of the step. hidden: `[T, hidden]`. tokens: what the graph sampled.
+        """
         done = Sampled(tokens)
         return Forwarded(
             works, batch, hidden, rest=lambda allowed: Pending(works, done, self.verifier)
         )
 
     def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
-        """In the model's own precision where graphs have them so, and no request wants log-probabilities."""
+        """Return logits `[S, V]` of hidden states `[S, hidden]` that are sampled.
+
+        In the model's own precision if graphs compute them so and no request wants log-probabilities, else
+        float32.
+        """
         return (
             narrow_logits(self.model, hidden)
             if captured(plan)

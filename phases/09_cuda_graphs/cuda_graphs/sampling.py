@@ -48,7 +48,10 @@ def shift_right(z, BITS: tl.constexpr):
 
 @triton.jit
 def random_words(key, step):
-    """`common.sampling.ops.random_words` of one pair: lower and upper half."""
+    """Return the random number of a pair (key, step) as two words: lower and upper half.
+
+    The same as `common.sampling.ops.random_words`.
+    """
     z = key + (step + 1) * _GAMMA
     z = (z ^ shift_right(z, 30)) * _MIX_1
     z = (z ^ shift_right(z, 27)) * _MIX_2
@@ -58,10 +61,12 @@ def random_words(key, step):
 
 @triton.jit
 def negative_exponentials(lower, upper, ids, NATIVE: tl.constexpr):
-    """`common.sampling.ops.negative_exponentials` of one row: -E for each of the int32 `ids`.
+    """Return exponential noise, negated, -E for each of the int32 token `ids` of one row.
 
-    Below 1/8 log(1 - v) is its power series, of which what is left out is less than 1e-7 of it: there the
-    GPU's logarithm, and 1 - v itself, have lost digits. Above, the GPU's fast logarithm is good to 2e-6.
+    lower, upper: the row's random words. NATIVE: use the GPU's fast logarithm. The same as
+        `common.sampling.ops.negative_exponentials`: below 1/8 log(1 - v) is its power series, of which
+        what is left out is less than 1e-7 of it: there the GPU's logarithm, and 1 - v itself, have lost
+        digits. Above, the GPU's fast logarithm is good to 2e-6.
     """
     x = upper ^ ids
     x = (x ^ (x >> 16)) * _HASH_1
@@ -76,7 +81,7 @@ def negative_exponentials(lower, upper, ids, NATIVE: tl.constexpr):
 
 @triton.jit
 def first_best(x, ids):
-    """Return the largest of `x`, and the smallest of the ids that have it. NaN is the largest, as in
+    """Return the largest of `x`, and the smallest of the `ids` that have it. NaN is the largest, as in
     torch.
     """
     nan = x != x
@@ -117,9 +122,14 @@ def chunk_kernel(
     V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, DRAW: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Store a chunk's largest logit and sampled token, and with DRAW that token's -E / weight.
+    """Store a chunk's largest logit and sampled token, and with DRAW that token's -E / weight (see
+    `chunk_race`).
 
-    One program per row and chunk. first: the token id of the first column; stored ids are columns.
+    One program per row and chunk of BLOCK columns.
+    best, races, ids: output `[B, CHUNKS]`: largest logit, -E / weight, and column of the sampled token.
+    logits: `[B, V]`, rows `row_stride` apart. rows, steps: `[B]`, each request's row of settings, and its
+        output tokens before. floats, ints: settings of all rows, as in `DrawSettings`.
+    first: the token id of the first column.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -144,12 +154,14 @@ def finish_kernel(
     tokens, best, races, ids, rows, floats, float_stride,
     CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
-    """Store the token of a row: of its chunks' tokens the one of the largest -E / weight, with weights
-    relative
-    to the row's largest logit.
+    """Store the token of a row: of its chunks' tokens the one of the largest -E / weight. One program per
+    row.
 
-    In a greedy row, or where the row's largest logit is not finite, it is the argmax, the first of equals.
-    One program per row.
+    Weights are relative to the row's largest logit. In a greedy row, or where the row's largest logit is
+    not finite, it is the argmax, the first of equals.
+    tokens: output `[B]` int64. best, races, ids: `[B, CHUNKS]` of `chunk_kernel`. rows: `[B]`, rows of
+        settings.
+    floats: settings of all rows. CHUNKS_PAD: a power of two. DRAW: False: every row is greedy.
     """
     row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
     x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
@@ -165,7 +177,11 @@ def finish_kernel(
 
 @triton.jit
 def report_kernel(reported, tokens, logits, row_stride, token_stride, NAN_TOKEN: tl.constexpr):
-    """Store a row's token, or NAN_TOKEN if the logit of that token is NaN. One program per row."""
+    """Store a row's token, or NAN_TOKEN if the logit of that token is NaN. One program per row.
+
+    reported: output `[B]`. tokens: `[B]`. logits: `[B, V]`. Strides: numbers from a row or column to the
+        next.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     x = tl.load(logits + row * row_stride + token * token_stride).to(tl.float32)
@@ -173,7 +189,10 @@ def report_kernel(reported, tokens, logits, row_stride, token_stride, NAN_TOKEN:
 
 
 def reported_rows(logits: Tensor, tokens: Tensor) -> Tensor:
-    """`common.sampling.ops.reported` in one kernel instead of three."""
+    """Return the tokens `[B]` with a special number in place of those whose logit is NaN, in one kernel.
+
+    logits: `[B, V]`. The same as `common.sampling.ops.reported`.
+    """
     reported = torch.empty_like(tokens)
     if len(tokens):
         strides = logits.stride(0), logits.stride(1)
@@ -184,8 +203,11 @@ def reported_rows(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 class DrawSettings(NamedTuple):
-    """Settings of a draw: `[B]` int64 each request's row and its output tokens before this one, and the
-    settings of all rows as in `common.sampling.rows.SamplerRows`, `[rows, 5]` float32 and `[rows, 3]` int64.
+    """Settings of a draw of tokens.
+
+    `[B]` int64 each: the requests' rows, and their output tokens before this one. And the settings of all
+    rows, as
+    in `common.sampling.rows.SamplerRows`: `[rows, 5]` float32 and `[rows, 3]` int64.
     """
 
     rows: Tensor
@@ -195,9 +217,10 @@ class DrawSettings(NamedTuple):
 
 
 class BestTokens(NamedTuple):
-    """The chunks of each row, `[B, CHUNKS]`: largest logit, and the sampled token's -E / weight and column.
+    """The best tokens of each chunk of each row, `[B, CHUNKS]`: largest logit; the sampled token's -E /
+    weight and column.
 
-    races: None where nothing is drawn.
+    races: the -E / weight; None where nothing is drawn.
     """
 
     best: Tensor
@@ -208,7 +231,10 @@ class BestTokens(NamedTuple):
 def best_of_chunks(
     logits: Tensor, draw: DrawSettings | None = None, first: int = 0
 ) -> BestTokens:
-    """Find the best of each chunk of `[B, V]` logits. first: the token id of the first column."""
+    """Return the best token of each chunk of `logits [B, V]`.
+
+    draw: settings of the draw; None: the argmax. first: the token id of the first column.
+    """
     batch, vocab = logits.shape
     # Few rows take more programs, to fill the multiprocessors. A word of a mask has 32 tokens (phase 12).
     block = min(CHUNK if batch > 4 else CHUNK // 4, max(32, triton.next_power_of_2(vocab)))
@@ -231,7 +257,10 @@ def best_of_chunks(
 
 
 def best_of_rows(found: BestTokens, draw: DrawSettings | None = None) -> Tensor:
-    """Return the token of each row, `[B]` int64, from the best of its chunks."""
+    """Return the sampled token of each row, `[B]` int64, from the best of its chunks.
+
+    draw: settings of the draw; None: the argmax.
+    """
     batch, chunks = found.ids.shape
     tokens = torch.empty(batch, dtype=torch.int64, device=found.ids.device)
     rows, _, floats, _ = draw or (found.ids,) * 4
@@ -246,25 +275,25 @@ def best_of_rows(found: BestTokens, draw: DrawSettings | None = None) -> Tensor:
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
-    """Return `logits.argmax(1)` of `[B, V]`: `[B]` int64; of equals the first, and NaN counts as the
-    largest.
+    """Return the argmax of each row of `logits [B, V]`: `[B]` int64; of equals the first, and NaN is
+    the largest.
     """
     return best_of_rows(best_of_chunks(logits))
 
 
 def draw_rows(logits: Tensor, draw: DrawSettings) -> Tensor:
-    """Return one token per row, `[B]` int64, drawn as the sampler draws from all tokens with a logit above
-    -inf.
+    """Return one sampled token per row, `[B]` int64, drawn from all tokens with a logit above -inf.
 
-    A row whose temperature is 0, or whose largest logit is not finite, gets its argmax.
-
-    logits: `[B, V]`, after edits and penalties.
+    logits: `[B, V]`, after edits and penalties. A row whose temperature is 0, or whose largest logit is
+        not finite, gets its argmax.
     """
     return best_of_rows(best_of_chunks(logits, draw), draw)
 
 
 class TritonSamplerBackend(SamplerBackend):
-    """Samples the same tokens as `SamplerBackend`, by kernels; torch computes top-k, top-p and min-p."""
+    """A sampler backend in Triton: the same tokens as `SamplerBackend`; torch computes top-k, top-p and
+    min-p.
+    """
 
     def choose(
         self,
@@ -275,7 +304,10 @@ class TritonSamplerBackend(SamplerBackend):
         plan: SamplingMetadata,
         masked: bool,
     ) -> Tensor:
-        """See `SamplerBackend.choose`; without truncation `logits` may have the model's own dtype."""
+        """Return the sampled tokens `[S]` int64; arguments as in `SamplerBackend.choose`.
+
+        Without truncation `logits [S, V]` may have the model's own dtype.
+        """
         if not plan.draws:
             return argmax_rows(logits)
         if plan.features & TRUNCATION:
@@ -283,7 +315,9 @@ class TritonSamplerBackend(SamplerBackend):
         return draw_rows(logits, DrawSettings(rows, steps, sampler.floats, sampler.ints))
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """See `SamplerBackend.report`."""
+        """Return `tokens [S]` with a special number in place of those whose logit is NaN; logits: `[S,
+        V]`.
+        """
         return reported_rows(logits, tokens)
 
     def draw(
@@ -294,7 +328,10 @@ class TritonSamplerBackend(SamplerBackend):
         steps: Tensor,
         features: SamplingFlags,
     ) -> Tensor:
-        """See `SamplerBackend.draw`. It makes no noise `[B, V]`; excluded tokens have logits of -inf."""
+        """Return tokens `[S]` drawn from `logits [S, V]`; arguments as in `SamplerBackend.draw`.
+
+        It makes no noise `[S, V]`; excluded tokens have logits of -inf.
+        """
         if features & TRUNCATION:
             logits = logits.masked_fill(
                 sampler.weigh(logits, rows, features) == 0, float("-inf")

@@ -14,11 +14,11 @@ BUFFERS = 4
 
 
 class Staging:
-    """`size` int64 numbers at a fixed address on the device, filled by one copy a step.
+    """A fixed tensor of `size` int64 numbers on the device, filled by one copy a step: the inputs of graphs.
 
-    The copy waits in the device's queue behind the steps before, however many the host has launched (chunks
-    in the middle of a prompt have no results to wait for). Until it has run, its buffer on the host must not
-    be written again, so an event follows each copy.
+    The copy waits in the device's queue behind the steps before, however many the host has launched
+    (chunks in the middle of a prompt have no results to wait for). Until it has run, its buffer on the
+    host must not be written again, so an event follows each copy.
 
     device: `[size]` int64.
     """
@@ -37,7 +37,9 @@ class Staging:
 
     @contextmanager
     def fill(self, size: int) -> Iterator[NDArray[np.int64]]:
-        """The next buffer's first `size` numbers, sent to the device when the block ends."""
+        """Return a context with the next host buffer's first `size` numbers, which are sent to the
+        device at its end.
+        """
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
         copied = self._copied[turn]
         if copied is not None:

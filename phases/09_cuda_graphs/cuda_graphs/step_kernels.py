@@ -16,7 +16,14 @@ def gather_kernel(
     max_len, width, P: tl.constexpr, TABLES: tl.constexpr, DRAFTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per token."""
+    """Write one token's inputs of a step, given its row and position. One program per token.
+
+    Reads: rows, at: `[T]` int64, row and position (-1: padding). tokens: `[R, max_len]`. tables: `[R,
+        width]`.
+        drafts: `[T]`, tokens that are in no row yet, -1: none; read if DRAFTS.
+    Writes: ids, positions, slots: `[T]`; a slot is block times P plus place in it, -1 for padding. With
+        TABLES, contexts: `[T]` int32, and batch_tables: `[T, width]`, the rows' block tables.
+    """
     i = tl.program_id(0)
     row, position = tl.load(rows + i), tl.load(at + i)
     real = position >= 0
@@ -52,13 +59,15 @@ def gather_inputs(
     batch_tables: Tensor | None = None,  # [T, max_blocks] int32
     drafts: Tensor | None = None,  # [T] int64
 ) -> None:
-    """Fill in a step's inputs from each token's row and position.
+    """Write a step's inputs on the device, given each token's row and position.
 
-    Padding reads as token 0 of its row at position 0, is stored nowhere (slot -1) and has no context.
-
-    contexts, batch_tables: where every token is a request of its own (decodes), its context length and its
-        block table, as far as the context needs it.
-    drafts: tokens that stand in no row yet; -1: the row's own.
+    rows, at: `[T]` int64, row and position; -1: padding, which reads as token 0 of its row at position 0,
+        is stored nowhere (slot -1) and has no context.
+    tokens: `[R, max_len]`, of all rows. tables: `[R, max_blocks]`, block tables of all rows.
+    ids, positions, slots: `[T]` int64, written.
+    contexts, batch_tables: `[T]`, `[T, max_blocks]`, written if every token is a request of its own
+        (decodes).
+    drafts: `[T]`, tokens that are in no row yet; -1: the row's own.
     """
     decodes = contexts is not None and batch_tables is not None
     gather_kernel[(len(rows),)](
@@ -71,7 +80,11 @@ def gather_inputs(
 
 @triton.jit
 def scatter_kernel(tokens, rows, at, sampled, max_len):
-    """One program per request."""
+    """Write one request's sampled token to the row of tokens, behind the one it was computed from.
+
+    One program per request. tokens: `[R, max_len]`. rows, at: `[B]`, row and position (-1: padding, not
+    written). sampled: `[B]`.
+    """
     i = tl.program_id(0)
     row, position = tl.load(rows + i), tl.load(at + i)
     tl.store(tokens + row * max_len + position + 1, tl.load(sampled + i), mask=position >= 0)
@@ -83,5 +96,8 @@ def scatter_tokens(
     sampled: Tensor,  # [B] int64
     tokens: Tensor,  # [R, max_len] int64
 ) -> None:
-    """Write each request's sampled token behind the one it was computed from."""
+    """Write each request's sampled token to its row, behind the one it was computed from.
+
+    rows, at: `[B]` int64, row and position; -1: padding, not written. sampled: `[B]`. tokens: `[R, max_len]`.
+    """
     scatter_kernel[(len(rows),)](tokens, rows, at, sampled, tokens.shape[1], num_warps=1)

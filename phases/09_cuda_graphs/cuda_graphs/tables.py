@@ -15,7 +15,7 @@ from continuous.batch import Ints, upload
 
 
 class DeviceTables:
-    """A copy on the device of the host's block tables.
+    """A copy on the device of the host's block tables, for CUDA graphs.
 
     data: `[rows, max_blocks]` int32. Entries that no step has asked for may be out of date.
     """
@@ -25,12 +25,13 @@ class DeviceTables:
         self.data = torch.zeros(tables.shape, dtype=torch.int32, device=device)
 
     def update(self, rows: Ints, blocks: int) -> None:
-        """Make the first `blocks` entries of these rows what they are on the host.
+        """Send the first `blocks` entries of these rows' block tables to the device, as far as they have
+        changed.
 
         An entry is sent only if it differs from the value that was sent last; a call with no change sends
         nothing. So no caller has to report changes, be it a new block, a copy on write or a block that the
-        prefix cache replaced by an equal one. Entries of other rows, and those behind `blocks`, stay as they
-        are until they are asked for.
+        prefix cache replaced by an equal one. Entries of other rows, and those behind `blocks`, stay as
+        they are until they are asked for.
 
         rows: distinct rows of the tables.
         """

@@ -22,15 +22,17 @@ POWERS = tuple(step / 10 for step in range(10))
 
 
 def input_scales(weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme) -> Tensor:
-    """Return the `s [K]` float32 with which the layers of one input lose the least by rounding.
+    """Return the factors `s [K]` float32 of the inputs with which a layer's int4 weights lose least by
+    rounding.
 
-    An input's size is the root of its place on the diagonal, at least 1e-6. Tried are the sizes to each of
-    `POWERS`, divided by the geometric mean of the largest and the smallest of them. The loss is the trace of
-    `D H D^T`: `D [all N, K]` is the change of all layers' weights by `rtn.quantize`, before which they are
-    multiplied by `s` and after which they are divided by it. Of equal losses the lower power counts.
+    Weights are multiplied by `s` before they are rounded, and divided by it afterwards. Tried is, for each
+    exponent of `POWERS`, the input's size to that power, divided by the geometric mean of the largest and
+    the smallest. An input's size is the root of its place on the Hessian's diagonal, at least 1e-6. The
+    loss is the trace of `D H D^T`, where `D [all N, K]` is the change of all layers' weights. Of equal
+    losses the lower power wins.
 
     Args:
-        weights: `[N, K]` each.
+        weights: `[N, K]` each, of layers that read one input.
         hessian: `[K, K]` float32 of their input, `X^T X` over the rows of inputs `X`.
         scheme: int4.
     """
@@ -54,7 +56,12 @@ def quantize(
     scheme: Scheme,
     scale_dtype: torch.dtype = torch.float32,
 ) -> QuantizedWeight:
-    """Round `weight [N, K]` to nearest, with clipped scales where that is better; see `search_scales`."""
+    """Round `weight [N, K]` to int4, group by group with scales that may clip large weights if that is
+    better.
+
+    importance: `[K]`, the mean square of each input, by which its weights' squared errors count.
+    scheme: the format. scale_dtype: of the groups' scales. Scales are those of `gptq.search_scales`.
+    """
     weight = weight.float()
     return rtn.in_groups(
         weight, scheme, search_scales(weight, importance, scheme, scale_dtype), None

@@ -116,12 +116,12 @@ class BlockLinear(BlockWeight):
 
 
 def expect_blocks(model: Model, kinds: Mapping[str, Any]) -> None:
-    """Put modules for a checkpoint's quantized matrices into a model on `meta`.
+    """Replace the modules of a model on `meta` whose matrices the checkpoint has in a GGUF format.
 
-    A head that is tied to a quantized embedding has no tensors in the checkpoint: see `tie_blocks`.
+    A head that is tied to a quantized embedding has no tensors in the checkpoint: `tie_blocks` replaces it.
 
     Args:
-        kinds: the kind of each matrix by the name of its module in the checkpoint.
+        kinds: the format ("q8_0", "q4_0", "q4_1") of each matrix by the name of its module.
     """
     with torch.device("meta"):
         for stored, kind in kinds.items():

@@ -35,7 +35,7 @@ TILED_OUTPUTS = 16
 
 
 class CpuLinear(QuantLinear):
-    """A `QuantLinear` whose product is computed by PyTorch's routines for a CPU.
+    """A quantized linear layer (`QuantLinear`) whose product is computed by PyTorch's routines for a CPU.
 
     tiles: four-bit numbers in the order in which the routine reads them; then `data` is empty.
     scale_zero: their scales and offsets, bfloat16 `[K / group, N, 2]`.
@@ -54,7 +54,9 @@ class CpuLinear(QuantLinear):
 
     @property
     def weight(self) -> QuantizedWeight:
-        """See `QuantLinear.weight`."""
+        """Return the layer's weight in the layout that `QuantizedWeight` describes, unpacked from the
+        tiles.
+        """
         data = self.data if self.tiles is None else from_tiles(self.tiles, self.scheme.group)
         return QuantizedWeight(self.scheme, data, self.scale, self.zero, self.order)
 
@@ -105,20 +107,28 @@ def eight_bit_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def to_tiles(data: Tensor) -> Tensor:
-    """Put four-bit numbers `[N, K / 2]` in the order in which `_weight_int4pack_mm` reads them."""
+    """Return four-bit numbers `[N, K / 2]` uint8 in the order in which torch's `_weight_int4pack_mm`
+    reads them.
+    """
     numbers = unpack_nibbles(data).to(torch.int32)
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
 
 
 def from_tiles(tiles: Tensor, group: int) -> Tensor:
-    """Undo `to_tiles` by a product with the identity: the order of tiles depends on the processor."""
+    """Return the four-bit numbers of `to_tiles` in their first order, `[N, K / 2]`.
+
+    They are read by a product with the identity, for the order of tiles depends on the processor.
+    group: neighbouring inputs that share a scale.
+    """
     outputs, inputs = tiles.shape[0], tiles.shape[1] * 2
     ones = offsets(torch.ones(outputs, inputs // group), None)
     return pack_nibbles(int4_product(torch.eye(inputs), tiles, group, ones).t() + MIDDLE)
 
 
 def offsets(scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Convert `scale` and `zero [N, K / g]` for `_weight_int4pack_mm`.
+    """Convert scales and zero points `[N, K / g]` to what torch's `_weight_int4pack_mm` reads.
+
+    zero: uint8; None: 8.
 
     Returns:
         bfloat16 `[K / g, N, 2]`: a group's scale, and the weight that the number 8 stands for.
@@ -129,6 +139,9 @@ def offsets(scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def int4_product(x: Tensor, tiles: Tensor, group: int, scale_zero: Tensor) -> Tensor:
-    """Return `x [M, K]` times the four-bit weight of `to_tiles`: `[M, N]` in `x`'s dtype."""
+    """Return `x [M, K]` times a four-bit weight: `[M, N]` in `x`'s dtype.
+
+    tiles: of `to_tiles`. group: inputs that share a scale. scale_zero: of `offsets`.
+    """
     out = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), tiles, group, scale_zero)
     return out.to(x.dtype)

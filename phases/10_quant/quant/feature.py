@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -23,26 +22,26 @@ AUTO, PLAIN = "auto", "none"
 
 
 def head_for(scheme: str, device: torch.device) -> str:
-    """Return the format of the output head for `head=auto`, given the layers' format.
+    """Return the name of the output head's format for the option `head=auto`.
 
-    It is the layers' own, except for int4: the head loses most by four bits, so it gets eight. On a GPU with
-    e4m3 products that is fp8, which is multiplied without unpacking, otherwise int8.
+    It is the layers' own format `scheme`, except for int4: the head loses most by four bits, so it gets
+    eight. On a GPU with e4m3 products that is fp8, which is multiplied without unpacking, otherwise int8.
     """
     if scheme != "int4":
         return scheme
     if device.type != "cuda":
         return "int8"
-    from triton_paged_attention.hardware import ADA, at_least  # Triton comes with it
+    from quant.products import hardware_rounds  # Triton comes with it
 
-    return "fp8" if at_least(device, ADA) else "int8"
+    return "fp8" if hardware_rounds(device) else "int8"
 
 
 @dataclass(frozen=True)
 class Quant(Feature):
     """Quantize weights, keys and values to 8 or 4 bits."""
 
-    name: ClassVar[str] = "quant"
-    phase: ClassVar[int] = 10
+    name = "quant"
+    phase = 10
 
     quantization: str | None = option(
         None,
@@ -60,7 +59,7 @@ class Quant(Feature):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for a format that does not exist or does not fit another."""
         if self.quantization is not None:
             choice("quantization", self.quantization, [PLAIN, *SCHEMES])
         choice("head", self.head, [AUTO, PLAIN, *SCHEMES])

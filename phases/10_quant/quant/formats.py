@@ -31,15 +31,15 @@ GROUPS = (256, 128, 64, 32, 16)
 
 @dataclass(frozen=True)
 class Scheme:
-    """The format of one linear layer's weight `[N, K]`, and of its input.
+    """The number format of one linear layer's weight `[N, K]`, and of its input.
 
     name: what it is called in options and messages.
-    weights: the numbers.
-    scales: what shares one: an output channel (a row), a block of 128 x 128, or a group of neighbouring
-        inputs within a row.
+    weights: the format of a weight: "fp8", "int8" or "int4".
+    scales: which weights share a scale: an output channel (a row), a block of 128 x 128, or a group of
+        neighbouring inputs within a row.
     group: inputs in a group; 0 unless scales are by group.
     zeros: whether a group has a zero point; without, the numbers lie around the middle.
-    activations: what the input is rounded to, token by token, or None where it is left alone.
+    activations: the format to which the input is rounded, token by token; None: it is not rounded.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Scheme:
     activations: Activations | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no layer here can be."""
+        """Raise `UserError` for a combination of fields that no layer here can have."""
         if (self.weights, self.scales) not in FORMATS:
             raise UserError(
                 f"{self.name}: {self.weights} weights with a scale for each {self.scales} are not supported"
@@ -71,7 +71,7 @@ class Scheme:
 
     @property
     def bits(self) -> int:
-        """Bits of one number."""
+        """Return the bits of one weight: 4 or 8."""
         return 4 if self.weights == "int4" else 8
 
     def scale_shape(self, n: int, k: int) -> tuple[int, ...]:
@@ -87,9 +87,13 @@ class Scheme:
         return replace(self, group=size)
 
     def fitted(self, k: int, name: str) -> Scheme:
-        """This scheme for rows of `k` weights: where its groups do not divide them, the next smaller that do.
+        """Return this scheme for rows of `k` weights, with the largest size of group up to its own that
+        divides them.
 
-        Raises `UserError` where no size of group does.
+        name: the layer, for the message.
+
+        Raises:
+            UserError: no size of group divides `k`.
         """
         if self.scales != "group" or k % self.group == 0:
             return self

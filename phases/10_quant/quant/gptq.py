@@ -101,9 +101,11 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 def search_scales(
     weight: Tensor, importance: Tensor, scheme: Scheme, dtype: torch.dtype
 ) -> Tensor:
-    """Like `rtn.group_scales`, but a group may clip its largest weights where that makes the error less.
+    """Return scales `[N, K / g]` of a weight's groups, clipping the largest weights where that lowers the
+    error.
 
-    importance: `[K]`, the mean square of each input, by which its weights' squared errors count.
+    weight: `[N, K]`. importance: `[K]`, the mean square of each input, by which its weights' squared
+        errors count. scheme: int4 in groups of `g`. dtype: of the scales.
     """
     groups = weight.view(len(weight), -1, scheme.group)
     weights = importance.view(-1, scheme.group)

@@ -23,9 +23,11 @@ from triton_paged_attention.linear import FusedLinear
 
 
 class KernelLinear(QuantLinear):
-    """A `QuantLinear` for a GPU: multiplied in eight bits, or unpacked to 16 and multiplied.
+    """A quantized linear layer (`QuantLinear`) for a GPU: multiplied in eight bits, or unpacked to 16 and
+    multiplied.
 
-    eight: whether the product is one of eight bits by eight. Four-bit numbers lie in the order of `to_words`.
+    eight: whether the product is one of eight bits by eight. Four-bit numbers lie in int32 words, in the
+        order of `products.to_words`.
     """
 
     def __init__(self, linear: QuantLinear) -> None:
@@ -37,12 +39,16 @@ class KernelLinear(QuantLinear):
 
     @property
     def stored(self) -> QuantizedWeight:
-        """The tensors as kernels read them: four bits in words, see `to_words`; without `order`."""
+        """Return the weight's tensors as kernels read them: four bits in the words of `to_words`,
+        without `order`.
+        """
         return QuantizedWeight(self.scheme, self.data, self.scale, self.zero)
 
     @property
     def weight(self) -> QuantizedWeight:
-        """See `QuantLinear.weight`."""
+        """Return the layer's weight in the layout that `QuantizedWeight` describes, unpacked from the
+        words.
+        """
         if self.scheme.weights != "int4":
             return replace(self.stored, order=self.order)
         numbers = QuantizedWeight(self.scheme, self.data, torch.ones_like(self.scale))

@@ -19,10 +19,10 @@ SAMPLE = 256
 
 
 def sample(model: Model) -> list[int]:
-    """Return at most `SAMPLE` token ids from all over the vocabulary, the same at each call.
+    """Return at most `SAMPLE` token ids spread over the whole vocabulary, the same at each call.
 
-    They suffice for scales: what makes keys large does so for every token (channels that RoPE hardly rotates,
-    and biases).
+    They suffice to find scales of keys: what makes keys large does so for every token (channels that RoPE
+    hardly rotates, and biases).
     """
     generator = torch.Generator().manual_seed(0)
     count = min(SAMPLE, model.max_len)
@@ -34,11 +34,14 @@ def sample(model: Model) -> list[int]:
 
 
 def head_scales(model: Model, texts: Sequence[Sequence[int]], kind: str) -> Tensor:
-    """Return scales `[L, 2, KH]` float32 that fit the keys and values of `texts`, times `ROOM`, into `kind`.
+    """Return scales `[L, 2, KH]` float32 of keys and values by layer and head, for a cache in 8 bits.
+
+    Each is a head's largest magnitude in `texts`, times `ROOM` for larger ones, over the format's largest
+    number.
 
     Args:
         texts: token ids, each text by itself.
-        kind: a key of `KV_DTYPES`.
+        kind: the format of the cache, a key of `KV_DTYPES`.
     """
     seen = HeadMaxima(model)
     with torch.inference_mode():

@@ -14,7 +14,7 @@ from quant.weights import QuantizedWeight
 
 
 class QuantLinear(nn.Module):
-    """A linear layer with a `QuantizedWeight`; it replaces an `nn.Linear`.
+    """A linear layer with a `QuantizedWeight` (4 or 8 bits); it replaces an `nn.Linear`.
 
     The weight's tensors are buffers, so they move with the model. The weight is dequantized at each call:
     `cpu.CpuLinear` and `kernel_layers.KernelLinear` are the same layer with faster products.
@@ -39,12 +39,15 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, scheme: Scheme, name: str) -> QuantLinear:
-        """Quantize the layer `name`: round its weight to the nearest numbers of `scheme`."""
+        """Return a quantized layer for a plain one: its weight is rounded to the nearest numbers of `scheme`.
+
+        name: of the layer, for messages.
+        """
         return cls(quantized(linear.weight, scheme, name), linear.bias)
 
     @property
     def weight(self) -> QuantizedWeight:
-        """The layer's weight in the layout that `QuantizedWeight` describes."""
+        """Return the layer's weight in the layout that `QuantizedWeight` describes."""
         return QuantizedWeight(self.scheme, self.data, self.scale, self.zero, self.order)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +66,7 @@ class QuantLinear(nn.Module):
 
     @staticmethod
     def joined(*parts: nn.Module) -> QuantLinear | None:
-        """Concatenate layers of one input along their outputs; see phase 06's `join`.
+        """Concatenate quantized layers that read the same input along their outputs.
 
         Returns:
             None if a layer is not quantized, formats differ, or only some of the layers have a bias.
@@ -80,10 +83,10 @@ class QuantLinear(nn.Module):
 
 
 def quantized(weight: Tensor, scheme: Scheme, name: str) -> QuantizedWeight:
-    """Round the weight `[N, K]` of the layer `name` to the nearest numbers of `scheme`.
+    """Return the weight `[N, K]` rounded to the nearest numbers of `scheme`.
 
-    Scales of groups are bfloat16, or float16 if the weight is.
-    Groups that do not divide K are made smaller.
+    name: of the layer, for messages. Scales of groups are bfloat16, or float16 if the weight is. Groups
+        that do not divide K are made smaller.
 
     Raises:
         UserError: no size of group divides K.

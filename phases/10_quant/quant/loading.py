@@ -18,7 +18,7 @@ HEAD = "lm_head"
 
 
 class Quantize:
-    """A `WeightLoader` that replaces plain linear layers by quantized ones.
+    """A loader of checkpoints that replaces plain linear layers by quantized ones; implements `WeightLoader`.
 
     scheme: the format of every linear layer but the output head; None: they stay plain.
     head: the format of the output head; None: it stays plain. A function returns it for a device.
@@ -42,7 +42,7 @@ class Quantize:
         return type(self)()
 
     def expect(self, model: Model) -> None:
-        """Add modules for a checkpoint with a GGUF file's blocks.
+        """Replace modules of a model on `meta` whose matrices the checkpoint has in a GGUF format.
 
         Raises:
             UserError: the checkpoint is quantized in another format, or is to be quantized again.
@@ -72,7 +72,9 @@ class Quantize:
         model.set_submodule(owner, QuantLinear(quantized(tensor, scheme, owner), layer.bias))
 
     def finish(self, model: Model) -> Model:
-        """See `WeightLoader.finish`."""
+        """Tie heads to their embeddings after all tensors are loaded, and return the model; see
+        `WeightLoader.finish`.
+        """
         tie_blocks(model)
         for name in plain_layers(model):
             layer = model.get_submodule(name)
@@ -82,7 +84,9 @@ class Quantize:
         return model
 
     def changes(self, model: Model) -> bool:
-        """See `WeightLoader.changes`."""
+        """Return True if the loaded weights differ from the checkpoint's files; see
+        `WeightLoader.changes`.
+        """
         return any(self.wanted(name, model.device) is not None for name in plain_layers(model))
 
 

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from quant.formats import BLOCK, DTYPES, LARGEST, Activations, Scheme
 from quant.weights import QuantizedWeight, unpack_nibbles
-from triton_paged_attention.hardware import ADA, TURING, at_least
+from triton_paged_attention.hardware import at_least
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TURING = (7, 5)
+ADA = (8, 9)
+"""Compute capabilities: Turing multiplies integers of eight bits, Ada numbers of e4m3."""
 LEAST_ROWS = 32
 """What the library's product of whole numbers wants at least (it asks for more than 16)."""
 
@@ -31,18 +34,23 @@ class Rounded(NamedTuple):
 
 @triton.jit
 def token_scale(top, LARGEST: tl.constexpr):
-    """Return a token's scale, from its largest magnitude `top`, and its inverse; the scale is never 0."""
+    """Return a token's scale, from its largest magnitude `top`, and the scale's inverse; the scale is
+    never 0.
+
+    LARGEST: the largest number of the eight-bit format, to which `top` is mapped.
+    """
     scale = tl.maximum(top * (1.0 / LARGEST), 1.1754943508222875e-38)
     return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit
 def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Round float32 numbers to those that eight bits can hold: integers, or e4m3. They stay float32.
+    """Return float32 numbers `y` rounded to those that an eight-bit format has; they stay float32.
 
-    WHOLE: integers, otherwise e4m3, which has three bits behind its first; below 2^-6 its numbers are
-    multiples of 2^-9. HARDWARE: the GPU converts to e4m3. Not every GPU does, and the interpreter's
-    conversion loses a carry. To add and subtract 1.5 * 2^23 rounds to the nearest integer, ties to even.
+    WHOLE: the format is int8, otherwise e4m3, which has three bits behind its first; below 2^-6 its
+        numbers are multiples of 2^-9. LARGEST: its largest number. HARDWARE: the GPU converts to e4m3; not
+        every GPU does, and the interpreter's conversion loses a carry. To add and subtract 1.5 * 2^23
+        rounds to the nearest integer, ties to even.
     """
     if WHOLE:
         y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
@@ -64,7 +72,11 @@ def round_rows_kernel(
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: its largest magnitude, then its numbers by the scale that follows from it."""
+    """Round one token's numbers to eight bits by the scale of its largest magnitude. One program per token.
+
+    x: `[T, SIZE]`. out: `[T, SIZE]`, int8 or e4m3. out_scale: `[T]` float32. SIZE_PAD: a power of two.
+    LARGEST: the format's largest number. WHOLE: it is int8. HARDWARE: the GPU converts to e4m3.
+    """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE_PAD)
     at, mask = token * SIZE + i, i < SIZE
@@ -76,12 +88,15 @@ def round_rows_kernel(
 
 
 def hardware_rounds(device: torch.device) -> bool:
-    """Return whether a device converts to e4m3 by itself."""
-    return device.type == "cuda" and at_least(device, ADA)
+    """Return True if a device has an instruction that converts to e4m3 (Ada GPUs and later ones)."""
+    return at_least(device, ADA)
 
 
 def round_rows(x: Tensor, kind: Activations) -> Rounded:
-    """`x [..., K]` in eight bits, as `quant.rtn.quantize_tokens` does it."""
+    """Return `x [..., K]` rounded to eight bits, `[T, K]`, with a scale for each token.
+
+    kind: "fp8" or "int8". The same numbers as those of `rtn.quantize_tokens`.
+    """
     x = x.contiguous()
     size = x.shape[-1]
     tokens = x.numel() // size
@@ -102,12 +117,15 @@ SPAN = 128
 
 
 def words_fit(scheme: Scheme) -> bool:
-    """Return True if kernels read a scheme: groups, if it has any, are no smaller than a part of a span."""
+    """Return True if kernels can read a four-bit scheme as words: its groups are multiples of 32 inputs."""
     return scheme.group % 32 == 0
 
 
 def to_words(weight: QuantizedWeight) -> Tensor:
-    """Put nibbles `[N, K]` in the order of `SPAN`: int32 `[N, 16 ceil(K / 128)]`, with 8 beyond K."""
+    """Pack four-bit numbers `[N, K]` into the words that kernels read: int32 `[N, 16 ceil(K / 128)]`.
+
+    Sixteen words hold 128 inputs in the order of `SPAN`; beyond K the number is 8, which stands for 0.
+    """
     numbers = unpack_nibbles(weight.data)  # [N, K]
     numbers = F.pad(numbers, (0, -numbers.shape[1] % SPAN), value=8)
     parts = numbers.view(len(numbers), -1, 4, 16, 2)  # spans, i, j, even and odd
@@ -121,7 +139,10 @@ def to_words(weight: QuantizedWeight) -> Tensor:
 
 
 def eight_by_eight(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """Return `x` times an eight-bit weight with scales by channel: `[T, N]`."""
+    """Return `x [T, K]` in eight bits times an eight-bit weight `[N, K]` with scales by channel: `[T, N]`.
+
+    dtype: of the result.
+    """
     if x.values.is_cuda and weight.data.dtype == torch.float8_e4m3fn:
         # Not float16, in which sums of such products overflow.
         return torch._scaled_mm(
@@ -146,7 +167,7 @@ def multiply_numbers(values: Tensor, data: Tensor) -> Tensor:
 
 
 def eight_bits_are_faster(weight: QuantizedWeight, device: torch.device) -> bool:
-    """Return True if the device multiplies inputs of eight bits by this weight without unpacking it."""
+    """Return True if the device can multiply eight-bit inputs by this weight without unpacking the weight."""
     scheme = weight.scheme
     if scheme.activations is None or scheme.scales != "channel" or weight.order is not None:
         return False
@@ -161,9 +182,10 @@ def unpack8_kernel(
     out, data, scale, scale_stride,
     K: tl.constexpr, SIDE: tl.constexpr, BLOCK_K: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize eight bits; one program for each row and `BLOCK_K` of its inputs.
+    """Dequantize an eight-bit weight; one program for each row and `BLOCK_K` of its inputs.
 
-    out: `[N, K]` of type HALF. SIDE: of blocks that share a scale; 0: each row has a scale.
+    out: `[N, K]` of type HALF. data: `[N, K]`. scale: `[N]`, or with SIDE > 0 one for each block of SIDE x
+        SIDE weights, rows `scale_stride` numbers apart.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -181,9 +203,10 @@ def unpack4_kernel(
     WORDS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and `WORDS` of its words (see `SPAN`), of which it writes the inputs below `K`.
+    """Dequantize a four-bit weight. One program per row and `WORDS` of its words.
 
-    out: `[N, K]` of type HALF: a number less its zero, times its scale, all in float32 until it is stored.
+    out: `[N, K]` of type HALF: a number less its zero, times its scale, in float32 until it is stored.
+    words: int32 `[N, 16 ceil(K / 128)]` of `to_words`.
     scale, zero: `[N, K / GROUP]`, for `GROUP` neighbouring inputs each; without ZEROS every zero is 8.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -203,7 +226,9 @@ def unpack4_kernel(
 
 
 def unpack(weight: QuantizedWeight, size: int, dtype: torch.dtype) -> Tensor:
-    """Return the dequantized weight `[N, K]` in `dtype`; four bits are in the order of `to_words`."""
+    """Return the dequantized weight `[N, size]` in `dtype`; four-bit numbers must be in the words of
+    `to_words`.
+    """
     n = len(weight.data)
     out = torch.empty(n, size, dtype=dtype, device=weight.data.device)
     scheme = weight.scheme

@@ -12,11 +12,11 @@ from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles, spread_blocks
 def quantize(
     weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
 ) -> QuantizedWeight:
-    """Round a weight to the nearest numbers of a scheme; the largest of those with one scale fits exactly.
+    """Round `weight [N, K]` to the nearest numbers of a scheme; the largest number of those that share a
+    scale is exact.
 
     Args:
-        weight: `[N, K]`.
-        scheme: one that fits, see `Scheme.fitted`.
+        scheme: a format whose groups divide K; see `Scheme.fitted`.
         scale_dtype: of the scales of groups; numbers are rounded with the scales as they are kept.
     """
     weight = weight.float()
@@ -46,11 +46,11 @@ def to_eight_bits(numbers: Tensor, kind: str) -> Tensor:
 def group_scales(
     weight: Tensor, scheme: Scheme, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales `[N, K / g]` in `dtype`, and zero points `[N, K / g]` uint8 if the scheme has them.
+    """Return scales `[N, K / g]` in `dtype` of a weight `[N, K]`, and zero points `[N, K / g]` uint8 or None.
 
-    Without zero points the largest magnitude is 7.5 steps from 0: one that is positive loses half a step, and
-    one that is negative wins it. With them, the range from the smallest to the largest, 0 within it, is cut
-    into 15 steps.
+    Without zero points the largest magnitude is 7.5 steps from 0: one that is positive loses half a step,
+    and one that is negative wins it. With them, the range from the smallest to the largest, 0 within it,
+    is cut into 15 steps.
     """
     groups = weight.float().view(len(weight), -1, scheme.group)  # [N, K / g, g]
     if not scheme.zeros:
@@ -62,7 +62,7 @@ def group_scales(
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """Replace scales of 0 by 1: a row of zeros has them, and 0 / 0 is not a number."""
+    """Return `scale` with 1 in place of 0: a row of zeros has scale 0, and 0 / 0 is not a number."""
     return scale.masked_fill(scale == 0, 1)
 
 

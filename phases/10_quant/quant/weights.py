@@ -17,15 +17,16 @@ MIDDLE = 8
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight `[N, K]`, out of any checkpoint's layout, in the one that layers and kernels read.
+    """A quantized weight `[N, K]` in the one layout that layers and kernels read, whatever the checkpoint
+    had.
 
     data: fp8 `[N, K]` float8_e4m3fn; int8 `[N, K]` int8; int4 `[N, K / 2]` uint8, an even input in the low
         nibble and the odd one after it in the high nibble, both unsigned.
-    scale: fp8 and int8 float32: `[N]` (channel) or `[ceil(N / 128), ceil(K / 128)]` (block).
-        int4 `[N, K / group]`, float32 or the half precision that the file has.
+    scale: fp8 and int8 float32: `[N]` (channel) or `[ceil(N / 128), ceil(K / 128)]` (block). int4 `[N, K /
+        group]`, float32 or the half precision that the file has.
     zero: int4 `[N, K / group]` uint8, the nibble that stands for 0; None: it is 8.
-    order: `[K]` int64; column `j` of `data` belongs to input `order[j]`. None: to input `j`. Only checkpoints
-        have it that GPTQ made with groups by activation order.
+    order: `[K]` int64; column `j` of `data` belongs to input `order[j]`. None: to input `j`. Only
+        checkpoints have it that GPTQ made with groups by activation order.
     """
 
     scheme: Scheme
@@ -36,12 +37,12 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(N, K)`."""
+        """Return the weight's shape `(N, K)`: outputs and inputs."""
         rows, columns = self.data.shape
         return rows, columns * 8 // self.scheme.bits
 
     def dequantize(self) -> Tensor:
-        """Return the weight in float32, `[N, K]`. Every kernel is tested against it."""
+        """Return the weight in float32, `[N, K]`. This is the definition against which kernels are tested."""
         n, k = self.shape
         scheme, scale = self.scheme, self.scale.float()
         if scheme.weights == "int4":
@@ -58,7 +59,7 @@ class QuantizedWeight:
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def can_concatenate(self, other: QuantizedWeight) -> bool:
-        """Return True if `cat` may put the outputs of `other` behind those of this weight."""
+        """Return True if `cat` may append the outputs of `other` to this weight: formats and scales fit."""
         same_scheme = replace(self.scheme, name="") == replace(other.scheme, name="")
         same_inputs = self.shape[1] == other.shape[1] and self.order is other.order
         whole_blocks = self.scheme.scales != "block" or self.shape[0] % BLOCK == 0
@@ -67,7 +68,7 @@ class QuantizedWeight:
 
     @classmethod
     def cat(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Concatenate weights of one input along their outputs; each keeps its scales.
+        """Concatenate weights of layers with the same input along their outputs; each keeps its scales.
 
         Args:
             parts: each but the last `can_concatenate` the next one.
@@ -83,12 +84,16 @@ class QuantizedWeight:
 
 
 def spread_blocks(scale: Tensor, n: int, k: int) -> Tensor:
-    """Repeat scales of blocks, `[ceil(N / 128), ceil(K / 128)]`, for each weight: `[N, K]`."""
+    """Return one scale for each weight `[n, k]`, from scales of 128 x 128 blocks `[ceil(n / 128),
+    ceil(k / 128)]`.
+    """
     return scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
 
 
 def check_scale(name: str, scale: Tensor) -> None:
-    """Raise `UserError` unless all scales are finite and none is negative."""
+    """Raise `UserError` unless all of a weight's scales are finite and none is negative. name: of the
+    tensor.
+    """
     if not bool(torch.isfinite(scale).all()):
         raise UserError(f"{name} holds NaN or infinity: the checkpoint is damaged")
     if bool((scale < 0).any()):

@@ -40,7 +40,7 @@ MEMORY, LONG_MEMORY = 0.9, 0.99
 
 
 def expected_tokens(rate: float, drafts: int) -> float:
-    """Return the mean tokens of a step with so many drafts: 1 + rate + ... + rate^drafts.
+    """Return the mean tokens of a step with `drafts` drafts: 1 + rate + ... + rate^drafts.
 
     One token is there in any case, and the k-th draft counts if it and all before it are accepted.
 
@@ -50,7 +50,7 @@ def expected_tokens(rate: float, drafts: int) -> float:
 
 
 def draft_length(rate: float, each: float, most: int) -> int:
-    """Return the number of drafts of a request that gains it the most tokens.
+    """Return the number of drafts of a request that gains it the most tokens, at most `most`.
 
     The k-th draft is accepted with chance rate^k. It is made while that is at least what it costs.
 
@@ -63,7 +63,10 @@ def draft_length(rate: float, each: float, most: int) -> int:
 
 
 def gain(rate: float, each: float, drafts: int) -> float:
-    """Return the tokens that a request gains by so many drafts, less the tokens that they cost."""
+    """Return the tokens that a request gains by `drafts` drafts, less what they cost: `each` tokens a draft.
+
+    rate: the chance that a draft is accepted.
+    """
     return expected_tokens(rate, drafts) - 1 - each * drafts
 
 
@@ -88,7 +91,7 @@ def choose_lengths(
 
 @dataclass
 class Tries:
-    """Drafts that were tried and accepted, of which the latest weigh most."""
+    """Weighted counts of drafts that were tried and accepted; the latest weigh most."""
 
     accepted: float = 0.0
     tried: float = 0.0
@@ -102,7 +105,7 @@ class Tries:
 
 @dataclass
 class StepCost:
-    """Times of steps at one batch size.
+    """Measured times of steps at one batch size, with and without drafts.
 
     plain: seconds of a step without drafts, measured `samples` times.
     fixed: what a step with any drafts takes longer, in plain steps.
@@ -121,7 +124,7 @@ class StepCost:
     drafting: int = 0
 
     def add_plain(self, seconds: float) -> None:
-        """Learn from the time of a step without drafts."""
+        """Update the estimates from the time of a step without drafts, in seconds."""
         self.samples += 1
         if self.samples > SAMPLES:
             self.plain += (1 - MEMORY) * (min(seconds, 1.5 * self.plain) - self.plain)
@@ -129,7 +132,7 @@ class StepCost:
             self.plain = min(self.plain, seconds) if self.samples > 1 else seconds
 
     def add_drafts(self, seconds: float, drafts: float) -> None:
-        """Learn from the time of a step with so many drafts a request, on average."""
+        """Update the estimates from the seconds of a step with drafts; drafts: per request, on average."""
         if not self.plain:
             return
         expected = self.fixed + self.each * drafts
@@ -142,24 +145,26 @@ class StepCost:
         self.most = min(2 * self.most, 1 << 10)
 
     def forget_drafts(self) -> None:
-        """Return to the first estimates of what drafts cost."""
+        """Reset the estimates of what drafts cost to their first values."""
         self.fixed, self.each = FIRST_FIXED, FIRST_EACH
         self.tries, self.most = 0, 1
 
 
 def is_drafted(request: Request) -> bool:
-    """Return True if a request may have drafts: its prompt is computed, it is not to fork, and no penalty
-    counts the tokens before one."""
+    """Return True if a request may have drafts.
+
+    Its prompt is computed, it will not fork, and it has no penalty that counts the tokens before one.
+    """
     return not (request.prefilling or request.siblings or request.params.penalized)
 
 
 def size_of(rows: int) -> int:
-    """Return the batch size that so many requests are counted under: a power of two."""
+    """Return the batch size under which `rows` requests are counted: the next power of two."""
     return 1 << max(0, rows - 1).bit_length()
 
 
 class DraftController:
-    """Decides before each step whether there are drafts, and how many of each request.
+    """Decides before each step whether there are drafts, and how many for each request.
 
     Args:
         most: drafts of a request in a step.
@@ -200,11 +205,13 @@ class DraftController:
         self._engine = engine
 
     def cost(self, rows: int) -> StepCost:
-        """Return what steps of about so many requests take; batch sizes are powers of two."""
+        """Return the measured times of steps of about `rows` requests; batch sizes are powers of two."""
         return self.costs.setdefault(size_of(rows), StepCost(self.steps))
 
     def rate(self, request: Request) -> float:
-        """Return the chance that a draft of a request is accepted, by its own tries and those of all."""
+        """Return the estimated chance that a draft of a request is accepted, from its own drafts and
+        those of all.
+        """
         if not is_drafted(request):
             return LOWEST_RATE
         overall = self._overall.accepted / self._overall.tried
@@ -215,7 +222,7 @@ class DraftController:
         return min(0.99, max(LOWEST_RATE, rate))
 
     def decide(self, running: Sequence[Request]) -> list[int] | None:
-        """Return the number of drafts of each running request in the next step, or None: there are none.
+        """Return the number of drafts for each running request in the next step, or None: there are none.
 
         Called once a step, before it is scheduled; the time since the last call is that of a step.
         """
@@ -226,22 +233,21 @@ class DraftController:
         lengths = self._choose(running)
         on = lengths is not None
         if on != self.on or not running:
-            self.skip()
+            self._began = (
+                None  # the next step overlaps with only one of its neighbours: do not time it
+            )
         self.on = on
         return lengths
 
-    def skip(self) -> None:
-        """Do not time the next step, which overlaps with only one of its neighbours."""
-        self._began = None
-
     def is_gain(self, drafts: Mapping[Request, Sequence[int]], rows: int) -> bool:
-        """Return True if a step of so many requests gains by these drafts."""
+        """Return True if a step of `rows` requests is expected to gain tokens by these drafts."""
         cost = self.cost(rows)
         gained = sum(gain(self.rate(one), cost.each, len(its)) for one, its in drafts.items())
         return not self.adaptive or gained > cost.fixed * rows
 
     def add_tries(self, request: Request, drafts: int, accepted: int) -> None:
-        """Record the drafts of a step; those behind the first wrong one were not tried.
+        """Count a request's drafts of a step, and how many were accepted; those behind the first wrong one
+        were not tried.
 
         No draft at all counts as a wrong one: a drafter that finds nothing gains nothing.
         """
@@ -250,12 +256,12 @@ class DraftController:
         self._overall.add(tried, accepted, LONG_MEMORY)
 
     def add_work(self, work: Work) -> None:
-        """Record a work of a step that is finished, if steps are timed."""
+        """Count one request's part of a finished step, if steps are timed."""
         if self.adaptive:  # otherwise nothing would ever remove it
             self._finished.append(work)
 
     def leave(self, request: Request) -> None:
-        """Forget a request, after which another one may begin."""
+        """Drop a request's counts, after which another request may begin."""
         self._rates.pop(request, None)
         self._newcomer = True
 
@@ -290,13 +296,18 @@ class DraftController:
         return None if lengths is None else lengths[:rows]
 
     def _rests(self, cost: StepCost) -> bool:
-        """Return True in the steps without drafts that interrupt those with drafts."""
+        """Return True in the steps without drafts that are put between those with drafts, to measure them."""
         resting = cost.drafting % REFRESH >= REFRESH - REST
         cost.drafting += self.on or resting
         return resting
 
     def _measure(self, rows: int) -> None:
-        """Learn from the time of the step before, if it was one of decodes alone."""
+        """Update the estimated cost of a step from how long the step before took, if it had only decodes.
+
+        That is the cost of a step of so many requests: without drafts, or with its number of drafts.
+
+        rows: requests in the step that begins.
+        """
         began, self._began = self._began, self.clock()
         works, self._finished = self._finished, []
         if self._engine is None:
@@ -314,5 +325,7 @@ class DraftController:
 
 
 def is_decode(work: Work) -> bool:
-    """Return True for a work that computes the newest token of one request, and its drafts."""
+    """Return True for a work (one request's tokens in a step) that computes its newest token, and its
+    drafts.
+    """
     return work.count == 1 + len(work.drafts) and len(work.sampled_requests) == 1

@@ -20,7 +20,7 @@ from speculative.speculation import Proposer
 
 @dataclass(eq=False, slots=True)
 class Shadow:
-    """A request as the draft model has it.
+    """The draft model's copy of a request.
 
     request: with a row, blocks and settings in the draft model's engine; its `num_computed_tokens` are right.
     drafts: what was guessed last, behind the tokens known then; all but the last are computed.
@@ -33,7 +33,7 @@ class Shadow:
 
 
 class DraftModel(Proposer):
-    """A `Proposer`: a model that generates as many tokens as are asked for, for all requests at once."""
+    """A proposer of drafts by a smaller model, which generates for all requests at once."""
 
     def __init__(self, engine: PagedEngine) -> None:
         self.engine = engine
@@ -45,15 +45,15 @@ class DraftModel(Proposer):
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """See `Proposer`. A request without room in the draft model's cache gets no drafts."""
+        """Return the drafts of each request, as many as `lengths` asks for; none without room in the
+        draft model's cache.
+        """
         ready: dict[Request, Shadow] = {}
         behind: list[tuple[Shadow, int]] = []
         for request, length in zip(requests, lengths, strict=True):
             shadow = self.shadows.get(request)
             if shadow is not None and shadow.known == len(request.tokens):
-                ready[request] = (
-                    shadow  # with the device's drafts, or of a step that it had no turn in
-                )
+                ready[request] = shadow  # of a step that it had no turn in
             elif (shadow := self._ready(request, length)) is not None:
                 ready[request] = shadow
                 behind.append((shadow, length))
@@ -66,21 +66,14 @@ class DraftModel(Proposer):
             ready[request].drafts[:most] if request in ready else () for request, most in asked
         ]
 
-    def carried(self, request: Request, drafts: Sequence[int]) -> None:
-        """The device has computed all the tokens that the request has now, and drafted behind them."""
-        shadow = self.shadows[request]
-        own = shadow.request
-        own.tokens += request.tokens[self._skipped(request) + len(own.tokens) :]
-        own.num_computed_tokens = len(own.tokens)
-        shadow.drafts, shadow.known = tuple(drafts), len(request.tokens)
-
     def _ready(self, request: Request, length: int) -> Shadow | None:
-        """Return the request's shadow with all its tokens and room for drafts; None if there is no room.
+        """Return the draft model's copy of a request with all its tokens and room for `length` drafts;
+        None without room.
 
         Rolls back: what was computed behind the first wrong draft counts for nothing. The last draft never
         was computed, and the newest token counts as not computed in any case. The drafts are forgotten. A
-        request without a shadow enters (`_enter`), if there is a row and its tokens fit; one without room
-        for its tokens and `length` more leaves. Its first `_skipped` tokens are not the shadow's.
+        request without a copy enters (`_enter`), if there is a row and its tokens fit; one without room
+        for its tokens and `length` more leaves. Its first `_skipped` tokens are not the copy's.
         """
         shadow = self.shadows.get(request)
         if shadow is None:
@@ -104,11 +97,13 @@ class DraftModel(Proposer):
         return shadow
 
     def _skipped(self, request: Request) -> int:
-        """Return how many of a request's tokens come before those of its shadow."""
+        """Return how many of a request's first tokens the draft model's copy does not have."""
         return 0
 
     def _enter(self, request: Request) -> Shadow:
-        """A row of the draft model for a request, all of whose tokens are to be computed."""
+        """Return a new copy of a request in the draft model, with a row; all its tokens are still to be
+        computed.
+        """
         skipped, params = self._skipped(request), replace(request.params, logprobs=None)
         tokens, prompt_len = request.tokens[skipped:], request.prompt_len - skipped
         own = Request(request.id, tokens, prompt_len, request.limit, params, seed=request.seed)
@@ -116,13 +111,17 @@ class DraftModel(Proposer):
         return Shadow(own)
 
     def _write(self, some: Sequence[tuple[Shadow, int]]) -> None:
-        """Catch up with what is known, then generate; nothing waits for the device until all is launched."""
+        """Compute the known tokens of these copies, then generate drafts, as many as each pair says.
+
+        Nothing waits for the device until all is launched.
+        """
         owns = [shadow.request for shadow, _ in some]
         # The tokens that the draft model did not generate go into its rows; at most those it computes.
-        starts = ((own, own.num_computed_tokens) for own in owns)
-        write(
-            self.rows.tokens, [(own.row, start, own.tokens[start:]) for own, start in starts]
-        )
+        lines = [
+            (own.row, own.num_computed_tokens, own.tokens[own.num_computed_tokens :])
+            for own in owns
+        ]
+        write(self.rows.tokens, lines)
         first = self._catch_up(owns)
         works = [Work(own, own.row, len(own.tokens), 1, (), (own,)) for own in owns]
         rest = []
@@ -141,7 +140,9 @@ class DraftModel(Proposer):
             shadow.request.num_computed_tokens = len(shadow.request.tokens)
 
     def _catch_up(self, owns: Sequence[Request]) -> Pending:
-        """Compute all known tokens, prompts in pieces; the first drafts are sampled in the last piece."""
+        """Compute all known tokens of these requests, prompts in chunks; return the first drafts, from
+        the last chunk.
+        """
         budget = self.engine.scheduler.step_tokens
         left = {own: len(own.tokens) for own in owns}
         while True:
@@ -166,7 +167,7 @@ class DraftModel(Proposer):
         return self.runner.sample(self.runner.forward(works))
 
     def leave(self, request: Request) -> None:
-        """Give back what the request holds here."""
+        """Free the row and blocks that a request's copy has in the draft model."""
         shadow = self.shadows.pop(request, None)
         if shadow is not None:
             self.cache.release(shadow.request)

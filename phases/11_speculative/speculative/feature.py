@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from common.errors import UserError, boolean, choice, integer, number
+from common.errors import UserError, boolean, choice, integer
 from common.options import option
 from cuda_graphs import Graphs
 from forward.loading import load_model
@@ -21,7 +21,6 @@ from speculative.head import WEIGHTS, HeadSource, load
 from speculative.hidden_state_hooks import HiddenStateHooks
 from speculative.ngram import NGrams
 from speculative.speculation import Proposer, SpeculativeRunner, Verifier
-from speculative.synthetic import Synthetic
 
 MOST_DRAFTS = 32
 STEP_TOKENS = 2048
@@ -34,29 +33,25 @@ READ = ("model", "head")
 
 @dataclass(frozen=True)
 class Speculate(Feature):
-    """The next tokens are guessed, and checked in one step."""
+    """Guess the next tokens by a drafter, and verify them all in one step."""
 
     name: ClassVar[str] = "speculate"
     phase: ClassVar[int] = 11
     without: ClassVar[Mapping[str, Any]] = {"drafter": "none"}
 
-    drafter: str = option("ngram", "the drafter: ngram, model, head, synthetic or none")
+    drafter: str = option("ngram", "the drafter: ngram, model, head or none")
     draft_length: int | None = option(None, "most tokens to guess for a request in a step")
     draft_adaptive: bool = option(
         True, "guess only as many as pay; without it always the most"
     )
     draft_model: str | None = option(None, "model or weights that guess, for model and head")
-    draft_accept: float = option(
-        3.0, "drafts that synthetic counts as right in a step, on average"
-    )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for a value out of its limits."""
         choice("drafter", self.drafter, (*DRAFTERS, "none"))
         if self.draft_length is not None:
             integer("draft_length", self.draft_length, low=1, high=MOST_DRAFTS)
         boolean("draft_adaptive", self.draft_adaptive)
-        number("draft_accept", self.draft_accept, low=0.0, high=float(MOST_DRAFTS))
         if self.drafter == "model" and self.draft_model is None:
             raise UserError(
                 "drafter is 'model', so draft_model must name a model with the same tokenizer"
@@ -69,27 +64,29 @@ class Speculate(Feature):
 
     @property
     def length(self) -> int:
-        """Drafts of a request in a step, at most."""
+        """Return the most drafts of a request in a step."""
         return self.draft_length or DRAFTERS[self.drafter].defaults
 
     def install(self, builder: EngineBuilder) -> None:
-        """A drafter; graphs that verify, where there are graphs."""
+        """Add a drafter to the engine, and graphs that verify drafts if it has CUDA graphs."""
         if self.drafter == "none":
             return
         source = DRAFTERS[self.drafter].make(self, builder)
-        builder.drafter.replace(
-            self, SpeculativeRunner(source, self.length, adaptive=self.draft_adaptive)
-        )
+        drafter = SpeculativeRunner(source, self.length, adaptive=self.draft_adaptive)
+        builder.drafter.replace(self, drafter)
+        builder.warmups.append(drafter.attach)
         builder.verifier.replace(self, lambda rows: Verifier(rows.tokens, source.agree))
         SmallSteps(self.length).install(builder)
 
     def draft_model_source(self, builder: EngineBuilder) -> DraftModel:
-        """Make a `Proposer` of a smaller model that generates the drafts."""
+        """Return a proposer that generates drafts with a smaller model."""
         assert self.draft_model is not None
         return DraftModel(draft_engine(builder, self.draft_model, self._shared(builder)))
 
     def head_source(self, builder: EngineBuilder) -> HeadSource:
-        """Make a head on the model's hidden states."""
+        """Return a proposer that generates drafts with a trained head on the model's hidden states
+        (EAGLE-3).
+        """
         path = (
             Path(self.draft_model)
             if self.draft_model
@@ -107,10 +104,10 @@ class Speculate(Feature):
 
 
 class DrafterKind(NamedTuple):
-    """A kind of drafter.
+    """A kind of drafter that the option `speculate` can name.
 
     defaults: most drafts of a request in a step, unless the caller says otherwise.
-    make: makes the source of the drafts for an engine that is being built.
+    make: makes the proposer of drafts, given the builder of the engine.
     """
 
     defaults: int
@@ -123,17 +120,15 @@ DRAFTERS = {
     ),  # and the newest: kernels for few take eight
     "model": DrafterKind(4, Speculate.draft_model_source),
     "head": DrafterKind(4, Speculate.head_source),
-    "synthetic": DrafterKind(3, lambda options, builder: Synthetic(options.draft_accept)),
 }
 """By name; an appendix entry may add one."""
 
 
 @dataclass(frozen=True)
 class SmallSteps(Feature):
-    """Graphs also for steps of several tokens a request, where there are graphs: what has to be verified, and
-    what a draft model has to catch up with.
+    """CUDA graphs for steps of several tokens a request, if the engine has graphs.
 
-    drafts: of a request in a step.
+    They verify drafts, and let a draft model catch up. drafts: of a request in a step.
     """
 
     name: ClassVar[str] = "small_steps"
@@ -142,7 +137,7 @@ class SmallSteps(Feature):
     drafts: int
 
     def install(self, builder: EngineBuilder) -> None:
-        """More graphs, and memory for them."""
+        """Add the graphs to the engine, and reserve memory for them."""
         graphs = builder.feature(Graphs)
         if graphs is not None:
             from speculative.verify_graph import VerifyGraphExecutor, verify_bytes
@@ -158,7 +153,7 @@ class SmallSteps(Feature):
 def draft_engine(
     builder: EngineBuilder, model: str | Model, features: Iterable[Feature]
 ) -> PagedEngine:
-    """An engine for a draft model with these features, beside the engine that is being made.
+    """Return an engine for a draft model with these features, beside the engine that is being built.
 
     Raises:
         UserError: its vocabulary is another one.

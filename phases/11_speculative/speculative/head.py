@@ -34,6 +34,7 @@ from forward.model import Model
 from forward.models.llama import Llama, LlamaBlock
 from forward.rope import Rope
 from paged_cache import PagedEngine
+from paged_cache.runner import PagedRunner
 from quant.weights import QuantizedWeight
 from speculative.draft_model import DraftModel, Shadow
 from speculative.hidden_state_hooks import HiddenStateHooks, hooked_layers
@@ -47,7 +48,7 @@ KIND = "head"
 
 
 class ReducedHead(nn.Module):
-    """The output head for some tokens; the others have a logit of minus infinity.
+    """An output head for some tokens of the vocabulary; the others have a logit of minus infinity.
 
     ids: `[N]` int64, which tokens; weight: `[N, hidden]`, those rows of the large head.
     """
@@ -61,17 +62,20 @@ class ReducedHead(nn.Module):
         self.weight: Tensor
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits `[..., V]` over the full vocabulary; minus infinity for tokens it lacks."""
+        """Return logits `[..., V]` of `hidden [..., hidden]` over the full vocabulary; -inf for tokens
+        that it lacks.
+        """
         some = hidden @ self.weight.T
         logits = some.new_full((*some.shape[:-1], self.vocab_size), float("-inf"))
         return logits.index_copy_(-1, self.ids, some)
 
 
 class Head(Model):
-    """One layer on hidden states of the large model, between its embedding and a reduced output head.
+    """The EAGLE-3 drafter: one layer on hidden states of the large model, with its embedding and a reduced
+    head.
 
-    At place p it is given the token p + 1 and the hidden states from which that token was sampled, and says
-    what token p + 2 will be. So its sequence is the request's without the first token.
+    At position p it is given the token p + 1 and the hidden states from which that token was sampled, and
+    predicts token p + 2. So its sequence is the request's without the first token.
 
     hooks: the layers of the large model behind which hidden states are taken, beside the last ones.
     features: `[most, hidden]`, what the tokens of the next call are given, in their order.
@@ -103,9 +107,11 @@ class Head(Model):
         self.fuse = nn.Linear(2 * hidden, hidden, bias=False)
 
     def mix(self, states: Tensor) -> Tensor:
-        """Hidden states of low, middle and last layer, end to end `[..., 3 * hidden]` -> `[..., hidden]`.
+        """Return the drafter's features `[..., hidden]`, mixed from hidden states of three layers of the
+        large model.
 
-        Between the layers they have not been normalized yet, and some channels are a hundred times the rest.
+        states: `[..., 3 * hidden]`, of a low, a middle and the last layer, end to end. Those of the first
+            two have not been normalized yet, and some channels are a hundred times the rest.
         """
         *between, last = states.split(self.config.hidden_size, dim=-1)  # type: ignore[no-untyped-call]
         normed = [norm(x) for norm, x in zip(self.state_norms, between, strict=True)]
@@ -113,37 +119,32 @@ class Head(Model):
         return mixed
 
     def room(self, tokens: int) -> None:
-        """Make room for the hidden states of so many tokens, at an address that a graph may read."""
+        """Allocate the features of up to `tokens` tokens, at an address that a CUDA graph may read."""
         self.features = torch.zeros(
             tokens, self.config.hidden_size, dtype=self.dtype, device=self.device
         )
 
     def feed(self, hidden: Tensor) -> None:
-        """The features of the next call are these: `mix`ed ones of the model, or the head's own output."""
+        """Store the features `hidden [n, hidden]` for the next call: `mix`ed ones, or the drafter's own
+        output.
+        """
         self.features[: len(hidden)].copy_(hidden)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """See `Model.forward`; reads as many of `features` as there are tokens."""
-        return self.step(input_ids, self.features[: len(input_ids)], positions, attention)
+        """See `Model.forward`; reads as many of `features` as there are tokens.
 
-    def step(
-        self, input_ids: Tensor, features: Tensor, positions: Tensor, attention: Attention
-    ) -> Tensor:
-        """`input_ids [...]`, `features [..., hidden]` -> `[..., hidden]`, the features of the next place."""
+        Returns `[..., hidden]`, the features of the next place.
+        """
         tokens = self.token_norm(self.embed_tokens(input_ids))
-        x = self.fuse(torch.cat((tokens, self.feature_norm(features)), dim=-1))
-        return self.through(x, self.rope(positions), attention)
-
-    def through(
-        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
-    ) -> Tensor:
-        """Apply the layer and the last norm: `[..., hidden]` -> `[..., hidden]`."""
+        features = self.feature_norm(self.features[: len(input_ids)])
+        x = self.fuse(torch.cat((tokens, features), dim=-1))
+        cos_sin = self.rope(positions)
         for layer in self.layers:
             x = layer(x, cos_sin, attention)
         return self.norm(x)
 
     def own(self) -> dict[str, nn.Parameter]:
-        """The parameters that are trained and saved, by name."""
+        """Return the parameters that are trained and saved, by name."""
         return {
             name: value
             for name, value in self.named_parameters()
@@ -152,7 +153,7 @@ class Head(Model):
 
 
 def head_weight(large: Model) -> Tensor:
-    """The weight of a model's output head, `[V, hidden]`, in whatever form phase 10 has put it."""
+    """Return the weight of a model's output head, `[V, hidden]`, dequantized if it is quantized."""
     layer: Any = large.get_submodule("lm_head")
     layer = getattr(layer, "linear", layer)
     weight: Tensor | QuantizedWeight = layer.weight
@@ -160,7 +161,7 @@ def head_weight(large: Model) -> Tensor:
 
 
 def load(path: Path, large: Model) -> Head:
-    """Read the head of a file, for the model that it was trained for.
+    """Return the EAGLE-3 drafter in a file, for the model that it was trained for.
 
     Raises:
         UserError: there is no such file, it holds no drafter, or one for another model.
@@ -210,10 +211,10 @@ def load(path: Path, large: Model) -> Head:
 
 
 class HeadSource(DraftModel):
-    """A `Proposer`: the head reads the hidden states of every step, and generates drafts with its own.
+    """A proposer of drafts by an EAGLE-3 head, which reads the model's hidden states after every step.
 
-    Its sequence of a request begins where it first sees a hidden state: at the first token that is computed
-    after a prefix was found, or where guessing has begun again. What came before it has not seen.
+    Its sequence of a request begins where it first sees a hidden state: at the first token that is
+    computed after a prefix was found, or where guessing has begun again. What came before it has not seen.
     """
 
     watches = True
@@ -222,7 +223,7 @@ class HeadSource(DraftModel):
         super().__init__(engine)
         assert isinstance(engine.runner.model, Head)
         self.head, self.hooks = engine.runner.model, hooks
-        self._large: Engine | None = None
+        self._runner: PagedRunner | None = None
         self._first: dict[Request, int] = {}  # the position of the first hidden state
         self._fed: dict[
             Request, list[Tensor]
@@ -231,13 +232,17 @@ class HeadSource(DraftModel):
         self._starts: tuple[Forwarded | None, dict[int, int]] = (None, {})
 
     def attach(self, engine: Engine) -> None:
-        """The engine whose hidden states are read."""
-        self._large = engine
+        """Bind to the engine whose hidden states are read."""
+        assert isinstance(engine.runner, PagedRunner)
+        self._runner = engine.runner
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Keep the hidden states of tokens that turned out right."""
-        assert self._large is not None and self._large.runner.last is not None
-        last = self._large.runner.last
+        """Store the hidden states of a step's tokens, as far as drafts were accepted.
+
+        work: one request's tokens in the step. accepted: its drafts that the model confirmed.
+        """
+        assert self._runner is not None and self._runner.last is not None
+        last = self._runner.last
         if self._starts[0] is not last:
             starts = accumulate((one.count for one in last.works), initial=0)
             self._starts = last, dict(zip(map(id, last.works), starts, strict=False))
@@ -262,12 +267,6 @@ class HeadSource(DraftModel):
             torch.cat((self.hooks.kept[some], last.hidden[some]), dim=-1)
         )
         self._count[request] += count
-
-    def carried(self, request: Request, drafts: Sequence[int]) -> None:
-        """Also: the device has read the hidden states of all positions but the newest."""
-        super().carried(request, drafts)
-        self._count[request] = len(request.tokens) - 1 - self._first[request]
-        self._fed[request] = []
 
     def _skipped(self, request: Request) -> int:
         return self._first[request] + 1
@@ -311,7 +310,7 @@ class HeadSource(DraftModel):
         return self.runner.sample(step)
 
     def leave(self, request: Request) -> None:
-        """Also forget its hidden states."""
+        """Free the row and blocks of a request's copy, and its hidden states."""
         super().leave(request)
         for kept in (self._first, self._fed, self._count):
             kept.pop(request, None)

@@ -13,15 +13,18 @@ from forward.model import Model
 
 
 def hooked_layers(layers: int) -> tuple[int, int]:
-    """A low and a middle layer of so many, as EAGLE-3 has them; the last one's output is there anyway."""
+    """Return a low and a middle layer of `layers`, whose hidden states EAGLE-3 reads beside the last
+    one's.
+    """
     return min(2, layers - 1), layers // 2
 
 
 class HiddenStateHooks:
-    """Keeps what some layers of a model put out in the newest step, at an address that a graph may write.
+    """Forward hooks that store the outputs of some layers in the newest step, at an address that a graph
+    may write.
 
-    A hook behind each layer copies; it is captured with the layer. The engine with these hooks owns
-    its model, so that no other engine runs them.
+    A hook behind each layer copies; it is captured with the layer. The engine with these hooks owns its
+    model, so that no other engine runs them.
 
     layers: indices of the layers.
 
@@ -44,6 +47,8 @@ def _keep(kept: Tensor, layer: nn.Module, given: Any, out: Any) -> None:
 
 
 def stream(out: Any) -> Tensor:
-    """Return what a layer puts out; a fused one leaves its last addition to the next."""
+    """Return a layer's output `[T, hidden]` as one tensor; a fused layer leaves its last addition to
+    the next.
+    """
     whole: Tensor = out if isinstance(out, Tensor) else out[0] + out[1]
     return whole

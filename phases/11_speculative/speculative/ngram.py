@@ -18,7 +18,7 @@ MOST_TOKENS = 1 << 15
 
 
 class NGramIndex:
-    """Index of where each n-gram of a text stood last. Each token is taken in once.
+    """Index of where each n-gram of a request's tokens stood last.
 
     A token costs one entry for each of `NGRAM_SIZES`, some 100 bytes each, so an index has at most 10 MB.
     """
@@ -31,7 +31,7 @@ class NGramIndex:
         ] = {}  # n-gram -> place of the token that followed it
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in what `tokens`, all of the request's, has beyond what is known."""
+        """Add those of a request's tokens that are not in the index yet. tokens: all of the request's."""
         for token in tokens[self.seen :]:
             place = len(self.tokens)
             for size in NGRAM_SIZES:  # now that we know what followed
@@ -48,20 +48,18 @@ class NGramIndex:
             self.seen = len(tokens)
 
     def propose(self, most: int) -> list[int]:
-        """Return what followed the longest n-gram that ends the text, when it stood here last."""
+        """Return at most `most` tokens that followed the longest n-gram at the end, when it stood here
+        before.
+        """
         for size in NGRAM_SIZES:
-            at = (
-                self._ends.get(tuple(self.tokens[-size:]))
-                if len(self.tokens) >= size
-                else None
-            )
+            at = self._ends.get(tuple(self.tokens[-size:]))
             if at is not None:
                 return follow(self.tokens, at, most)
         return []
 
 
 def follow(tokens: Sequence[int], at: int, most: int) -> list[int]:
-    """`most` tokens from place `at` on; where the text ends they go on with themselves, as a period does."""
+    """Return `most` tokens from index `at` on; behind the end, the tokens from `at` on are repeated."""
     drafts = list(tokens[at : at + most])
     period = len(tokens) - at
     while len(drafts) < most:
@@ -70,7 +68,7 @@ def follow(tokens: Sequence[int], at: int, most: int) -> list[int]:
 
 
 class NGrams(Proposer):
-    """A `Proposer` with an index for each request."""
+    """A proposer of drafts by look-up of earlier n-grams, with an index for each request."""
 
     rehearses = True
 
@@ -78,7 +76,7 @@ class NGrams(Proposer):
         self.indexes: dict[Request, NGramIndex] = {}
 
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
-        """See `Proposer`."""
+        """Return the drafts of each request, at most as many as `lengths` says."""
         found = []
         for request, length in zip(requests, lengths, strict=True):
             index = self.indexes.setdefault(request, NGramIndex())
@@ -87,5 +85,5 @@ class NGrams(Proposer):
         return found
 
     def leave(self, request: Request) -> None:
-        """The index goes with its request."""
+        """Drop the index of a request that frees its row."""
         self.indexes.pop(request, None)

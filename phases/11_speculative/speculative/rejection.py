@@ -17,13 +17,14 @@ from torch import Tensor
 def verify(
     target: Tensor, draft: Tensor, drafts: Sequence[int], generator: torch.Generator
 ) -> list[int]:
-    """The tokens of one step: the drafts that are accepted, and one more.
+    """Return the tokens of one step by rejection sampling: the drafts that are accepted, and one more.
 
-    A draft x with chance q(x) to be drafted and p(x) to be right is accepted with chance min(1, p(x) / q(x)).
-    The first one that is not is replaced by a token from what p has more of than q. Then each token has the
-    distribution p, whatever q is: min(p, q) comes from drafts, and max(0, p - q) from replacements.
+    A draft x with chance q(x) to be drafted and p(x) to be right is accepted with chance min(1, p(x) /
+    q(x)). The first one that is not is replaced by a token from what p has more of than q. Then each token
+    has the distribution p, whatever q is: min(p, q) comes from drafts, and max(0, p - q) from
+    replacements.
 
-    target: `[K + 1, V]` probabilities of the model, for each draft's place and the one behind the last.
+    target: `[K + 1, V]` probabilities of the model, for each draft's position and the one behind the last.
     draft: `[K, V]` probabilities that the `drafts` were drawn with.
     """
     for place, token in enumerate(drafts):
@@ -34,11 +35,11 @@ def verify(
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Return what is left to draw from after a rejection: max(0, p - q), made to add up to 1. `[V]`."""
+    """Return the probabilities `[V]` to draw from after a rejection: max(0, p - q), made to add up to 1."""
     rest = (p - q).clamp(min=0)
     return rest / rest.sum()
 
 
 def draw(p: Tensor, generator: torch.Generator) -> int:
-    """A token from the probabilities `p [V]`."""
+    """Return a token drawn from the probabilities `p [V]`."""
     return int(torch.multinomial(p, 1, generator=generator))

@@ -40,19 +40,20 @@ def agreeing(sampled: Sequence[int], drafts: Sequence[int]) -> int:
 
 
 class Proposer:
-    """Guesses tokens; a drafter of an engine, one object for all requests.
+    """Guesses draft tokens; one object for all requests of an engine.
 
     watches: it has to see every step of a request, from the prompt on, or guesses badly.
     rehearses: a guess costs the device nothing, so it is first compared with tokens that come without it.
-    accept: mean number of drafts a step that count as accepted whatever the model says; None: none do.
     """
 
     watches = False
     rehearses = False
-    accept: float | None = None
 
     def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
-        """Return the number of accepted drafts; another rule than `agreeing` changes the text."""
+        """Return the number of accepted drafts, given the tokens sampled at their positions.
+
+        Another rule than `agreeing` (those before the first difference) changes the text.
+        """
         return agreeing(sampled, drafts)
 
     def guess(
@@ -70,7 +71,10 @@ class Proposer:
         """Bind to the engine whose tokens are guessed."""
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Learn from a finished step, whose hidden states are in `runner.last` until the next one."""
+        """Learn from a finished step, whose hidden states are in `runner.last` until the next one.
+
+        work: one request's tokens in it. accepted: its drafts that the model confirmed.
+        """
 
     def leave(self, request: Request) -> None:
         """Forget a request that has ended (it has a finish reason) or is preempted."""
@@ -81,7 +85,7 @@ REHEARSED = 8
 
 
 class SpeculativeRunner(Drafter):
-    """A `Drafter` that drafts for all requests at once, before a step is scheduled, where the batch gains.
+    """The engine's drafter: drafts for all requests at once, before a step is scheduled, if the batch gains.
 
     Args:
         source: makes the drafts.
@@ -108,13 +112,15 @@ class SpeculativeRunner(Drafter):
             rehearses=source.rehearses,
             clock=clock,
         )
-        self.stats = SpeculationStats(synthetic=source.accept)
+        self.stats = SpeculationStats()
         self.guesses: dict[Request, Sequence[int]] = {}
         self._rehearsed: dict[Request, tuple[int, Sequence[int]]] = {}
 
     @property
     def needs_finished_step(self) -> bool:
-        """Return True while the controller drafts or watches. See `Drafter.needs_finished_step`."""
+        """Return True while every token must be known before a step is scheduled: drafts are made or
+        compared.
+        """
         return self.control.on
 
     def attach(self, engine: Engine) -> None:
@@ -123,7 +129,7 @@ class SpeculativeRunner(Drafter):
         self.source.attach(engine)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Draft for all requests whose tokens are known; return True if there are drafts."""
+        """Make drafts for all requests whose tokens are known; return True if there are any."""
         self.guesses = {}
         lengths = self.control.decide(running)
         if lengths is None:
@@ -162,11 +168,13 @@ class SpeculativeRunner(Drafter):
         self._rehearsed[request] = len(request.tokens), drafts
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Return the drafts of a request in the step that is being scheduled, at most so many."""
+        """Return at most `most` drafts of a request for the step that is being scheduled."""
         return self.guesses.get(request, ())[:most]
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Learn from a work that had drafts, or that the source had to see."""
+        """Count a request's accepted drafts of a finished step, and let the proposer of drafts learn
+        from it.
+        """
         if not (self.needs_finished_step or work.drafts):
             return
         self.control.add_work(work)
@@ -177,7 +185,7 @@ class SpeculativeRunner(Drafter):
         self.source.on_step_finished(work, accepted)
 
     def leave(self, request: Request) -> None:
-        """Forget a request."""
+        """Drop the drafts and counts of a request that has ended or is preempted."""
         self.guesses.pop(request, None)
         self._rehearsed.pop(request, None)
         self.control.leave(request)
@@ -188,7 +196,7 @@ class SpeculativeRunner(Drafter):
 
 
 class Verifier(OutputVerifier):
-    """Lets a work with drafts yield several tokens.
+    """Decides which sampled tokens a request with drafts gets: the accepted drafts, and one more.
 
     tokens: `[R, max_len]` int64, the rows of the engine.
     agree: says which drafts are right; replacing it changes the text.
@@ -198,7 +206,7 @@ class Verifier(OutputVerifier):
         self.tokens, self.agree = tokens, agree
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write the drafts behind the newest tokens of their rows, where the step reads its inputs."""
+        """Write a step's drafts behind the newest tokens of their rows, where the step reads its inputs."""
         ends = ((work, work.start + work.count) for work in works if work.drafts)
         lines = [(work.row, end - len(work.drafts), work.drafts) for work, end in ends]
         if lines:

@@ -14,18 +14,19 @@ class SpeculationStats:
     steps: times that a request's drafts were verified.
     drafted, accepted: by position, the first draft of a step at 0.
     marks: if not None, for each (index, sample) the positions of the output that were drafted and accepted.
-    synthetic: if not None, so many drafts a step count as accepted whatever the model says, and the text
-        means nothing.
     """
 
     steps: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     marks: dict[tuple[int, int], set[int]] | None = None
-    synthetic: float | None = None
 
     def count(self, work: Work, accepted: int) -> None:
-        """Count the verified drafts of a work; those behind the end of its request do not count."""
+        """Count the verified drafts of one request in a step; those behind the end of the request do not
+        count.
+
+        accepted: how many the model confirmed.
+        """
         drafts = len(work.drafts)
         tried = drafts if work.request.finish_reason is None else accepted
         self.steps += 1
@@ -41,32 +42,23 @@ class SpeculationStats:
                 range(first, first + accepted)
             )
 
-    def clear(self) -> None:
-        """Count anew."""
-        self.steps = 0
-        self.drafted = []
-        self.accepted = []
-
     @property
     def acceptance(self) -> float:
-        """The share of drafts that were right."""
+        """Return the share of verified drafts that were accepted, 0 to 1."""
         return sum(self.accepted) / sum(self.drafted) if self.drafted else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a verified request got at a time: the accepted ones and one more."""
+        """Return the mean tokens of a request in a step with drafts: the accepted ones and one more."""
         return 1 + sum(self.accepted) / self.steps if self.steps else 1.0
 
     def lines(self) -> list[str]:
-        """For people: one line in all, and one for each position."""
-        name = "speculation"
-        if self.synthetic is not None:
-            name += f", synthetic acceptance of {self.synthetic:g} drafts a step"
+        """Return the statistics as text: one line in all, and one for each position of a draft."""
         if not self.steps:
-            return [f"{name}: nothing was drafted"]
+            return ["speculation: nothing was drafted"]
         most = max(self.drafted)
         return [
-            f"{name}: {sum(self.drafted):,} drafts in {self.steps:,} steps, "
+            f"speculation: {sum(self.drafted):,} drafts in {self.steps:,} steps, "
             f"{self.acceptance:.0%} accepted, {self.tokens_per_step:.2f} tokens a step",
             *(
                 f"  draft {place + 1:>2}: {right / drafted:>4.0%} of {drafted:,} accepted  "

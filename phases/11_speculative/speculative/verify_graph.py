@@ -31,11 +31,12 @@ from paged_cache.memory import activation_bytes
 
 
 class VerifyGraph(ChunkGraph):
-    """A `ChunkGraph` all of whose tokens may be sampled.
+    """A CUDA graph of a step with several tokens a request, which samples at all of its tokens.
 
     features: how it samples, one of `decode_graph.CAPTURED`.
 
-    for_host: `[tokens]` int64, in the order of the samples, as in `Sampled`; good until the next replay.
+    for_host: `[tokens]` int64, in the order of the samples; a special number if logits were NaN. Good
+        until the next replay.
     """
 
     for_host: Tensor
@@ -52,7 +53,7 @@ class VerifyGraph(ChunkGraph):
         super().__init__(machine, layout, inputs, capturer)
 
     def compute(self) -> None:
-        """The step; what is captured."""
+        """Run the step from the fixed inputs; this function is captured."""
         super().compute()
         on, given = self.machine, self.inputs
         hidden = self.hidden[given["sample_at"]]  # [tokens, hidden]
@@ -65,7 +66,9 @@ class VerifyGraph(ChunkGraph):
 
 
 def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
-    """Each token's draft `[T]`, -1 where it is none: the last ones of a work."""
+    """Return each token's draft id `[T]`, -1 if it is none; drafts are the last tokens of a request in
+    the step.
+    """
     drafts: Ints = np.full(len(host.positions), -1)
     for work, end in zip(works, host.query_starts[1:].tolist(), strict=True):
         if work.drafts:
@@ -101,7 +104,9 @@ class VerifyGraphExecutor:
         )
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """See `GraphExecutor`."""
+        """Capture all graphs, the largest first. part: called with the next graph's name, to show
+        progress.
+        """
         for ((tokens, requests), layout), kind in product(
             sorted(self._layouts.items(), reverse=True), CAPTURED
         ):
@@ -111,7 +116,9 @@ class VerifyGraphExecutor:
             self.graphs[tokens, requests, kind] = graph
 
     def supports(self, works: Sequence[Work], masked: bool) -> VerifyGraph | None:
-        """The graph for a small step, if there is one that samples as these requests want it."""
+        """Return the smallest graph that holds a step and samples as its requests want; None if there
+        is none.
+        """
         requests = None if masked else smallest(self._requests, len(works))
         if requests is None:
             return None
@@ -125,20 +132,19 @@ class VerifyGraphExecutor:
         return self.graphs[tokens, requests, plan.features] if captured(plan) else None
 
     def run(self, works: Sequence[Work], ticket: VerifyGraph) -> Forwarded:
-        """Both halves of a step."""
+        """Run both halves of a step, forward pass and sampling, by a graph."""
         works, host = replay_chunk(self.runner, self._staging, works, ticket, drafts_of)
         tokens = ticket.for_host[: len(host.sample_at)]
         return self.runner.replayed(works, ticket.batch, ticket.hidden, tokens)
 
 
 def verify_sizes(most_rows: int, most_drafts: int) -> dict[int, list[int]]:
-    """For each number of requests the token counts of steps that verify drafts: 2, 4, 8, ... a request.
+    """Return, for each number of requests, the token counts of graphs that verify drafts: 2, 4, 8, ... a
+    request.
 
     Beyond `MOST_VERIFIED` tokens in all a step is so long that sampling outside of its graph is no matter.
     """
-    lengths = [length for length in (2, 4, 8, 16) if length < most_drafts + 1] + [
-        most_drafts + 1
-    ]
+    lengths = [length for length in (2, 4, 8, 16) if length <= most_drafts] + [most_drafts + 1]
     rows = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most_rows]
     found = {
         size: [size * length for length in lengths if size * length <= MOST_VERIFIED]
@@ -151,6 +157,8 @@ MOST_VERIFIED = 512
 
 
 def verify_bytes(model: Model, rows: int, drafts: int) -> int:
-    """Estimate from above what graphs take that verify `drafts` drafts of each of `rows` requests."""
+    """Return an upper estimate of the bytes of graphs that verify `drafts` drafts of each of `rows`
+    requests.
+    """
     count = sum(len(tokens) for tokens in verify_sizes(rows, drafts).values()) * len(CAPTURED)
     return activation_bytes(model, MOST_VERIFIED, MOST_VERIFIED) + count * PER_GRAPH

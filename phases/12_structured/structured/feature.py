@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 from common.errors import integer, number
 from common.options import option
@@ -18,10 +18,10 @@ from structured.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Structured(Feature):
-    """Masks the tokens of every request that has a grammar, so that its output follows the grammar."""
+    """Mask the tokens of every request that has a grammar, so that its output follows the grammar."""
 
-    name: ClassVar[str] = "structured"
-    phase: ClassVar[int] = 12
+    name = "structured"
+    phase = 12
 
     grammar_seconds: float = option(2.0, "most seconds that a grammar may take to compile")
     grammar_cache_bytes: int = option(
@@ -29,12 +29,12 @@ class Structured(Feature):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for a value out of its limits."""
         number("grammar_seconds", self.grammar_seconds, low=0.0, high=600.0, above_low=True)
         integer("grammar_cache_bytes", self.grammar_cache_bytes, low=0)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Put an `AutomataGrammarManager` into the engine.
+        """Replace the engine's grammar manager, which masks nothing, by one that follows grammars.
 
         Its backend is made when the first grammar comes: only then is the tokenizer needed.
         """

@@ -21,10 +21,10 @@ from structured.pool import Compilation, GrammarPool
 
 @dataclass(eq=False)
 class Constraint:
-    """A request's matcher, and how much of the output it knows.
+    """A request's position in its grammar: a matcher, and how many output tokens it has accepted.
 
-    accepted: number of output tokens that the matcher has accepted. Preemption changes nothing here, since a
-        preempted request keeps its tokens.
+    accepted: number of output tokens that the matcher has accepted. Preemption changes nothing here, since
+        a preempted request keeps its tokens.
     """
 
     matcher: Matcher
@@ -35,12 +35,20 @@ class Constraint:
         return request.tokens[request.prompt_len + self.accepted :]
 
     def follow(self, request: Request) -> str:
-        """Advance the matcher by the unseen tokens; return what is wrong with them, empty if nothing is."""
+        """Let the matcher accept the output tokens that it has not seen.
+
+        Returns:
+            What is wrong with one of them, or an empty text.
+        """
         new = self.unseen(request)
         return self.count(new, self.matcher.advance(new))
 
     def count(self, new: Sequence[int], accepted: int) -> str:
-        """Count how many of the tokens `new` the matcher has accepted; return what is wrong with the next."""
+        """Record that the matcher has accepted the first `accepted` of the tokens `new`.
+
+        Returns:
+            What is wrong with the next one, or an empty text.
+        """
         self.accepted += accepted
         if self.matcher.problem or accepted == len(new):
             return self.matcher.problem
@@ -66,10 +74,11 @@ class Constraint:
 
 
 class AutomataGrammarManager(GrammarManager):
-    """A `GrammarManager` that follows grammars by the matchers of a pool's backend.
+    """A grammar manager that masks tokens by the matchers of a backend, while the device computes.
 
-    In a step the engine launches forward n + 1, reads token n, and calls `fill_bitmask`, which advances every
-    matcher by token n and makes the masks of n + 1 while the device computes. The sampling comes last.
+    In a step the engine launches forward n + 1, reads token n, and calls `fill_bitmask`, which advances
+    every matcher by token n and makes the masks of n + 1 while the device computes. The sampling comes
+    last.
 
     Args:
         pool: compiles grammars.
@@ -98,7 +107,11 @@ class AutomataGrammarManager(GrammarManager):
     # Before a request runs.
 
     def check(self, params: SamplingParams) -> None:
-        """Begin to compile the grammar of a request with these settings; see `GrammarManager.check`."""
+        """Begin to compile the grammar of a request with these settings; any thread may call it.
+
+        Raises:
+            UserError: this engine cannot follow grammars.
+        """
         if params.grammar is not None:
             if self.refusal:
                 raise UserError(self.refusal)
@@ -119,7 +132,11 @@ class AutomataGrammarManager(GrammarManager):
         return True
 
     def wait_until_compiled(self, params: SamplingParams) -> None:
-        """Wait until the grammar of these settings is compiled; see `GrammarManager.wait_until_compiled`."""
+        """Wait until the grammar of these settings is compiled.
+
+        Raises:
+            UserError: it cannot be used.
+        """
         if params.grammar is not None:
             self.pool.ask(params.grammar).wait()
 
@@ -134,7 +151,11 @@ class AutomataGrammarManager(GrammarManager):
         )
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """Make the masks of all samples of a step that have a grammar; return None if none has."""
+        """Return the bit masks of all samples of a step that have a grammar, copied to the device; None if
+        none has.
+
+        works: the step's requests and tokens.
+        """
         found: list[Words] = []
         positions: list[int] = []
         held: list[tuple[int, int]] = []
@@ -184,9 +205,11 @@ def constrained(
 ) -> Iterator[tuple[int, Sequence[int], Request, Constraint]]:
     """Yield the outputs of a step that follow a grammar.
 
+    works: the step's requests and tokens.
+
     Yields:
-        The position of the output's first sample among all samples of the step, its drafts, its request, and
-        the constraint of the request.
+        The position of the output's first sample among all samples of the step, its drafts, its request,
+        and the constraint of the request.
     """
     position = 0
     for work in works:

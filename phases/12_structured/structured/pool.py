@@ -96,14 +96,14 @@ class GrammarPool:
 
     @property
     def backend(self) -> Backend:
-        """The backend; the first call makes it."""
+        """Return the grammar backend; the first call makes it."""
         with self._making:
             if self._backend is None:
                 self._backend = self.make_backend()
             return self._backend
 
     def ask(self, grammar: Grammar) -> Compilation:
-        """Return the compilation of a grammar, and begin it if there is none. Any thread may call this."""
+        """Return the compilation of a grammar, and start it if there is none. Any thread may call this."""
         with self._lock:
             found = self._known.get(grammar)
             if found is None:

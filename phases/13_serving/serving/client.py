@@ -28,16 +28,21 @@ DIED = "the engine has ended and is being restarted; try again"
 
 
 class Sink(Protocol):
-    """Receives the tokens of one completion."""
+    """Interface of what receives the tokens of one completion."""
 
     def note(self, kind: str, values: list[Any]) -> None:
-        """Take a note, before the tokens of its step; see `serving.messages`."""
+        """Receive a note of the engine's observer about this completion, before the tokens of its step.
+
+        kind: such as cached tokens, see `serving.messages`. values: as the kind says.
+        """
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """Take the next token. reason: why it is the last one, if it is."""
+        """Receive the next token. reason: why it is the last one, if it is."""
 
     def end(self, reason: str, message: str) -> None:
-        """Take the end that has no further token."""
+        """Receive the end that has no further token. reason: as in `messages.End`. message: a sentence
+        about it.
+        """
 
 
 class EngineClient:
@@ -46,7 +51,7 @@ class EngineClient:
     state: only "ready" takes completions.
     ready, stats: what the engine has said about itself, and after its last step.
     now: `time.perf_counter()` when the step that is being dealt out has come.
-    on_step: hears of a step when its tokens are dealt out.
+    on_step: hooks that hear of a step when its tokens are dealt out.
     """
 
     def __init__(self) -> None:
@@ -55,7 +60,7 @@ class EngineClient:
         self.stats = StepStats()
         self.now = 0.0
         self.restarts = 0
-        self.on_step: Callable[[StepReport], None] = lambda step: None
+        self.on_step: list[Callable[[StepReport], None]] = []
         self._sinks: dict[int, Sink] = {}
         self._next = 0
         self._outbox: list[Command] = []
@@ -67,7 +72,7 @@ class EngineClient:
         raise NotImplementedError
 
     def start(self) -> asyncio.Future[None]:
-        """Return the task of `run`, which begins with the first call: the engine loads while callers do."""
+        """Start the task of `run` at the first call, and return it: the engine loads meanwhile."""
         self._life = self._life or asyncio.ensure_future(self.run())
         return self._life
 
@@ -79,7 +84,7 @@ class EngineClient:
 
     @property
     def in_flight(self) -> int:
-        """Completions that have not ended."""
+        """Return how many completions have not ended."""
         return len(self._sinks)
 
     # What callers do.
@@ -94,9 +99,10 @@ class EngineClient:
         salt: str = "",
         wanted: Sequence[str] = (),
     ) -> range:
-        """Send a prompt of `params.n` completions, one sink each; returns their numbers.
+        """Send a prompt of `params.n` completions to the engine; return their numbers.
 
-        An engine that has ended meanwhile fails them with an error, as any others.
+        prompt: token ids. sinks: one for each completion. wanted: kinds of notes that the sinks want.
+            priority, salt: of the request. If the engine has ended meanwhile, the sinks get an error.
         """
         numbers = range(self._next, self._next + params.n)
         self._next += params.n
@@ -113,7 +119,7 @@ class EngineClient:
             self.tell(AbortRequests(mine))
 
     def tell(self, command: Command) -> None:
-        """Send a command. All that is said in one turn of the event loop travels in one message."""
+        """Send a command to the engine. All commands of one turn of the event loop travel in one message."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(command)
@@ -132,7 +138,7 @@ class EngineClient:
 
         A sink takes first what was noted, then its tokens in their order. An end with a token arrives with
         the token, another afterwards. A sink that ends or leaves is called no more, and is not in flight when
-        it gets its end. `on_step` comes last.
+        it gets its end. The hooks come last.
         """
         self.stats, sinks = step.stats, self._sinks
         for number, kind, values in step.notes:
@@ -150,10 +156,11 @@ class EngineClient:
             sink = sinks.pop(end.number, None)
             if sink is not None:
                 sink.end(end.reason, end.message)
-        self.on_step(step)
+        for hook in self.on_step:
+            hook(step)
 
     def _lose(self) -> None:
-        """End all sinks that wait for an engine that is no more."""
+        """End all sinks with an error, since the engine has ended."""
         if self.state != "stopped":
             self.state = "restarting"
         lost = list(self._sinks.values())

@@ -1,4 +1,4 @@
-"""The completions that one HTTP request waits for, made into text token by token, and the waiting itself."""
+"""The completions that one HTTP request waits for, made into text, and the life of that request."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import asyncio
 import time
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
+from itertools import starmap
 from typing import Any, Literal, NamedTuple, cast
 
-from common.events import FinishReason, Logprob, TextStream
+from common.events import FinishReason, Logprob
+from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
+from serving.http.errors import RETRY_SECONDS, STATUS, ApiError, too_many
+from serving.http.limits import Limits
+from serving.http.request import ClientDisconnected, HttpRequest
 from serving.parsed import Delta, ParsedRequest
+
+LONG_ANSWER = 250
+"""Tokens of a prompt and its whole answer above which a thread writes it, so that no stream waits."""
 
 Failure = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
 """Why a request ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it
@@ -19,7 +28,7 @@ took too long, its reader took too long, its reader left."""
 
 
 class Piece(NamedTuple):
-    """Text that is ready to be sent, of the tokens `start` to `stop` of a completion."""
+    """Text of a completion that is ready to be sent: that of its tokens `start` to `stop`."""
 
     text: str
     start: int
@@ -28,6 +37,9 @@ class Piece(NamedTuple):
 
 class Choice:
     """One completion: a `Sink` that makes text of tokens and looks for stop strings.
+
+    Args:
+        last_tokens: the tokens of the prompt that the text goes on from; see `last_visible`.
 
     tokens, texts: each token, and what it adds to the text; perhaps a text more at the end.
     times, logprobs: when each came, and of each if they were asked for.
@@ -42,13 +54,12 @@ class Choice:
         self,
         group: ChoiceGroup,
         index: int,
-        prompt: list[int],
+        last_tokens: list[int],
         request: ParsedRequest,
         tokenizer: Tokenizer,
     ) -> None:
         self.group = group
         self.index = index
-        self.prompt = prompt
         self.request = request
         self.number = -1
         self.tokens: list[int] = []
@@ -61,29 +72,35 @@ class Choice:
         self.reasoning = None if request.reasoning is None else request.reasoning()
         self.calls = None if request.calls is None else request.calls()
         answer = None if self.reasoning is None else self.reasoning.read
-        self.stream = TextStream(tokenizer, request.params, prompt, request.shown, answer)
+        self.stream = TextStream(tokenizer, request.params, last_tokens, request.shown, answer)
         self.begins = self.stream.begins
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """Return all text so far."""
         return "".join(self.texts)
 
     @property
+    def prompt(self) -> list[int]:
+        """The prompt that it completes."""
+        return self.request.prompts[self.index // self.request.params.n]
+
+    @property
     def finish_reason(self) -> str | None:
-        """Why it has ended, as clients see it."""
+        """Return why it has ended, in the API's words, or None."""
         called = self.calls is not None and self.calls.complete and self.reason == "stop"
         return "tool_calls" if called else self.reason
 
     def note(self, kind: str, values: list[Any]) -> None:
-        """See `Sink`."""
+        """Store a note of the engine's observer about this completion."""
         self.notes[kind].extend(values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """See `Sink`. A stop string ends it here, so the engine aborts it.
+        """Append the next token and its text. A stop string ends the completion here, so the engine aborts
+        it.
 
-        With more than `most_unsent` texts of a stream the group gives up ("slow"), and hears of no token any
-        more.
+        reason: why it is the last one, if it is. With more than `most_unsent` unsent texts of a stream the
+            group gives up ("slow"), and takes no token any more.
         """
         group = self.group
         ended, text = self.stream.advance(token, cast("FinishReason | None", reason))
@@ -102,7 +119,9 @@ class Choice:
             group.hear(ended is not None)
 
     def end(self, reason: str, message: str) -> None:
-        """See `Sink`."""
+        """Record the end that has no further token. reason: as in `messages.End`. message: a sentence
+        about it.
+        """
         if reason in ("refused", "error", "nan", "died"):
             self.group.give_up(reason, message)  # type: ignore[arg-type]
             return
@@ -111,7 +130,7 @@ class Choice:
         self.group.hear(True)
 
     def take(self) -> Piece:
-        """All that is unsent, as one piece."""
+        """Return all text that is unsent, as one piece, and count it as sent."""
         start, self.sent = self.sent, len(self.texts)
         return Piece("".join(self.texts[start:]), start, self.sent)
 
@@ -130,8 +149,8 @@ class Choice:
 class ChoiceGroup:
     """The completions of one HTTP request.
 
-    failure: why it cannot be answered in full, and a sentence about it.
-    first_token: when one of them had a token.
+    failure: why they cannot be completed, and a sentence about it; None until then.
+    first_token: when one of them got its first token.
     """
 
     def __init__(
@@ -147,10 +166,10 @@ class ChoiceGroup:
         self.most_unsent = most_unsent
         self.arrived = time.perf_counter()
         self.failure: tuple[Failure, str] | None = None
-        samples = [prompt for prompt in request.prompts for _ in range(request.params.n)]
+        n = request.params.n
         self.choices = [
-            Choice(self, index, prompt, request, tokenizer)
-            for index, prompt in enumerate(samples)
+            Choice(self, index, request.last_tokens[index // n], request, tokenizer)
+            for index in range(len(request.prompts) * n)
         ]
         self.left = len(self.choices)
         self.first_token: float | None = None
@@ -158,8 +177,11 @@ class ChoiceGroup:
         self._deadline: asyncio.TimerHandle | None = None
 
     def submit(self, seconds: float) -> None:
-        """Hand all to the engine but the stop strings, which are looked for here. It has so many seconds."""
-        request, generation = self.request, self.request.generation
+        """Send all completions to the engine, without their stop strings, which are looked for here.
+
+        seconds: the engine's time limit for them.
+        """
+        request = self.request
         params = replace(request.params, stop=()) if request.params.stop else request.params
         for place, prompt in enumerate(request.prompts):
             mine = self.choices[place * params.n : (place + 1) * params.n]
@@ -167,8 +189,8 @@ class ChoiceGroup:
                 prompt,
                 params,
                 mine,
-                priority=generation.priority or 0,
-                salt=generation.cache_salt or "",
+                priority=request.priority,
+                salt=request.salt,
                 wanted=request.wanted,
             )
             for choice, number in zip(mine, numbers, strict=True):
@@ -180,7 +202,9 @@ class ChoiceGroup:
         self._deadline = loop.call_later(seconds, self.give_up, "deadline", message)
 
     def hear(self, ended: bool) -> None:
-        """Something has come for one of the completions."""
+        """Wake the task that waits for updates: something has come for a completion. ended: it was its
+        end.
+        """
         if self.first_token is None:
             self.first_token = self.engine.now
         self.left -= ended
@@ -188,33 +212,133 @@ class ChoiceGroup:
             self._updated.set()
 
     def give_up(self, failure: Failure, message: str) -> None:
-        """End what has not ended: the engine frees it at its next step."""
+        """Abort the completions that have not ended, and record why; the engine frees them at its next
+        step.
+        """
         if self.failure is None and (self.left or failure == "slow"):
             self.failure = failure, message
         self.close()
         self._updated.set()
 
     def close(self) -> None:
-        """Leave nothing behind; harmless after the end."""
+        """Abort the completions that have not ended; harmless after the end."""
         if self._deadline is not None:
             self._deadline.cancel()
         self.engine.abort(choice.number for choice in self.choices if choice.reason is None)
 
     async def wait_for_updates(self) -> None:
-        """Wait until there is something to send, or to say. Only one may wait."""
+        """Wait until there is text to send, or an end. Only one task may wait."""
         await self._updated.wait()
         self._updated.clear()
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Return the tokens of all prompts."""
         return sum(map(len, self.request.prompts))
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated so far, but for those that no client sees."""
+        """Return the tokens generated so far, but for those that no client sees."""
         return (
             0
             if self.request.prompt_only
             else sum(len(choice.tokens) for choice in self.choices)
         )
+
+
+# The life of a request.
+
+
+async def serve(
+    http: HttpRequest, request: ParsedRequest, engine: EngineClient, tokenizer: Tokenizer
+) -> None:
+    """The life of a request for tokens, from its admission to its last byte.
+
+    However this function is left, the engine drops what is not finished.
+
+    Raises:
+        ApiError: it cannot be answered, or not in full.
+        ClientDisconnected: the client has left.
+    """
+    limits = http.limits
+    check_admission(request, limits, engine.in_flight)
+    group = http.group = ChoiceGroup(engine, tokenizer, request, limits.max_unsent)
+    leaving = asyncio.ensure_future(http.disconnected())
+    leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
+    passed = time.perf_counter() - http.started
+    try:
+        group.submit(min(request.seconds, limits.max_seconds) - passed)
+        await (_stream(http, group) if group.streamed else _answer(http, group))
+        if group.failure is not None:
+            raise _error(*group.failure, request)
+    finally:
+        leaving.cancel()
+        group.close()
+
+
+async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
+    """Send a whole answer when all of it has come."""
+    while group.left and group.failure is None:
+        await group.wait_for_updates()
+    if group.failure is not None:
+        return
+    write = group.request.formatter.body
+    if group.prompt_tokens + group.output_tokens > LONG_ANSWER:
+        body = await asyncio.to_thread(write, group)
+    else:
+        body = write(group)
+    await http.answer(200, body)
+
+
+async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
+    """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
+    request, waiting = group.request, group.choices
+    while waiting:
+        await group.wait_for_updates()
+        if group.failure is not None:
+            return
+        pieces = [
+            (choice, choice.take(), choice.reason is not None)
+            for choice in waiting
+            if choice.reason is not None or len(choice.texts) > choice.sent
+        ]
+        waiting = [choice for choice in waiting if choice.reason is None]
+        write = partial(_events, group, pieces, end=not waiting)
+        first = not http.status
+        data = await asyncio.to_thread(write) if first and request.details else write()
+        if first and data:
+            await http.start(200, request.formatter.headers)
+        if data:
+            await http.write(data, more=bool(waiting))
+
+
+def _events(
+    group: ChoiceGroup, pieces: list[tuple[Choice, Piece, bool]], *, end: bool
+) -> bytes:
+    """Return the events of pieces, each with whether it is its choice's last. end: of the stream, too."""
+    formatter = group.request.formatter
+    events = b"".join(starmap(formatter.chunk, pieces))
+    return events + formatter.end(group) if end else events
+
+
+def _error(kind: str, message: str, request: ParsedRequest) -> ApiError | ClientDisconnected:
+    """Return the error that a failed group ends with."""
+    if kind in ("left", "slow"):
+        return ClientDisconnected()
+    if kind == "refused":
+        return request.refusal(message)
+    retry = RETRY_SECONDS if kind == "died" else None
+    return ApiError(STATUS[kind], message, retry=retry, code=kind)
+
+
+def check_admission(request: ParsedRequest, limits: Limits, in_flight: int) -> None:
+    """Raise `ApiError` where the completions of one more request are too many."""
+    ready, more = request.ready, len(request.prompts) * request.params.n
+    if more > limits.max_choices:
+        raise too_many("n", more, limits.max_choices, "completions in all")
+    most = min(limits.max_requests, ready.max_rows + limits.max_queue)
+    if more > most:  # it would be told to try again for ever
+        raise too_many("n", more, most, "completions")
+    if in_flight + more > most:
+        words = f"{in_flight} completions are in flight, and the server takes at most {most}"
+        raise ApiError(429, words, retry=RETRY_SECONDS, code="queue_full")

@@ -12,8 +12,10 @@ from common.errors import UserError
 from common.json_text import convert_fields
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
+from common.text.chat_template import count_characters
+from common.text.detokenizer import last_visible
 from common.text.tokenizer import Tokenizer
-from common.text.turns import characters, join_turns
+from common.text.turns import join_turns
 from serving.formatter import ChatFormatter, ResponseFormatter
 from serving.http.errors import ApiError, ErrorForm, too_many, wrong
 from serving.http.limits import Limits
@@ -24,23 +26,12 @@ from serving.parsed import FieldHandler, ParsedRequest
 
 DEFAULT_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
-COPIED = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_token_ids",
-    "logit_bias",
-)
+COPIED = [
+    name
+    for name in GenerationFields.__struct_fields__
+    if name in SamplingParams.__dataclass_fields__
+]
+"""Fields that are settings of the sampler."""
 MOST_TEMPERATURE = 2.0
 """Of OpenAI's routes; an engine takes more."""
 RESERVED = {"messages", "add_generation_prompt", "add_special_tokens", "tools", "self"}
@@ -48,7 +39,7 @@ RESERVED = {"messages", "add_generation_prompt", "add_special_tokens", "tools", 
 
 
 class Endpoint(Protocol):
-    """A route for tokens.
+    """Interface of an HTTP route that generates tokens.
 
     kinds: structs that declare the fields of its requests.
     source: the field of the prompt.
@@ -64,7 +55,9 @@ class Endpoint(Protocol):
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Read a request.
+        """Return a request, parsed and checked.
+
+        fields: the decoded body. ready: what is known of the engine.
 
         Raises:
             ApiError: it could never be served.
@@ -74,7 +67,7 @@ class Endpoint(Protocol):
 
 @dataclass
 class ServedModel:
-    """The model that requests are for.
+    """The model that requests are for, with its name and default settings.
 
     name: that clients know it by.
     defaults: settings of requests that do not say; see `sampling_defaults`.
@@ -91,8 +84,10 @@ class ServedModel:
             words = f"model is {name[:100]!r}, but this is {self.name!r}"
             raise ApiError(404, words, param="model", code="model_not_found")
 
-    def begin(self, fields: Mapping[str, Any], source: str) -> ParsedRequest:
-        """Read the fields that all requests for tokens may have. source: the field of the prompt."""
+    def begin(self, fields: Mapping[str, Any], ready: Ready, source: str) -> ParsedRequest:
+        """Return a request with the fields that all requests for tokens may have. source: the field of
+        the prompt.
+        """
         generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
         if generation.stream_options is not None and not generation.stream:
@@ -107,7 +102,7 @@ class ServedModel:
             if isinstance(value, list | dict) and len(value) > most:
                 raise too_many(name, len(value), most, what)
         said = {name: value for name, value in sampling.items() if value is not None}
-        return ParsedRequest(generation, fields, said, source)
+        return ParsedRequest(generation, fields, said, ready, source)
 
     def check_length(self, characters: int, ready: Ready, param: str) -> None:
         """Raise `ApiError` for a text that is too long whatever its tokens are, before it is tokenized."""
@@ -135,11 +130,15 @@ class ServedModel:
         self.check_length(max(map(len, given)), ready, param)
         return [self.tokenizer.encode(text, special) for text in given]
 
-    def finish(self, request: ParsedRequest, ready: Ready, default_tokens: int | None) -> None:
-        """Make the settings, once the prompts are known. Raises `ApiError` for what could never be served.
+    def finish(self, request: ParsedRequest, default_tokens: int | None = None) -> None:
+        """Set a request's sampling settings, once its prompts are known.
 
         default_tokens: `max_tokens` where the request does not say; None: as many as there is room for.
+
+        Raises:
+            ApiError: it could never be served.
         """
+        ready = request.ready
         for call in request.on_prompt:
             call()
         given: dict[str, Any] = {"temperature": 1.0, **self.defaults, **request.sampling}
@@ -157,6 +156,10 @@ class ServedModel:
                 )
         except UserError as error:
             raise request.refusal(str(error)) from None
+        known, skipped = self.tokenizer.token_bytes, self.tokenizer.special_ids - request.shown
+        request.last_tokens = [
+            last_visible(prompt, known, skipped) for prompt in request.prompts
+        ]
 
 
 def check_temperature(request: ParsedRequest) -> None:
@@ -168,7 +171,7 @@ def check_temperature(request: ParsedRequest) -> None:
 
 
 class TextEndpoint:
-    """An `Endpoint` of text: what completions and chats have in common.
+    """The common part of the routes for completions and chats.
 
     kind: the struct of its own fields.
     prefix: of the ids of responses.
@@ -192,24 +195,31 @@ class TextEndpoint:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """See `Endpoint`."""
+        """Return a request, parsed and checked; raises as `Endpoint.parse` does."""
         request = self.read(fields, ready)
         check_temperature(request)
-        self.model.finish(request, ready, self.default_tokens)
+        self.model.finish(request, self.default_tokens)
         request.formatter = self.formatter(
             f"{self.prefix}-{http.short_id}", self.model.name, request
         )
         return request
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Read a request up to its prompts. Raises as `Endpoint.parse` does."""
+        """Return a request with its fields and prompts; its settings are still missing. Raises as
+        `parse` does.
+        """
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
-        """Let handlers read their fields; most have none in a request. Raises `ApiError`."""
-        names = request.fields.keys()
+        """Let each field handler read its fields of the request. Raises `ApiError` for what cannot be
+        served.
+        """
+        names = set(request.fields).union(*request.messages)
+        for message in request.messages:
+            if isinstance(role := message.get("role"), str):
+                names.add(role)
         for handler in self.handlers:
-            if handler.always or not names.isdisjoint(handler.fields.__struct_fields__):
+            if not names.isdisjoint(handler.names):
                 handler.read(convert_fields(handler.fields, request.fields), request)
 
 
@@ -222,8 +232,8 @@ class CompletionEndpoint(TextEndpoint):
     formatter = ResponseFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """See `TextEndpoint`."""
-        request = self.model.begin(fields, self.source)
+        """Return a request with its fields and prompts: text or token ids, one or several."""
+        request = self.model.begin(fields, ready, self.source)
         given = convert_fields(CompletionFields, fields)
         self.read_fields(request)
         special = request.generation.add_special_tokens is not False
@@ -239,8 +249,8 @@ class ChatEndpoint(TextEndpoint):
     formatter = ChatFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """See `TextEndpoint`."""
-        request = self.model.begin(fields, self.source)
+        """Return a request with its fields, and the prompt that the chat template makes of its messages."""
+        request = self.model.begin(fields, ready, self.source)
         given = convert_fields(ChatFields, fields)
         request.messages = [
             message | {"role": "system"} if message.get("role") == "developer" else message
@@ -256,13 +266,16 @@ class ChatEndpoint(TextEndpoint):
             request.names["max_tokens"] = "max_completion_tokens"
         request.variables["add_generation_prompt"] = given.add_generation_prompt is not False
         request.variables["add_special_tokens"] = bool(request.generation.add_special_tokens)
-        self.model.check_length(characters(given.messages), ready, self.source)
+        self.model.check_length(count_characters(given.messages), ready, self.source)
         self.read_fields(request)
         self._render(request)
         return request
 
     def _render(self, request: ParsedRequest) -> None:
-        """Make the prompt. Turns of one role are joined where the template does not take them in a row."""
+        """Apply the chat template to the request's messages and tokenize the prompt.
+
+        Messages of one role are joined if the template does not take them in a row.
+        """
         tokenizer, messages = self.model.tokenizer, request.messages
         try:
             ids = tokenizer.chat(messages, **request.variables)

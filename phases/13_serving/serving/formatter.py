@@ -18,7 +18,7 @@ NOTHING: dict[str, Any] = {"logprobs": None}
 
 
 def usage(group: ChoiceGroup) -> dict[str, Any]:
-    """Return how many tokens a request has taken."""
+    """Return the `usage` object of a response: how many tokens the request has taken."""
     prompt, output = group.prompt_tokens, group.output_tokens
     cached = sum(sum(choice.notes[CACHED]) for choice in group.choices)
     found = {
@@ -36,7 +36,7 @@ def usage(group: ChoiceGroup) -> dict[str, Any]:
 
 
 class ResponseFormatter:
-    """Writes the answer to one request of `/v1/completions`.
+    """Formats the response to one request of `/v1/completions`, streamed or whole.
 
     headers: of a stream.
     usage, continuous: whether the last chunk, or each, tells how many tokens were taken.
@@ -60,25 +60,25 @@ class ResponseFormatter:
         self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the events of a piece: its text, and why it was the last one."""
+        """Return the server-sent events of a piece of text, and why it was the last one if `last`."""
         fields = {"text": piece.text} | self.details(choice, piece)
         return self.event(choice, fields, choice.reason if last else None)
 
     def shape(self, choice: Choice) -> dict[str, Any]:
-        """Return a completion as a whole."""
+        """Return a whole completion as an entry of `choices`."""
         piece = Piece(choice.text, 0, len(choice.tokens))
         details = self.details(choice, piece)
         return {"text": piece.text, **details, "finish_reason": choice.reason}
 
     def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the fields beside the text of a piece, or of a whole completion."""
+        """Return the fields beside the text of a piece, such as log-probabilities."""
         found = NOTHING
         for part in self.request.details:
             found = found | part(choice, piece)
         return found
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """Return the answer to a request that is not streamed."""
+        """Return the whole response as JSON, for a request that is not streamed."""
         return encode_json(
             {
                 **(self._head | {"object": self.object}),
@@ -90,7 +90,7 @@ class ResponseFormatter:
         )
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """Return what comes after the last chunk."""
+        """Return the events after the last chunk: usage if wanted, and `[DONE]`."""
         if not self.usage:
             return DONE
         return (
@@ -103,7 +103,9 @@ class ResponseFormatter:
     def event(
         self, choice: Choice, fields: dict[str, Any], reason: str | None = None
     ) -> bytes:
-        """Return one event with these fields of a completion."""
+        """Return one server-sent event with these fields of a completion. reason: why it has ended, if
+        it has.
+        """
         fields_json = encode_json({"index": choice.index, **fields, "finish_reason": reason})
         parts = [self._before, fields_json, b"]"]
         if self.continuous:
@@ -117,12 +119,14 @@ class ResponseFormatter:
 
 
 class ChatFormatter(ResponseFormatter):
-    """Writes the answer to one request of `/v1/chat/completions`."""
+    """Formats the response to one request of `/v1/chat/completions`, streamed or whole."""
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `ResponseFormatter`. The first chunk of a choice has the role, the last one why it ended."""
+        """Return the server-sent events of a piece of text; the first of a choice has the role, the
+        last the reason.
+        """
         events, details = list[bytes](), self.details(choice, piece)
         if not piece.start:
             role = {"role": "assistant", "content": ""}
@@ -137,7 +141,7 @@ class ChatFormatter(ResponseFormatter):
         return b"".join(events)
 
     def shape(self, choice: Choice) -> dict[str, Any]:
-        """See `ResponseFormatter`."""
+        """Return a whole chat completion as an entry of `choices`."""
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
         for delta in choice.deltas(choice.text, True):
             message |= delta

@@ -29,16 +29,18 @@ QUICK = 60.0
 
 
 class StartupError(Exception):
-    """The first engine could not be made, through no fault of the user's: that would be a `UserError`."""
+    """Raised if the first engine could not be made, through no fault of the user's: that would be a
+    `UserError`.
+    """
 
 
 class EngineProcess(EngineClient):
-    """An `EngineClient` whose engine is a process of its own.
+    """A client of an engine in a process of its own, which it starts, watches and restarts.
 
     Args:
         make: makes the engine, there; any callable that can be pickled.
-        silence: seconds without a word, while a client waits for tokens, after which it counts as hanging.
-        observer: makes what reads along, there; a callable that can be pickled.
+        silence: seconds without a message, while a client waits for tokens, after which it counts as hanging.
+        observer: makes an observer of the steps, there; a callable that can be pickled.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class EngineProcess(EngineClient):
         )  # it ignores SIGTERM, and Python would wait for it for ever
 
     def transmit(self, data: bytes) -> None:
-        """See `EngineClient`. That the engine has ended is noticed in `_live`."""
+        """Send a message to the engine process; what cannot be sent is lost. `_live` notices that the
+        engine has ended.
+        """
         if self._socket is not None:
             # A future, also where no engine is there yet to send it to; unasked, it would complain of that.
             sent = asyncio.ensure_future(self._socket.send(data, zmq.NOBLOCK))
@@ -111,7 +115,7 @@ class EngineProcess(EngineClient):
             self.process.kill()  # `_live` sees it and tidies up
 
     async def _live(self) -> Exception | None:
-        """One life of an engine process, from its start to its end, by itself or by our hand.
+        """Run one engine process from its start to its end; return why it ended, None if `stop` ended it.
 
         Raises:
             OSError, zmq.ZMQError: it cannot be started.
@@ -146,7 +150,7 @@ class EngineProcess(EngineClient):
             return reading.result() if reading.done() else None
 
     async def _read(self, socket: zmq.asyncio.Socket) -> Exception:
-        """Route what the engine sends."""
+        """Route the messages of the engine process to their completions; return the error that ends this."""
         while True:
             message = report(await socket.recv())
             self._heard, self.now = time.monotonic(), time.perf_counter()

@@ -20,7 +20,7 @@ CACHED = "cached"
 
 
 class AddRequest(Struct, array_like=True, tag="add"):
-    """Put the `params.n` completions of a prompt in line, under the numbers `first .. first + n - 1`.
+    """Command: add the `params.n` completions of a prompt, under the numbers `first .. first + n - 1`.
 
     wanted: kinds of notes that the observer writes.
     """
@@ -34,24 +34,26 @@ class AddRequest(Struct, array_like=True, tag="add"):
 
 
 class AbortRequests(Struct, array_like=True, tag="abort"):
-    """End these completions; no client wants them any more. Unknown numbers have ended already."""
+    """Command: abort these completions, which no client wants any more. Unknown numbers have ended
+    already.
+    """
 
     numbers: list[int]
 
 
 class DrawEngine(Struct, array_like=True, tag="draw"):
-    """Send a picture of the engine with the next report."""
+    """Command: send a picture of the engine with the next report."""
 
 
 class Stop(Struct, array_like=True, tag="stop"):
-    """End the process."""
+    """Command: end the engine process."""
 
 
 Command = AddRequest | AbortRequests | DrawEngine | Stop
 
 
 class Ready(Struct, array_like=True, tag="ready"):
-    """The engine is made. The rest is what the API process wants to know about it."""
+    """Report: the engine is made. The fields are what the API process needs to know of it."""
 
     max_len: int
     vocab_size: int
@@ -64,7 +66,7 @@ class Ready(Struct, array_like=True, tag="ready"):
 
 
 class Failed(Struct, array_like=True, tag="failed"):
-    """The engine cannot be made. wrong_input: the user can correct it, and `reason` says how."""
+    """Report: the engine cannot be made. wrong_input: the user can correct it, and `reason` says how."""
 
     reason: str
     wrong_input: bool
@@ -91,7 +93,7 @@ class StepStats(Struct, array_like=True):
 
 
 class End(Struct, array_like=True):
-    """A completion has ended.
+    """The end of a completion, in a step's report.
 
     reason: "stop" or "length"; "abort" if it was; "refused", "nan" or "error", and why is the `message`.
     place: of its last token in `StepReport.tokens`, or `NO_TOKEN` where it ended without one.
@@ -104,9 +106,9 @@ class End(Struct, array_like=True):
 
 
 class StepReport(Struct, array_like=True, tag="step"):
-    """The outcome of a step: token `tokens[i]` for completion `numbers[i]`, and which have ended.
+    """Report: the outcome of a step: token `tokens[i]` for completion `numbers[i]`, and which have ended.
 
-    logprobs: of tokens by their place, where that was asked.
+    logprobs: of tokens by their index, where that was asked.
     notes: a completion, the kind of the note, and a list; see `CACHED` and the others.
     picture: of the engine, where that was asked.
     """

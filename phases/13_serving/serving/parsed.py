@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 from common.sampling.params import SamplingParams
 from serving.http.errors import ApiError, wrong
 from serving.http.schema import GenerationFields
+from serving.messages import Ready
 
 if TYPE_CHECKING:
     from msgspec import Struct
@@ -20,21 +23,26 @@ Delta = dict[str, Any]
 
 
 class ReasoningSplitter(Protocol):
-    """Parts the text of a completion, as it comes, into reasoning and the answer, which alone has stops."""
+    """Interface of what splits a completion's text, as it comes, into reasoning and answer.
+
+    Stop strings are looked for in the answer alone.
+    """
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens so far of which some text is reasoning."""
+        """Return how many tokens so far belong to the reasoning, at least in part."""
 
     def read(self, text: str, last: bool) -> str:
-        """Take in the text of the next token, or the end; return what of it belongs to the answer."""
+        """Add the text of the next token; return what of it belongs to the answer. last: the completion
+        has ended.
+        """
 
     def take_reasoning(self) -> str:
         """Return the reasoning that has come since the last call."""
 
 
 class CallSplitter(Protocol):
-    """Finds calls of tools in the answer.
+    """Interface of what finds tool calls in an answer's text, as it comes.
 
     calls: those that an answer has.
     complete: calls were made, and the answer has ended behind a whole one.
@@ -44,11 +52,13 @@ class CallSplitter(Protocol):
     complete: bool
 
     def read(self, text: str, last: bool) -> list[Delta]:
-        """Take in what comes next, and whether it is the last of it."""
+        """Add the next text of the answer; return what it adds to the message: text and calls. last: it
+        is the end.
+        """
 
 
 class Formatter(Protocol):
-    """Writes the answer to one request.
+    """Interface of what formats the response to one request.
 
     headers: of a stream.
     """
@@ -56,13 +66,13 @@ class Formatter(Protocol):
     headers: list[tuple[bytes, bytes]]
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the events of a piece of a stream."""
+        """Return the bytes of the events for a piece of a stream. last: the completion has ended."""
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """Return what comes after the last chunk."""
+        """Return the bytes after the last chunk of a stream."""
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """Return the answer to a request that is not streamed."""
+        """Return the whole response, for a request that is not streamed."""
 
 
 @dataclass
@@ -72,27 +82,36 @@ class ParsedRequest:
     Handlers of fields change it while it is read: `sampling` takes settings of `SamplingParams`, `messages`
     and `variables` are what the chat template sees, `on_prompt` is called once the prompts are token ids.
 
+    ready: what the engine was when the request came.
     fields, generation: all fields as the client has sent them, and those that every request may have.
+    priority, salt: see `Engine.add`.
+    seconds: that the client gives it, in all.
     names: what the client calls a setting or `grammar`, where that differs.
     constrained: whether the output follows a grammar from its first token, so that it has no reasoning.
     explain: puts the engine's refusal of a grammar into the client's words.
-    prompts: token ids, and `params` those of all of them.
+    prompts: token ids, `last_tokens` the last visible ones of each, and `params` the settings of all.
     headers: of the answer.
     shown: special tokens that belong to the text.
     wanted: kinds of notes about completions that are read; see `serving.messages`.
     prompt_only: whether the one token that the engine makes of each prompt is of no interest.
     reasoning, calls: make what parts the text of each completion.
-    details: functions that give fields beside the text of a piece.
+    details: functions that give fields beside the text of a piece. A thread calls them for the first piece,
+        which may have those of a whole prompt.
     """
 
     generation: GenerationFields
     fields: Mapping[str, Any]
     sampling: dict[str, Any]
+    ready: Ready = field(default_factory=partial(Ready, 0, 0))
     source: str = "prompt"
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
+    last_tokens: list[list[int]] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    salt: str = ""
+    seconds: float = inf
     names: dict[str, str] = field(default_factory=dict)
     constrained: bool = False
     explain: Callable[[str], str] = lambda message: message
@@ -108,7 +127,7 @@ class ParsedRequest:
     formatter: Formatter = field(init=False)
 
     def refusal(self, message: str) -> ApiError:
-        """Return the error of what cannot be served, in the client's words.
+        """Return the error of a request that cannot be served, with the field's name as the client calls it.
 
         message: about a setting, whose name it begins with, or about a prompt.
         """
@@ -128,16 +147,18 @@ class ParsedRequest:
 
 
 class FieldHandler(Protocol):
-    """Reads some fields of requests, and adds their part of the responses.
+    """Interface of what reads some fields of requests, and adds their part to the responses.
 
-    always: whether it also reads requests that have none of its fields.
+    names: of fields of requests and of messages, and roles; it reads requests that have one of these.
     """
 
-    always: bool
+    names: frozenset[str]
 
     @property
     def fields(self) -> type[Struct]:
-        """The struct that declares them; all may be left out."""
+        """Return the struct that declares the fields; all may be left out."""
 
     def read(self, given: Any, request: ParsedRequest) -> None:
-        """Take in the fields before the prompt is made. Raises `ApiError` for what cannot be served."""
+        """Read the fields into `request`, before the prompt is made. Raises `ApiError` for what cannot
+        be served.
+        """

@@ -21,33 +21,34 @@ from serving.messages import Command, Failed, Report, commands, encode
 
 
 class Pipe:
-    """A `Channel` over ZeroMQ."""
+    """The engine process's connection to the API process, over ZeroMQ; implements `Channel`."""
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.connect(address)
 
     def receive(self, seconds: float) -> list[Command]:
-        """See `Channel`."""
+        """Return all commands that have come; wait for the first at most `seconds`."""
         found: list[Command] = []
         while self._socket.poll(0 if found else int(seconds * 1e3)):
             found += commands(self._socket.recv())
         return found
 
     def send(self, report: Report) -> None:
-        """See `Channel`."""
+        """Send a report to the API process."""
         self._socket.send(encode(report))
 
 
 def main(
     make: Callable[[], Any], address: str, observer: Callable[..., Any] | None = None
 ) -> None:
-    """The whole life of the engine process.
+    """Run the engine process: make the engine, connect to the API process, and run steps until a `Stop`
+    comes.
 
     Args:
         make: makes the engine; any callable that can be pickled.
         address: where the API process listens.
-        observer: makes what reads along, if anything does.
+        observer: makes an observer of the steps, if there is one.
     """
     # Signals of the terminal or of systemd go to the whole group: the API process decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -74,7 +75,7 @@ def main(
 
 
 def _die_with_parent() -> None:
-    """End with the API process: without it an engine serves no client."""
+    """Let the system end this process with the API process: without it an engine serves no client."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -13,7 +13,7 @@ from typing import Protocol
 from common.errors import NotANumber, UserError
 from common.request import Request
 from continuous.engine import Engine
-from continuous.messages import Output
+from continuous.work import Output
 from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
 from serving import messages
@@ -36,7 +36,7 @@ FAILED = "the step that computed this request failed; the server's log says why"
 
 
 def ready(engine: Engine) -> Ready:
-    """Return what the API process learns about an engine."""
+    """Return the report with which the engine process tells the API process about its engine."""
     found = Ready(engine.max_len, engine.config.vocab_size)
     if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
         found.max_rows = engine.scheduler.rows.count
@@ -51,7 +51,10 @@ def ready(engine: Engine) -> Ready:
 def ending(
     number: int, reason: str, error: BaseException | None, place: int = messages.NO_TOKEN
 ) -> messages.End:
-    """Return how a completion ended. A fault of a request itself goes to its sender."""
+    """Return the report of a completion's end. A fault of the request itself is explained to its sender.
+
+    number: of the completion. place: of its last token in the step's report.
+    """
     if reason != "error":
         return messages.End(number, reason, "", place)
     for kind, name in ((UserError, "refused"), (NotANumber, "nan")):
@@ -61,40 +64,41 @@ def ending(
 
 
 class Channel(Protocol):
-    """The other process, as the loop sees it."""
+    """Interface of the engine process's connection to the API process."""
 
     def receive(self, seconds: float) -> list[Command]:
-        """Return all commands that have come; wait for the first at most so long."""
+        """Return all commands that have come; wait for the first at most `seconds`."""
 
     def send(self, report: messages.Report) -> None:
-        """Hand over a report."""
+        """Send a report to the API process."""
 
 
 class Observer(Protocol):
-    """Reads along in the engine's process."""
+    """Reads along in the engine's process.
+
+    due: whether it has something to add to the next report, so that one is sent although no step was run.
+    """
+
+    due: bool = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """Note a command, and the requests that it has added."""
+        """Take in a command to draw, or one with notes that are wanted and the requests that it has added."""
         return
 
-    def due(self) -> bool:
-        """Tell if there is something to report though no step was run."""
-        return False
-
-    def write(self, step: StepReport, now: float) -> None:
-        """Add to the report of a step that began at `now` (`time.perf_counter()`)."""
+    def write(self, step: StepReport) -> None:
+        """Add to a report; called while `due`."""
         return
 
 
 class NullObserver(Observer):
-    """Does nothing; the appendix has one that draws."""
+    """An observer that does nothing; the appendix has one that draws."""
 
 
 class Worker:
-    """One engine and the loop around it.
+    """The loop of the engine process: takes commands, runs steps, and reports them.
 
     live: completions that have not ended, by their numbers.
-    observer: reads along, if anything does.
+    observer: watches the engine, if there is one.
     """
 
     def __init__(
@@ -112,12 +116,12 @@ class Worker:
         self._stopped = False
 
     def run(self) -> None:
-        """Until `Stop`."""
+        """Take commands and run steps until the command `Stop` comes."""
         while not self._stopped:
             self.turn()
 
     def turn(self) -> None:
-        """Take in all commands there are, and run a step if there is anything to do."""
+        """Carry out all commands that have come, and run a step if there is anything to do."""
         for command in self.channel.receive(IDLE_SECONDS if self.engine.idle else 0.0):
             self.obey(command)
         if self._stopped:
@@ -126,7 +130,7 @@ class Worker:
         busy = not self.engine.idle
         outputs = self.engine.step() if busy else []
         self._steps += busy
-        if busy or self._ends or self.observer.due():
+        if busy or self._ends or self.observer.due:
             self.channel.send(self._report(outputs, started))
 
     def obey(self, command: Command) -> None:
@@ -161,7 +165,8 @@ class Worker:
         else:
             self.live.update(zip(numbers, requests, strict=True))
             self._fresh.add(first)
-            self.observer.hear(command, requests)
+            if command.wanted:
+                self.observer.hear(command, requests)
 
     def _report(self, outputs: list[Output], started: float) -> StepReport:
         step = StepReport([], [], self._ends, self._stats(time.perf_counter() - started))
@@ -181,7 +186,8 @@ class Worker:
             if reason is not None:
                 step.ends.append(ending(number, reason, request.error, place))
                 self.live.pop(number, None)
-        self.observer.write(step, started)
+        if self.observer.due:
+            self.observer.write(step)
         return step
 
     def _stats(self, seconds: float) -> StepStats:

@@ -27,7 +27,7 @@ from parallel.worker_group import WorkerGroup
 
 
 class StepCache:
-    """The cache as a runner sees it, in ranks: block tables, and what is to be done before the next step.
+    """The part of the cache that a rank's runner sees: block tables, and what to do before the next step.
 
     Rank 0 collects the changes from the scheduler's cache. All ranks apply them, and a runner takes them.
 
@@ -45,10 +45,10 @@ class StepCache:
         self.copies: list[tuple[int, int]] = []
 
     def collect(self, works: Sequence[Work]) -> CacheChanges:
-        """Return what the other ranks' caches lack before these works run, and take it from rank 0's cache.
+        """Return the changes that all ranks must apply before a step, and take them from rank 0's cache.
 
-        Of the tables these are the entries that the works read and that differ from what was returned last
-        for the same entries.
+        works: the step's requests and tokens. Of the tables these are the entries that the works read and
+            that differ from what was returned last for the same entries.
         """
         rows = np.array([work.row for work in works])
         width = self.blocks_for(max(work.start + work.count for work in works))
@@ -66,23 +66,25 @@ class StepCache:
         self.moves, self.fresh, self.copies = changes[3:]
 
     def take_moves(self, works: Sequence[Work]) -> Any:
-        """See `PagedCache.take_moves`."""
+        """Return what changed in the groups of layers since the last step, as rank 0 sent it."""
         moves, self.moves = self.moves, None
         return moves
 
     def take_fresh(self) -> list[int]:
-        """See `PagedCache.take_fresh`."""
+        """Return the blocks that got a new owner since the last step, as rank 0 sent them."""
         fresh, self.fresh = self.fresh, []
         return fresh
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """See `PagedCache.take_copies`."""
+        """Return the (source, target) blocks to copy before the next step, as rank 0 sent them."""
         copies, self.copies = self.copies, []
         return copies
 
 
 class BroadcastExecutor:
-    """Rank 0's `StepExecutor` before all others: it broadcasts each half of a step, then lets them run it."""
+    """Rank 0's first executor: it broadcasts each half of a step to the other ranks, then lets the
+    others run it.
+    """
 
     order: ClassVar[int] = 0
 
@@ -93,7 +95,9 @@ class BroadcastExecutor:
         self.others = runner.executors
 
     def supports(self, works: Sequence[Work], masked: bool) -> bool:
-        """Return the ticket for any step: `masked`. (Only None would leave the step to the others.)"""
+        """Return `masked` as the ticket for any step. (Only None would leave the step to the other
+        executors.)
+        """
         return masked
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
@@ -119,7 +123,7 @@ class BroadcastExecutor:
 
 
 class StepWorker:
-    """Runs the halves of steps that rank 0 broadcasts, on any other rank."""
+    """Runs the halves of steps that rank 0 broadcasts, on every other rank."""
 
     def __init__(self, runner: PagedRunner, cache: StepCache) -> None:
         self.runner = runner
@@ -169,7 +173,10 @@ def runner_in_ranks(
     cache: PagedCache,
     **options: Any,
 ) -> PagedRunner:
-    """Make a rank's runner, which sees a `StepCache`. workers: the other ranks, on rank 0."""
+    """Return a rank's runner, which reads a `StepCache`; on rank 0 it broadcasts its steps.
+
+    make: makes the runner. workers: the other ranks, on rank 0; None on all others.
+    """
     seen = StepCache(cache)
     runner = make(model, attention, rows, seen, **options)
     if workers is not None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 import torch
 
@@ -35,27 +33,26 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class Parallel(Feature):
-    """Tensor parallel: a model is sharded over GPUs of one host, or over processes of a CPU."""
+    """Tensor parallelism: shard a model over GPUs of one host, or over processes of a CPU."""
 
-    name: ClassVar[str] = "parallel"
-    phase: ClassVar[int] = 14
-    removed: ClassVar[Sequence[str]] = ("rank_check",)
+    name = "parallel"
+    phase = 14
 
     tensor_parallel: int = option(
         1, "GPUs (or processes) that share the model's heads, MLP and vocabulary"
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for a value out of its limits."""
         integer("tensor_parallel", self.tensor_parallel, low=1, high=MOST_RANKS)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Let each of several ranks build its own engine."""
+        """Let each of several ranks build an engine of its own."""
         if self.tensor_parallel > 1:
             builder.assemble.replace(self, self._assemble)
 
     def _assemble(self, builder: EngineBuilder) -> PagedEngine:
-        """Make rank 0's engine, and the worker group that runs its steps with it."""
+        """Return rank 0's engine, with the worker group of the other ranks, which run its steps with it."""
         device = self.check(builder.recipe)
         workers = worker_group.take(self.tensor_parallel)
         try:
@@ -100,7 +97,7 @@ class Parallel(Feature):
         return torch.device("cuda", first) if device.type == "cuda" else device
 
     def install(self, builder: EngineBuilder) -> None:
-        """Do nothing more: with one rank the engine is phase 13's."""
+        """Do nothing: with one rank the engine is phase 13's."""
 
 
 def rank_zero_engine(
@@ -151,13 +148,14 @@ def rank_engine(
 
 @dataclass(frozen=True)
 class Split(Feature):
-    """`Parallel` inside the engine of one rank. It has no options.
+    """The feature of one rank's engine inside `Parallel`: it loads a shard and sums over ranks. It has no
+    options.
 
     ranks: this rank among all. workers: the other ranks, on rank 0; None on all others.
     """
 
-    name: ClassVar[str] = "parallel"
-    phase: ClassVar[int] = 14
+    name = "parallel"
+    phase = 14
 
     ranks: Ranks
     workers: WorkerGroup | None = None
@@ -184,7 +182,7 @@ class Split(Feature):
         return replace(memory_plan, blocks=blocks, cache=cache)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Choose tokens over ranks; broadcast each step on rank 0, and watch the other ranks there."""
+        """Sample over ranks; on rank 0 also broadcast each step and watch the other ranks."""
         self._choose_tokens(builder)
         workers = self.workers
         builder.runner.decorate(self, lambda make: partial(runner_in_ranks, make, workers))
@@ -196,7 +194,9 @@ class Split(Feature):
         builder.on_step_failed.replace(self, loop.on_step_failed)
 
     def _choose_tokens(self, builder: EngineBuilder) -> None:
-        """Choose tokens over ranks, each of which has the logits of a part of the vocabulary."""
+        """Replace the sampler backend by one that samples over ranks, each with a part of the
+        vocabulary's logits.
+        """
         graphs, vocab_size = builder.feature(Graphs), builder.model.config.vocab_size
         kind: type[RankSamplerBackend] = RankSamplerBackend
         if graphs is not None and graphs.sampling == "triton":

@@ -20,7 +20,9 @@ class VocabularyEmbedding(nn.Embedding):
         self.ranks = ranks
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """`[...]` token ids -> `[..., hidden]`, the sum over ranks, of which one has the token's row."""
+        """Return the embeddings `[..., hidden]` of token ids `[...]`: the sum over ranks, one of which
+        has the row.
+        """
         own = input_ids - self.first
         here = (own >= 0) & (own < self.count)
         found = F.embedding(own.masked_fill(~here, 0), self.weight)
@@ -35,7 +37,9 @@ class RowLinear(nn.Module):
         self.linear, self.ranks = linear, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in / ranks]` -> `[..., out]`, the same on every rank."""
+        """Return the output `[..., out]`, equal on every rank, of this rank's inputs `x [..., in /
+        ranks]`.
+        """
         return self.ranks.all_reduce(self.linear(x))
 
     def joined(self, *parts: nn.Module) -> nn.Module:

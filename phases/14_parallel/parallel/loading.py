@@ -81,7 +81,7 @@ def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 class Part:
-    """A rank's part of a model that is being loaded.
+    """A rank's shard of a model that is being loaded.
 
     whole: the whole model on `meta`, which says what tensors there are.
     own: what this rank has of it.
@@ -109,7 +109,11 @@ class Part:
         self.whole_shapes, self.shapes = _shapes(self.whole), _shapes(self.own)
 
     def whole_first(self, name: str) -> Scheme | None:
-        """Return the scheme of a weight that is quantized before it is cut, as scales are over all inputs."""
+        """Return the scheme of a weight that must be quantized before it is cut, since scales are over all
+        inputs.
+
+        None: it can be cut first.
+        """
         owner, _, leaf = name.rpartition(".")
         rows = leaf == "weight" and owner.endswith(ROWS)
         return (

@@ -15,20 +15,22 @@ from continuous.work import Work
 
 
 class RowOnly(NamedTuple):
-    """Stands for a request in a `Work`: runners read its row and nothing else."""
+    """Stands for a request in a broadcast step: runners read its row and nothing else."""
 
     row: int
 
 
 def with_rows(work: Work) -> Work:
-    """Return a work that names its requests by their rows alone, so that it is small when pickled."""
+    """Return a work (one request's tokens in a step) with rows in place of requests, so that it is
+    small when pickled.
+    """
     stand_in: Any = RowOnly
     sampled = tuple(stand_in(request.row) for request in work.sampled_requests)
     return work._replace(request=stand_in(work.row), sampled_requests=sampled)
 
 
 class CacheChanges(NamedTuple):
-    """Changes of the cache before a step.
+    """Changes of the cache that all ranks apply before a step.
 
     rows, columns, blocks: `[n]` each: entries of the block tables, and what they are now.
     moves, fresh, copies: what `PagedCache.take_moves`, `take_fresh` and `take_copies` returned.
@@ -43,9 +45,9 @@ class CacheChanges(NamedTuple):
 
 
 class ForwardMessage(NamedTuple):
-    """The first half of a step.
+    """Rank 0's message: run the forward pass of a step.
 
-    works: see `with_rows`.
+    works: the step's requests and tokens, with rows in place of requests.
     masked: its samples may be masked.
     requests: those that got a row since the last step.
     stained: some block may hold NaN; see `BlockPool`.
@@ -59,13 +61,13 @@ class ForwardMessage(NamedTuple):
 
 
 class SampleMessage(NamedTuple):
-    """The second half of the step. masked: rank 0 has masks for it."""
+    """Rank 0's message: sample the step whose forward pass has run. masked: rank 0 has masks for it."""
 
     masked: bool
 
 
 class Join(NamedTuple):
-    """Join a process group of `size` ranks.
+    """Rank 0's message: join a process group of `size` ranks.
 
     device: rank 0's; this rank has the one that many behind it. path: of the store. threads: of PyTorch.
     """
@@ -77,17 +79,20 @@ class Join(NamedTuple):
 
 
 class Joining(NamedTuple):
-    """This rank has begun to join."""
+    """A worker's reply: this rank has begun to join the process group."""
 
 
 class Build(NamedTuple):
-    """Make an engine by this recipe, and run the steps that follow."""
+    """Rank 0's message: build an engine by this recipe, and run the steps that follow."""
 
     recipe: Any
 
 
 class RunFunction(NamedTuple):
-    """Run a function of one module, or of `source` where that is not empty, and reply what it returns."""
+    """Rank 0's message: run a function and reply what it returns.
+
+    It is in one module, or in `source` where that is not empty.
+    """
 
     module: str
     name: str
@@ -96,11 +101,11 @@ class RunFunction(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """The engine and the process group are not needed any more."""
+    """Rank 0's message: the engine and the process group are not needed any more."""
 
 
 class BroadcastChannel:
-    """The connection of another rank to rank 0."""
+    """A worker's connection to rank 0."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection

@@ -91,18 +91,18 @@ def destroy_unused_group() -> None:
 
 
 class Reducer:
-    """Sums over ranks by torch.distributed. A subclass may have a faster way for some sizes."""
+    """Sums tensors over ranks by torch.distributed. A subclass may be faster for some sizes."""
 
     def sum(self, ranks: Ranks, part: Tensor) -> Tensor:
-        """See `Ranks.all_reduce`."""
+        """Return the sum of all ranks' `part`, equal in every bit on all ranks; may overwrite `part`."""
         return ranks.plain_sum(part)
 
     def add(self, ranks: Ranks, part: Tensor, residual: Tensor) -> Tensor:
-        """See `Ranks.reduce_add`."""
+        """Return `residual`, which all ranks have, plus the sum of all ranks' `part`."""
         return residual + self.sum(ranks, part)
 
     def stop(self) -> None:
-        """End all waits for other ranks: one is lost."""
+        """End all waits for other ranks, because one is lost."""
 
 
 PLAIN = Reducer()

@@ -12,7 +12,10 @@ from parallel.sampler import RankSamplerBackend
 
 
 class TritonRankSamplerBackend(RankSamplerBackend):
-    """Reads the logits once, in the model's dtype, and gathers two or three numbers of each chunk."""
+    """A sampler backend over ranks in Triton.
+
+    It reads the logits once, in the model's dtype, and gathers two or three numbers of each chunk.
+    """
 
     def reduce_argmax(
         self,
@@ -22,7 +25,9 @@ class TritonRankSamplerBackend(RankSamplerBackend):
         steps: Tensor,
         plan: SamplingMetadata,
     ) -> Tensor:
-        """See `RankSamplerBackend.reduce_argmax`."""
+        """Return the sampled tokens `[B]` int64, the best of all ranks, from this rank's `logits [B, V
+        / ranks]`.
+        """
         if self.own_tokens < self.room:  # as many chunks on every rank
             logits = logits.clone()
             logits[:, self.own_tokens :] = float("-inf")

@@ -20,13 +20,16 @@ WHOLE_ROW = SamplingFlags.EDITS | SamplingFlags.PENALTIES | TRUNCATION
 
 
 def gathered(ranks: Ranks, logits: Tensor, vocab_size: int) -> Tensor:
-    """Return all ranks' `logits [B, V / ranks]` together: `[B, V]` float32."""
+    """Return the logits of the whole vocabulary, `[B, vocab_size]` float32, from all ranks' `logits [B,
+    V / ranks]`.
+    """
     whole = ranks.gather(logits).transpose(0, 1).flatten(1)  # [B, ranks * room]
     return whole[:, :vocab_size].float().contiguous()
 
 
 class RankSamplerBackend(SamplerBackend):
-    """A `SamplerBackend` that is given the logits of this rank's tokens, `[B, V / ranks]`.
+    """A sampler backend for several ranks, each of which has the logits of a part of the vocabulary, `[B,
+    V / ranks]`.
 
     Args:
         ranks: this rank among all.
@@ -49,7 +52,7 @@ class RankSamplerBackend(SamplerBackend):
         return gathered(self.ranks, logits, sampler.vocab_size)
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
-        """See `SamplerBackend.forbid`."""
+        """Set the logits of tokens that are not `allowed` to -inf, on rank 0, which alone has masks."""
         self.inner.forbid(sampler, logits, allowed)
 
     def choose(
@@ -61,14 +64,21 @@ class RankSamplerBackend(SamplerBackend):
         plan: SamplingMetadata,
         masked: bool,
     ) -> Tensor:
-        """See `SamplerBackend.choose`. With masks rank 0 chooses, which alone has them, and broadcasts."""
+        """Return the sampled tokens `[B]` int64, equal on all ranks.
+
+        logits: of this rank's part of the vocabulary, or whole rows. rows, steps: `[B]`, each request's
+            row and its output tokens before. With masks rank 0 chooses, which alone has them, and
+            broadcasts.
+        """
         if logits.shape[1] == self.room:
             return self.reduce_argmax(sampler, logits, rows, steps, plan)
         tokens = self.inner.choose(sampler, logits, rows, steps, plan, masked)
         return self.ranks.first(tokens) if masked else tokens
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
-        """See `SamplerBackend.report`; None for logits of a part."""
+        """Return `tokens [B]` with a special number in place of those whose logit is NaN; None for
+        logits of a part.
+        """
         return None if logits.shape[1] == self.room else self.inner.report(logits, tokens)
 
     def reduce_argmax(
@@ -79,7 +89,11 @@ class RankSamplerBackend(SamplerBackend):
         steps: Tensor,
         plan: SamplingMetadata,
     ) -> Tensor:
-        """Return the sampled tokens `[B]` int64, the best of all ranks. For the arguments see `choose`."""
+        """Return the sampled tokens `[B]` int64, the best of all ranks.
+
+        logits: `[B, V / ranks]`, of this rank's tokens. rows, steps: `[B]`, each request's row and its
+            output tokens before.
+        """
         own = logits[:, : self.own_tokens].float()
         if not own.shape[1]:  # more ranks than this vocabulary fills
             own = logits[:, :1].float().fill_(float("-inf"))
@@ -97,9 +111,9 @@ class RankSamplerBackend(SamplerBackend):
     def _race(
         self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, largest: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the best noisy weight among this rank's tokens and its index in the part, `[B]` each.
+        """Return the best noisy weight among this rank's tokens, and its index in the part, `[B]` each.
 
-        largest: `[B]`, the largest logits of all ranks.
+        largest: `[B]`, the largest logits of all ranks, to which weights are relative.
         """
         weights = sampler.weights(logits, largest[:, None], rows)
         ids = sampler.ids[self.first_token : self.first_token + logits.shape[1]]

@@ -20,7 +20,9 @@ VOCABULARY = ("embed_tokens", "lm_head")
 
 
 class Slice(NamedTuple):
-    """`length` entries of dimension `dim` from `start` on, or as many as the tensor has there."""
+    """A range of one dimension of a tensor: `length` entries of `dim` from `start` on, or as many as
+    there are.
+    """
 
     dim: int
     start: int

@@ -11,7 +11,7 @@ from parallel.worker_group import WorkerGroup, WorkerLostError
 
 
 class WatchedLoop:
-    """A `Loop` around rank 0's loop that raises if a rank is lost.
+    """A loop of steps around rank 0's loop, which raises if a rank is lost.
 
     closed: True if the ranks have been released.
     """

@@ -32,7 +32,9 @@ from parallel.ranks import Ranks, device_of, open_store
 
 
 def main(descriptor: int, rank: int) -> None:
-    """Serve rank 0 until it ends. descriptor: of this end of the connection to it."""
+    """Run a worker process: serve rank 0 until it ends. descriptor: file descriptor of the connection
+    to it.
+    """
     # Ctrl-C goes to all processes of a terminal: rank 0 decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with, args=(descriptor,), daemon=True).start()
@@ -80,7 +82,7 @@ def run_steps(message: Build, ranks: Ranks, channel: BroadcastChannel) -> None:
 
 
 def resolve_function(call: RunFunction) -> Callable[..., Any]:
-    """Return the function that a message names."""
+    """Return the function that a message names, imported or made from its source."""
     if call.source:
         space: dict[str, Any] = {}
         exec(call.source, space)

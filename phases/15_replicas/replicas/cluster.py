@@ -21,7 +21,8 @@ from typing import Any
 
 from common.errors import UserError
 from common.sockets import listen
-from replicas.gate import LIMITS
+from replicas.gate import LIMITS, PROTOCOL
+from replicas.heartbeats import HeartbeatSender
 from replicas.options import ReplicaOptions
 from replicas.replica import Replica
 from serving.app import App
@@ -53,7 +54,7 @@ REASON = re.compile(r"\b(UserError|StartupError): (.+)")
 
 
 class Cluster:
-    """Ray, its proxy, and the replicas.
+    """A server of several engines: Ray, its HTTP proxy, and the replicas.
 
     signalled: set by the first SIGTERM or SIGINT.
 
@@ -62,6 +63,7 @@ class Cluster:
         options: number of replicas, and the choice of one for a request.
         gpus: number of GPUs of a replica; with 0 it gets what Ray counts as one processor.
         limits: the same as those of the application.
+        connection: uvicorn's name of the class of connections; empty for its own.
     """
 
     def __init__(
@@ -73,11 +75,13 @@ class Cluster:
         *,
         host: str,
         port: int,
+        connection: str = "",
     ) -> None:
         self.make_app = make_app
         self.options = options
         self.gpus = gpus
         self.limits = limits
+        self.connection = connection
         self.host, self.signalled = host, threading.Event()
         with listen(
             host, port
@@ -85,7 +89,7 @@ class Cluster:
             self.port = int(found.getsockname()[1])
 
     def serve(self, on_ready: Callable[[], object]) -> int:
-        """Start all, serve until a signal, and end all; returns the exit code.
+        """Start Ray and all replicas, serve until a signal, and end all; return the exit code.
 
         The first signal lets streams finish, within the grace period; the second does not wait.
 
@@ -170,6 +174,7 @@ class Cluster:
         return {
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "replicas.gate.middlewares",
             LIMITS: json.dumps(asdict(self.limits)),
+            PROTOCOL: self.connection,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cores),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # a busy machine is slow, not broken
@@ -232,7 +237,7 @@ class Cluster:
                 made[0].check_health()
 
         def application() -> Any:
-            return made[0]
+            return HeartbeatSender(made[0])
 
         more: dict[str, Any] = {"num_replicas": options.replicas}
         if options.most > options.replicas:

@@ -13,8 +13,11 @@ import json
 import logging
 import os
 from collections.abc import MutableMapping
+from functools import partial
+from itertools import count
 from typing import Any
 
+from replicas.heartbeats import ASSIGNMENTS, BEAT_SECONDS, Watch
 from replicas.prefixes import chain_of, keeper_of
 from serving.http.errors import ApiError, ErrorForm
 from serving.http.limits import Limits
@@ -35,6 +38,8 @@ NAME = b"x-ladder-replica"
 """Header of an answer: the replica that gave it. Of a GET: the one that is asked."""
 LIMITS = "LADDER_LIMITS"
 """Environment: the limits, as JSON; a proxy is started by Ray and has no other way to learn them."""
+PROTOCOL = "LADDER_HTTP_PROTOCOL"
+"""Environment: the class of connections, as uvicorn names one."""
 ENGINE_LOST = b"x-ladder-engine-lost"
 """Header of a replica whose engine has died: it has sent nothing of a response, so another may be asked."""
 UNTYPED = (b"", b"application/x-www-form-urlencoded")
@@ -45,20 +50,22 @@ TRIES = 3
 
 
 class Gate:
-    """ASGI middleware around an application that sends requests to replicas."""
+    """ASGI middleware in the proxy around Ray's application, which sends each request to a replica."""
 
     def __init__(self, app: Any, limits: Limits | None = None) -> None:
         self.app, self.limits = app, limits or Limits()
+        self._numbers = count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, whatever becomes of its replica."""
+        """Respond to one HTTP request, whatever becomes of its replica."""
         if scope["type"] != "http" or scope["path"].startswith("/-/"):  # Ray's own
             await self.app(scope, receive, send)
             return
+        scope.pop("state", None)  # of the connection: it stays here
         http, leaving = HttpRequest(scope, receive, send, self.limits), Leaving(receive)
 
         async def timed(message: MutableMapping[str, Any]) -> None:
-            """Send a message; a reader that is too slow for it has left."""
+            """Send an ASGI message; a reader that is too slow for it counts as disconnected."""
             try:
                 async with asyncio.timeout(self.limits.slow_seconds):
                     await send(message)
@@ -66,7 +73,9 @@ class Gate:
                 leaving.disconnected = True
                 raise ConnectionError("the reader is too slow") from None
 
-        said: dict[str, Any] = {"chain": [], "body": b"", "wanted": "", "avoid": []}
+        number = next(self._numbers)
+        said: dict[str, Any] = {"number": number, "chain": [], "body": b""}
+        said |= {"wanted": "", "avoid": []}
         try:
             most = self.limits.max_header_bytes  # Ray's server has no limit of its own
             if head_bytes(scope) > most:
@@ -86,6 +95,8 @@ class Gate:
             await http.fail(error)
         except ClientDisconnected:
             return
+        finally:
+            ASSIGNMENTS.replicas.pop(number, None)
 
     async def _answer(
         self, http: HttpRequest, said: dict[str, Any], leaving: Leaving, send: Send
@@ -121,32 +132,32 @@ class Gate:
 
 
 def head_bytes(scope: Scope) -> int:
-    """Bytes of a request's address and headers."""
+    """Return the bytes of a request's address and headers."""
     address = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
     return address + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 class Leaving:
-    """`receive`, which remembers that the client has left."""
+    """An ASGI `receive` that records when the client has disconnected."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive, self.disconnected = receive, False
 
     async def __call__(self) -> MutableMapping[str, Any]:
-        """Return the next message."""
+        """Return the next ASGI message."""
         message = await self._receive()
         self.disconnected |= message["type"] == "http.disconnect"
         return message
 
 
 class RelayedAnswer:
-    """The answer of one replica, on its way out.
+    """The response of one replica, on its way to the client.
 
     status: of what has begun to go out, or 0.
     complete: whether all of it has.
     events: whether it is a stream of events, to which an error can be added.
     foreign: the status of what Ray says itself; it is swallowed, and said in our form.
-    lost_replica: the replica that would not answer.
+    lost_replica: the replica that would not respond.
     """
 
     def __init__(self, send: Send) -> None:
@@ -156,11 +167,22 @@ class RelayedAnswer:
         self.lost_replica = ""
 
     async def of(self, app: Any, scope: Scope, receive: Receive) -> None:
-        """Let `app` answer. That a replica dies is no exception here."""
+        """Let `app` answer. That a replica dies, or says nothing any more, is no exception here."""
+        watch = Watch(scope[KEY].get("number", -1))
+        task = asyncio.ensure_future(app(scope, receive, partial(watch.pass_on, self.send)))
         try:
-            await app(scope, receive, self.send)
-        except Exception as error:
-            log.warning("a replica has not answered to the end", exc_info=error)
+            while not task.done():
+                await asyncio.wait({task}, timeout=BEAT_SECONDS)
+                if not task.done() and (name := watch.silent(begun=self.status != 0)):
+                    log.warning("replica %s says nothing, so it is asked no more", name)
+                    self.lost_replica = name
+                    ASSIGNMENTS.suspect(name)
+                    return
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.warning("a replica has not answered to the end", exc_info=error)
+        finally:
+            ASSIGNMENTS.replicas.pop(watch.number, None)
+            task.cancel()
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Pass on what a replica says, in the order in which it does, and note it in this object's fields.
@@ -193,7 +215,7 @@ class RelayedAnswer:
             self.complete = not message.get("more_body", False)
 
     def error(self) -> ApiError:
-        """Why there is no (whole) answer."""
+        """Return the error that says why there is no response, or no whole one."""
         if self.foreign == 408:
             return ApiError(504, "the request was not done in time", code="deadline")
         if (
@@ -207,6 +229,9 @@ class RelayedAnswer:
 
 def middlewares() -> list[Any]:
     """Return the middleware of Ray's proxy; Ray calls this in the proxy's process."""
+    import uvicorn.config
     from starlette.middleware import Middleware
 
+    if protocol := os.environ.get(PROTOCOL):  # Ray has no option for it
+        uvicorn.config.HTTP_PROTOCOLS["auto"] = protocol
     return [Middleware(Gate, limits=Limits(**json.loads(os.environ.get(LIMITS, "{}"))))]

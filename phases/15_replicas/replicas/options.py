@@ -14,7 +14,11 @@ MOST_REPLICAS = 1024
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """Number of replicas, and how requests find one. Raises `UserError` for a value out of its limits."""
+    """Options of a cluster: number of replicas, and how requests find one.
+
+    Raises:
+        UserError: a value is out of its limits.
+    """
 
     replicas: int = option(
         0, "copies of the server, run by Ray Serve; 0: one server, without Ray"
@@ -58,5 +62,5 @@ class ReplicaOptions:
 
     @property
     def most(self) -> int:
-        """Most replicas at a time."""
+        """Return the most replicas at a time."""
         return self.max_replicas or self.replicas

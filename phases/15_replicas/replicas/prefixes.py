@@ -56,10 +56,10 @@ def keeper_of(body: bytes) -> str:
 
 
 def chain_of(body: bytes) -> list[int]:
-    """Return the chain of a request's body; empty if it has no prompt, since the replica will refuse it.
+    """Return hashes of the beginnings of a request's prompt; empty if the body has no prompt.
 
-    A conversation that continues repeats its messages and adds some, so its chain is continued as well. The
-    salt is in every number: requests that must not share a cache do not share a chain (phase 08).
+    A conversation that continues repeats its messages and adds some, so its chain is continued as well.
+    The salt is in every number: requests that must not share a cache do not share a chain (phase 08).
     """
     try:
         found = _decoder.decode(body)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from replicas import heartbeats  # Ray copies what else this file names, but not a module
 from replicas.gate import KEY
 from replicas.routing import InFlight, Policy, make_policy
 
@@ -41,19 +42,17 @@ class Router(RequestRouter):  # type: ignore[misc]
             return [candidate_replicas]
         said = routing_fields(pending_request)
         by_name = {name_of(replica.replica_id): replica for replica in candidate_replicas}
-        by_name = {
-            name: by_name[name] for name in by_name.keys() - set(said["avoid"])
-        } or by_name
+        avoided = {*said["avoid"], *heartbeats.ASSIGNMENTS.suspects()}
+        by_name = {name: by_name[name] for name in by_name.keys() - avoided} or by_name
         if said["wanted"] in by_name:
+            heartbeats.ASSIGNMENTS.replicas[said["number"]] = said["wanted"]
             if said["chain"]:  # it goes on from a conversation that this replica has
-                self._give(pending_request, said["chain"], said["wanted"])
-                self._unsent[id_of(pending_request)] = pending_request
+                self._give(pending_request, said, said["wanted"])
             return [[by_name[said["wanted"]]]]
         self._forget_cancelled()
         loads = {name: self.load(name, replica) for name, replica in by_name.items()}
         order = self.policy.rank(said["chain"], loads)
-        self._give(pending_request, said["chain"], order[0])
-        self._unsent[id_of(pending_request)] = pending_request
+        self._give(pending_request, said, order[0])
         return [[by_name[name]] for name in order]
 
     def load(self, name: str, replica: RunningReplica) -> int:
@@ -66,9 +65,8 @@ class Router(RequestRouter):  # type: ignore[misc]
     ) -> None:
         """Record which replica has accepted a request, if it is not the one that was tried first."""
         if self._unsent.pop(id_of(pending_request), None) is not None:
-            self._give(
-                pending_request, routing_fields(pending_request)["chain"], name_of(replica_id)
-            )
+            self._give(pending_request, routing_fields(pending_request), name_of(replica_id))
+            self._unsent.pop(id_of(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Forget a request that has ended, whether well or not."""
@@ -82,9 +80,12 @@ class Router(RequestRouter):  # type: ignore[misc]
         self.policy.keep(names)
         self.in_flight.keep(names)
 
-    def _give(self, request: PendingRequest, chain: list[int], name: str) -> None:
+    def _give(self, request: PendingRequest, said: dict[str, Any], name: str) -> None:
+        """Record that a request goes to a replica, unless that refuses it."""
         self.in_flight.begin(id_of(request), name)
-        self.policy.sent(chain, name)
+        self.policy.sent(said["chain"], name)
+        self._unsent[id_of(request)] = request
+        heartbeats.ASSIGNMENTS.replicas[said["number"]] = name
 
     def _forget_cancelled(self) -> None:
         """Forget requests whose clients left before dispatch, which Ray does not report."""
@@ -108,4 +109,4 @@ def routing_fields(request: PendingRequest) -> dict[str, Any]:
     said: dict[str, Any] | None = None
     if request.args and isinstance(request.args[0], bytes):
         said = pickle.loads(request.args[0]).asgi_scope.get(KEY)
-    return said or {"chain": [], "body": b"", "wanted": "", "avoid": []}
+    return said or {"number": -1, "chain": [], "body": b"", "wanted": "", "avoid": []}

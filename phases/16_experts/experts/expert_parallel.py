@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -41,12 +40,14 @@ from quant.loading import Quantize
 
 
 def own_experts(count: int, ranks: Ranks) -> range:
-    """Return the numbers of a rank's experts, of `count` in all; two ranks differ by one expert at most."""
+    """Return the numbers of this rank's experts, of `count` in all; two ranks differ by one expert at
+    most.
+    """
     return range(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
 
 
 class OwnExpertsLoader(Quantize):
-    """A `WeightLoader` around another, which drops the experts of other ranks.
+    """A loader of checkpoints around another one, which drops the experts of other ranks.
 
     own: numbers of this rank's experts, known once the model's configuration is.
     """
@@ -57,23 +58,23 @@ class OwnExpertsLoader(Quantize):
         self.ranks, self.own = ranks, range(0)
 
     def reading(self) -> Quantize:
-        """See `Quantize.reading`."""
+        """Return a loader that reads the same checkpoints, drops the same experts, and quantizes nothing."""
         return self.inner.reading()
 
     def expect(self, model: Model) -> None:
-        """See `WeightLoader.expect`."""
+        """Prepare a model on `meta` for its checkpoint, and find out which experts are this rank's."""
         self.inner.expect(model)
         if model.config.experts is not None:
             self.own = own_experts(model.config.experts.count, self.ranks)
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-        """Load a tensor, unless it belongs to another rank's expert. See `WeightLoader.place`."""
+        """Store a checkpoint's tensor at `name` in the model, unless it belongs to another rank's expert."""
         number = name.partition(".experts.")[2].partition(".")[0]
         if not number.isdigit() or int(number) in self.own:
             self.inner.place(model, name, tensor)
 
     def finish(self, model: Model) -> Model:
-        """Keep this rank's experts only. See `WeightLoader.finish`."""
+        """Remove the experts of other ranks after all tensors are loaded, and return the model."""
         for layer in expert_layers(model):
             if isinstance(layer.experts, ExpertModules | GroupedExperts):
                 layer.experts = layer.experts.only(self.own)
@@ -82,10 +83,10 @@ class OwnExpertsLoader(Quantize):
 
 @dataclass(frozen=True)
 class ExpertParallel(Feature):
-    """With several ranks, each has some of the experts; with one, nothing changes."""
+    """Expert parallelism: with several ranks, each has some of the experts; with one, nothing changes."""
 
-    name: ClassVar[str] = "expert_parallel"
-    phase: ClassVar[int] = 16
+    name = "expert_parallel"
+    phase = 16
 
     def configure_load(self, builder: EngineBuilder) -> None:
         """Let each rank keep its experts while the model is loaded.
@@ -109,11 +110,11 @@ class ExpertParallel(Feature):
             builder.surgeries.append(partial(_sum_over_ranks, split.ranks))
 
     def install(self, builder: EngineBuilder) -> None:
-        """Do nothing more: the layers are loaded."""
+        """Do nothing: `configure_load` has set up all that is needed."""
 
 
 def _sum_over_ranks(ranks: Ranks, builder: EngineBuilder) -> None:
-    """Let each layer of experts add up its output with the other ranks'."""
+    """Give each layer of experts a function that sums its output over all ranks."""
     for layer in expert_layers(builder.model):
         layer.first = own_experts(layer.facts.count, ranks).start
         layer.all_reduce = ranks.all_reduce

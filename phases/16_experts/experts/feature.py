@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 from common.errors import UserError, integer
 from common.options import option
@@ -20,22 +19,26 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class MixtureOfExperts(Feature):
-    """Each layer's experts lie in two tensors, and a step computes the tokens of each expert together."""
+    """Put each layer's experts in two tensors, and compute each expert's tokens together."""
 
-    name: ClassVar[str] = "experts"
-    phase: ClassVar[int] = 16
+    name = "experts"
+    phase = 16
 
     active_experts: int | None = option(
         None, "experts that a token goes through, instead of as many as the model says"
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for a value out of range."""
         if self.active_experts is not None:
             integer("active_experts", self.active_experts, low=1)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Group the experts when the model is loaded. Raises `UserError` for more than a layer has."""
+        """Group the experts of each layer when the model is loaded.
+
+        Raises:
+            UserError: the options ask for more experts than a layer has.
+        """
         count = self.active_experts
         facts = facts_of(builder.recipe.model).experts if count is not None else None
         if count is not None and (facts is None or count > facts.count):
@@ -64,7 +67,7 @@ class MixtureOfExperts(Feature):
                 layer.experts = group_experts(layer.experts, model.config.activation)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Give the layers Triton's kernels, where phase 06's are on."""
+        """Give the layers of experts Triton kernels, if phase 06's kernels are on."""
         if builder.feature(Kernels) is None or not any(expert_layers(builder.model)):
             return
         from experts.kernels.grouped import grouped, scratch_bytes

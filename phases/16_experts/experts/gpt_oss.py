@@ -30,7 +30,10 @@ LEAVES = {"": "data", "_blocks": "data", "_scales": "scale", "_bias": "bias"}
 
 
 class GptOssAttention(LlamaAttention):
-    """Llama's attention with a learned sink `[H]`, one for each query head, in its `LayerSpec`."""
+    """Llama's attention with a learned sink for each query head: a score that only enters the softmax's sum.
+
+    sinks: `[H]`.
+    """
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__(config, spec)
@@ -38,7 +41,9 @@ class GptOssAttention(LlamaAttention):
 
     @property
     def spec(self) -> LayerSpec:
-        """The layer's `LayerSpec`, made at each call, because sinks are loaded after the layer is made."""
+        """Return the layer's `LayerSpec` (sizes, scale, sinks), made at each call, since sinks are
+        loaded later.
+        """
         return replace(self._plain, sinks=self.sinks)
 
     @spec.setter
@@ -65,7 +70,9 @@ class GptOssBlock(LlamaBlock):
 
 
 class GptOss(Llama):
-    """A Llama of `GptOssBlock`s. It reads MXFP4 checkpoints itself, so no feature has to."""
+    """The gpt-oss model: a Llama of `GptOssBlock`s. It reads MXFP4 checkpoints itself, so no feature
+    has to.
+    """
 
     block_class: ClassVar[type[LlamaBlock]] = GptOssBlock
 
@@ -76,7 +83,11 @@ class GptOss(Llama):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Map `mlp.experts.down_proj_blocks` to `mlp.experts.down.data`, and `mlp.router` to `mlp.gate`."""
+        """Return the model's name for a checkpoint's tensor; None: the model has no such tensor.
+
+        Examples: `mlp.experts.down_proj_blocks` becomes `mlp.experts.down.data`, `mlp.router` becomes
+            `mlp.gate`.
+        """
         name = name.removeprefix("model.").replace(".mlp.router.", ".mlp.gate.")
         owner, found, leaf = name.partition("_proj")
         if not found or ".mlp.experts." not in owner:
@@ -85,7 +96,11 @@ class GptOss(Llama):
 
     @staticmethod
     def transform(name: str, tensor: Tensor) -> Tensor:
-        """Turn a checkpoint's `[E, in, out]` round, and put gates before ups, which it stores in turns."""
+        """Return a checkpoint's tensor in the model's layout.
+
+        Experts `[E, in, out]` become `[E, out, in]`; gates and ups, which the checkpoint interleaves,
+        become all gates and then all ups.
+        """
         if name.endswith((".gate_up.data", ".down.data")) and tensor.ndim == 3:
             tensor = tensor.mT  # MXFP4 has four dimensions, the outputs before the inputs
         if ".gate_up." in name:
@@ -94,12 +109,13 @@ class GptOss(Llama):
 
 
 def is_packed(config: ModelConfig) -> bool:
-    """Return True if the checkpoint has its experts as MXFP4."""
+    """Return True if the checkpoint has its experts in four bits (MXFP4)."""
     return config.quantization is not None and config.quantization["quant_method"] == MXFP4
 
 
 def empty_weights(config: ModelConfig, outputs: int, inputs: int) -> ExpertWeights:
-    """Return room for a layer's experts, in the format that the checkpoint has.
+    """Return an uninitialized `ExpertWeights` `[E, outputs, inputs]`, in the checkpoint's format (plain or
+    MXFP4).
 
     Raises:
         UserError: the inputs of an MXFP4 matrix are no multiple of 32.

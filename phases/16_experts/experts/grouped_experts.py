@@ -15,11 +15,11 @@ from experts.weights import ExpertWeights, Swiglu, stack_layers
 
 
 class GroupedExperts(nn.Module):
-    """All experts of a layer, as two products with `ExpertWeights` and a function between them.
+    """All experts of a layer, as two products with one tensor each, and an activation between them.
 
     gate_up: `[2 I, hidden]` for every expert, its gates and then its ups. down: `[hidden, I]`.
-    kernels: `(most, small, large)`: `small` computes steps of up to `most` tokens, `large` all others. First
-        both are the loop over experts; the feature puts faster ones here.
+    kernels: `(most, small, large)`: `small` computes steps of up to `most` tokens, `large` all others.
+        First both are the loop over experts; the feature puts faster ones here.
     """
 
     def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, act: Swiglu) -> None:
@@ -31,11 +31,15 @@ class GroupedExperts(nn.Module):
 
     @property
     def count(self) -> int:
-        """Number of experts here."""
+        """Return how many experts the layer has on this rank."""
         return len(self.down.data)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the experts' weighted sums `[T, hidden]`. See `ExpertKernel`."""
+        """Return the experts' weighted sums `[T, hidden]`.
+
+        x: `[T, hidden]`. weights: `[T, k]`, the router's weights. chosen: `[T, k]`, numbers of experts; a
+            number that this rank does not have adds nothing.
+        """
         most, small, large = self.kernels
         return (small if len(x) <= most else large)(self, x, weights, chosen)
 
@@ -44,7 +48,7 @@ class GroupedExperts(nn.Module):
         return self.down.multiply(expert, self.act(self.gate_up.multiply(expert, x)))
 
     def only(self, own: range) -> GroupedExperts:
-        """Return a copy of the experts `own` alone."""
+        """Return a copy with the experts `own` alone."""
         return GroupedExperts(self.gate_up.only(own), self.down.only(own), self.act)
 
 
@@ -56,9 +60,10 @@ A choice that is no number of an expert here belongs to another rank and adds no
 
 
 def group_experts(experts: nn.Module, activation: str) -> GroupedExperts:
-    """Return a layer's experts as kernels read them: modules stacked, MXFP4 unpacked.
+    """Return a layer's experts as `GroupedExperts`: modules stacked in two tensors, MXFP4 unpacked.
 
-    activation: of `ExpertModules`, as a model's configuration names it; `GroupedExperts` know their own.
+    experts: `ExpertModules` or `GroupedExperts`. activation: of `ExpertModules`, as a model's
+        configuration names it ("silu"); `GroupedExperts` know their own.
     """
     if isinstance(experts, ExpertModules):
         gate_up = stack_layers([[one.gate_proj, one.up_proj] for one in experts])  # type: ignore[list-item]
@@ -72,15 +77,19 @@ def group_experts(experts: nn.Module, activation: str) -> GroupedExperts:
 
 
 def one_by_one(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Compute one expert after the other. An `ExpertKernel`; see `loop_over_experts`."""
+    """Compute one expert after the other, in plain torch: `[T, hidden]`, the weighted sums.
+
+    x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts.
+    """
     experts = [partial(layer.multiply, number) for number in range(layer.count)]
     return loop_over_experts(experts, x, weights, chosen)
 
 
 def sorted_loop(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Sort tokens by expert, and let each expert multiply its own. An `ExpertKernel` in plain torch.
+    """Sort tokens by expert, and let each expert multiply its own, in plain torch: `[T, hidden]`.
 
-    It waits for the device to learn how many tokens each expert has, so no CUDA graph can hold it.
+    x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts. It waits for
+        the device to learn how many tokens each expert has, so no CUDA graph can hold it.
     """
     order, offsets = sort_by_expert(chosen, layer.count)
     rows = x[order // chosen.shape[1]]  # [T k, hidden], expert by expert
@@ -92,9 +101,10 @@ def sorted_loop(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tenso
 
 
 def one_token(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Compute the experts of a single token. An `ExpertKernel` in plain torch.
+    """Compute the experts of a single token, in plain torch: `[1, hidden]`.
 
-    There is nothing to sort, which saves two thirds of the calls on a CPU.
+    x: `[1, hidden]`. weights, chosen: `[1, k]`, the router's weights and numbers of experts. There is
+        nothing to sort, which saves two thirds of the calls on a CPU.
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for weight, expert in zip(weights[0].tolist(), chosen[0].tolist(), strict=True):

@@ -14,10 +14,10 @@ from forward.layers import GatedMLP
 
 
 class ExpertRouter(nn.Module):
-    """Scores every expert for every token.
+    """The router of a layer of experts: scores every expert for every token.
 
-    It is no `nn.Linear`, so quantization leaves it alone: its weight is small, and a wrong expert costs more
-    than a rounded one.
+    It is no `nn.Linear`, so quantization leaves it alone: its weight is small, and a wrong expert costs
+    more than a rounded one.
     """
 
     def __init__(self, hidden_size: int, count: int, bias: bool = False) -> None:
@@ -58,14 +58,18 @@ def loop_over_experts(
 
 
 class ExpertModules(nn.ModuleList):
-    """The experts of a layer as a plain list of MLPs."""
+    """The experts of a layer as a plain list of MLPs, computed one after the other."""
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the experts' weighted sums `[T, hidden]` float32. See `loop_over_experts`."""
+        """Return the experts' weighted sums `[T, hidden]` float32.
+
+        x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts; a number
+            that is not in the list adds nothing.
+        """
         return loop_over_experts(list(self), x, weights, chosen)
 
     def only(self, own: range) -> ExpertModules:
-        """Return a list of the experts `own` alone."""
+        """Return a list with the experts `own` alone."""
         return ExpertModules(self[own.start : own.stop])
 
 
@@ -112,5 +116,7 @@ class Experts(nn.Module):
         return total.to(x.dtype).view(x.shape)
 
     def choose(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the experts, `[T, k]` each, of tokens `[T, hidden]`."""
+        """Return the router's weights `[T, k]` float32 and numbers of experts `[T, k]` int64 for tokens
+        `[T, hidden]`.
+        """
         return self.route(self.gate(flat), self.facts.top_k, self.facts.normalize)

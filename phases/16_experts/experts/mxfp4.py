@@ -14,7 +14,9 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply each four-bit number by its block's power of two; the results are exact in bfloat16.
+    """Return the numbers of an MXFP4 tensor: four-bit numbers times a power of two for each block of 32.
+
+    The results are exact in bfloat16.
 
     Args:
         blocks: `[..., blocks, 16]` uint8, two numbers a byte, the first in the lower half.

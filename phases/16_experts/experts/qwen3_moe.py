@@ -15,31 +15,29 @@ from forward.models.qwen3 import Qwen3Attention
 
 
 class Qwen3MoeBlock(LlamaBlock):
-    """A Llama block around `Qwen3Attention`, with `Experts` in the layers that have them."""
+    """A Llama block around `Qwen3Attention`, with `Experts`."""
 
     attention_class: ClassVar[type[LlamaAttention]] = Qwen3Attention
     mlp: nn.Module  # type: ignore[assignment]  # `LlamaBlock` has one kind only
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__(config, spec)
-        assert config.experts is not None
-        if spec.index not in config.experts.dense_layers:
-            self.mlp = Experts(config)
+        self.mlp = Experts(config)
 
 
 class Qwen2MoeBlock(Qwen3MoeBlock):
-    """A Llama block around `Qwen2Attention`, with `Experts` in the layers that have them."""
+    """A Llama block around `Qwen2Attention`, with `Experts`."""
 
     attention_class: ClassVar[type[LlamaAttention]] = Qwen2Attention
 
 
 class Qwen2Moe(Llama):
-    """A Llama of `Qwen2MoeBlock`s, whose mixtures have a shared expert."""
+    """Qwen2's and Qwen1.5's mixtures of experts: a Llama of `Qwen2MoeBlock`s with shared experts."""
 
     block_class: ClassVar[type[LlamaBlock]] = Qwen2MoeBlock
 
 
 class Qwen3Moe(Llama):
-    """A Llama of `Qwen3MoeBlock`s."""
+    """Qwen3's mixtures of experts: a Llama of `Qwen3MoeBlock`s."""
 
     block_class: ClassVar[type[LlamaBlock]] = Qwen3MoeBlock

@@ -21,11 +21,11 @@ READ_BY_KERNELS = {("fp8", None), ("fp8", "fp8"), ("int8", None)}
 
 
 class Swiglu(NamedTuple):
-    """The function between an expert's two products.
+    """The activation between an expert's two products: it gates the first one's output.
 
-    kind: name of the gate's activation, a key of `triton_paged_attention.linear.KINDS`.
-    limit: 0 computes `activation(gate) * up`. Otherwise gates are clamped to at most this and ups to within
-        it, and the result is gpt-oss's `gate * sigmoid(1.702 gate) * (up + 1)`.
+    kind: name of the gate's activation, such as "silu", a key of `triton_paged_attention.linear.KINDS`.
+    limit: 0 computes `activation(gate) * up`. Otherwise gates are clamped to at most this and ups to
+        within it, and the result is gpt-oss's `gate * sigmoid(1.702 gate) * (up + 1)`.
     """
 
     kind: str = "silu"
@@ -41,7 +41,7 @@ class Swiglu(NamedTuple):
 
 
 class ExpertWeights(nn.Module):
-    """One weight matrix `[N, K]` for each of `E` experts.
+    """One weight matrix `[N, K]` for each of `E` experts, in one tensor.
 
     data: `[E, N, K]`, plain numbers or those of eight bits; or MXFP4, `[E, N, K / 32, 16]` uint8.
     scale: float32 for eight bits: `[E, N]` (one a channel) or `[E, N / 128, K / 128]`, rounded up (one a
@@ -69,12 +69,12 @@ class ExpertWeights(nn.Module):
 
     @property
     def rounds_input(self) -> bool:
-        """True if the input is rounded to e4m3, token by token, before the product."""
+        """Return True if the product's input is rounded to e4m3, token by token."""
         return self.scheme is not None and self.scheme.activations is not None
 
     @property
     def block_scales(self) -> bool:
-        """True if blocks of 128 x 128 weights share a scale."""
+        """Return True if blocks of 128 x 128 weights share a scale."""
         return self.scheme is not None and self.scheme.scales == "block"
 
     def multiply(self, expert: int, x: Tensor) -> Tensor:
@@ -91,14 +91,16 @@ class ExpertWeights(nn.Module):
         return unpack(self.data[expert], self.scale[expert], self.bias.dtype)
 
     def unpacked(self) -> ExpertWeights:
-        """Return the same experts as kernels read them: MXFP4 becomes plain numbers, one expert at a time."""
+        """Return the same weights as kernels read them: MXFP4 becomes plain numbers, unpacked expert by
+        expert.
+        """
         if self.data.dtype != torch.uint8:
             return self
         plain = torch.stack([self.plain(expert) for expert in range(len(self.data))])
         return ExpertWeights(plain, bias=self.bias)
 
     def only(self, own: range) -> ExpertWeights:
-        """Return a copy of the experts `own`, so that the memory of the others can be freed."""
+        """Return a copy with the experts `own` alone, so that the memory of the others can be freed."""
         data, scale, bias = (
             None if t is None else t[own.start : own.stop].clone()
             for t in (self.data, self.scale, self.bias)
@@ -128,7 +130,11 @@ def stack_layers(experts: Sequence[Sequence[nn.Module]]) -> ExpertWeights:
 
 
 def _join(layers: Sequence[nn.Module]) -> ExpertWeights:
-    """Put one expert's layers of one input end to end: weights without the first dimension, `E`."""
+    """Concatenate the outputs of one expert's layers, which read the same input.
+
+    Returns:
+        Weights `[N, K]` without the first dimension, `E`.
+    """
     biases = [layer.bias for layer in layers if isinstance(layer.bias, Tensor)]
     bias = torch.cat(biases) if biases else None
     weights = [layer.weight for layer in layers if isinstance(layer, QuantLinear)]

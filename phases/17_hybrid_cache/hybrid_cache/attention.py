@@ -13,7 +13,7 @@ from paged_cache.pool import LayerBlocks
 
 
 class GroupedTorch(TorchPagedAttention, Mixer):
-    """`TorchPagedAttention` for several KV cache groups: each has its own block tables and slots.
+    """Paged attention in plain torch for several KV cache groups: each has its own block tables and slots.
 
     A block that a window gave back reads as zeros, from the null block; the mask excludes it in any case.
     """
@@ -21,7 +21,7 @@ class GroupedTorch(TorchPagedAttention, Mixer):
     pool: HybridPool
 
     def begin(self, batch: Batch) -> None:
-        """Start a step: look up the blocks of every group. See `PagedAttention.begin`."""
+        """Start a step: look up the blocks of its requests in every KV cache group."""
         super().begin(batch)
         self.batches = self.pool.begin(self.batch)
         found = [(plan, self.pool.tables_of(pages)) for plan, pages in self._others]
@@ -30,12 +30,17 @@ class GroupedTorch(TorchPagedAttention, Mixer):
         ]
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """Return a layer's blocks and the step's slots in them, and switch to the tables of its group."""
+        """Return a layer's blocks and the step's slots `[T]` in them, and switch to the block tables of
+        its group.
+        """
         group = self.pool.group_of[layer.index]
         self.batch, self._others = self.batches[group], self._tables[group]
         return self.pool.layers[layer.index], self.batch.slots
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """Return the outputs `[T, H, Dv]` of a layer of Gated DeltaNet. See `Mixer.mix`."""
+        """Return the outputs `[T, H, Dv]` of a Gated DeltaNet layer, from states in the pool.
+
+        inputs: queries, keys, values, decays and weights of the layer for `T` tokens.
+        """
         assert self.pool.states is not None
         return self.pool.states.mix(inputs)

@@ -27,9 +27,10 @@ from prefix_cache.radix import RadixIndex
 
 
 class Moves(NamedTuple):
-    """Pages whose blocks changed, for the device: `[n]` int64, and their blocks now, `[groups, n]` int32.
+    """An update for the device: the pages whose blocks changed, and their blocks now.
 
-    With layers that keep states, `blocks` has two rows more: slots and `tokens_after`. See `StateManager`.
+    pages: `[n]` int64. blocks: `[groups, n]` int32; with layers that keep states it has two rows more:
+        state slots, and tokens after the snapshot boundary (see `StateManager`).
     """
 
     pages: NDArray[np.int64]
@@ -37,14 +38,14 @@ class Moves(NamedTuple):
 
 
 class PageAllocator(BlockAllocator):
-    """Free list of page numbers. It calls `on_free` with each page that has lost its last user."""
+    """A free list of page numbers, which calls `on_free` with each page that has lost its last user."""
 
     def __init__(self, count: int, on_free: Callable[[int], None]) -> None:
         super().__init__(count)
         self._on_free = on_free
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Take a user of each page away. See `BlockAllocator.release`."""
+        """Remove one user from each of these pages, and free those without any."""
         pages = list(blocks)
         super().release(pages)
         for page in pages:
@@ -53,16 +54,16 @@ class PageAllocator(BlockAllocator):
 
 
 class HybridCache(PrefixCache):
-    """A `PrefixCache` of pages, whose blocks come and go by the rules of each type of layers.
+    """The scheduler's KV cache for models whose layers differ: full attention, sliding windows, states.
 
-    Tables, the index and copy on write are those of phases 05 and 08, with pages in the place of blocks:
-    numbers that cost nothing. Memory is a matter of blocks, which the managers of attention take from one
-    pool. So what a window gives back serves any other request. States have a pool of slots of their own,
-    because a state is larger than a block.
+    It is a `PrefixCache` of pages: numbers that cost no memory, in block tables and in the index. Each
+    type of layers gives a page memory, and takes it back, by its own rules: attention takes blocks from
+    one pool, so what a window gives back serves any other request; states have a pool of slots, because a
+    state is larger than a block.
 
     Args:
         rows, max_len, block_size, watermark: see `PrefixCache`.
-        index: what finds prefixes; None: nothing outlives its request.
+        index: what finds prefixes; None: no page outlives its request.
         blocks: blocks of the pool, of one group's layers each, the null block included.
         layout: groups of layers.
         step_tokens: most tokens of one request in a step.
@@ -130,7 +131,7 @@ class HybridCache(PrefixCache):
         return most <= self.block_pool.allocator.count and fits_table
 
     def fits(self, request: Request) -> bool:
-        """Return True if the pool has the blocks that a waiting request pins when it begins."""
+        """Return True if the pool has as many blocks as a waiting request needs to begin."""
         if self.block_pool.admissible < 1:
             return False
         pages = self._match(request).blocks
@@ -142,16 +143,17 @@ class HybridCache(PrefixCache):
         return needed <= self.block_pool.admissible
 
     def _match(self, request: Request) -> Match:
-        """Return the pages that the index knows of a request, as far as all managers can use them."""
+        """Return the cached prefix of a request, as long as every type of layers can begin behind it."""
         found = super()._match(request)
         length = self.find_longest_cache_hit(found.blocks)
         return Match(found.blocks[:length], found.unpinned)
 
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
-        """Return the largest `n` such that every manager can begin behind the first `n` of these pages.
+        """Return the largest `n` such that every type of layers can begin behind the first `n` of these
+        cached pages.
 
-        A manager that shortens a hit may take from it what another needs, so all are asked again until none
-        shortens it.
+        A manager that shortens a hit may take from it what another needs, so all are asked again until
+        none shortens it.
         """
         length = len(pages)
         while True:
@@ -163,10 +165,10 @@ class HybridCache(PrefixCache):
             length = shortest
 
     def grow(self, request: Request, upto: int) -> bool:
-        """Give a request pages and blocks for its first `upto` tokens, after windows gave back theirs.
+        """Allocate pages and blocks for a request's first `upto` tokens, after its windows gave back theirs.
 
         Returns:
-            False, with nothing taken, if there are not enough blocks.
+            False, with nothing allocated, if there are not enough blocks.
         """
         row = request.row
         table = self.tables[row]
@@ -194,7 +196,10 @@ class HybridCache(PrefixCache):
         return True
 
     def _num_blocks_to_allocate(self, row: int, start: int, upto: int) -> int:
-        """Return how many blocks a request needs from the pool for its first `upto` tokens."""
+        """Return how many blocks a request needs from the pool for its first `upto` tokens.
+
+        row: of the request. start: its computed tokens.
+        """
         table = self.tables[row]
         return sum(
             manager.num_blocks_to_allocate(row, table, start, upto)
@@ -202,7 +207,7 @@ class HybridCache(PrefixCache):
         )
 
     def _copy_shared_pages(self) -> None:
-        """Give blocks to the copies of pages that phase 05 has made before a write (copy on write)."""
+        """Allocate blocks for pages that phase 05 has just copied before a write (copy on write)."""
         for source, target in super().take_copies():
             self._evict_until_free(self.num_groups)
             pairs = [
@@ -211,10 +216,10 @@ class HybridCache(PrefixCache):
             self._block_copies.append((target, pairs))
 
     def _evict_until_free(self, count: int) -> None:
-        """Evict idle blocks until `count` blocks are free.
+        """Evict cached blocks that no request uses, until `count` blocks are free.
 
-        There are two sorts: of pages that a window has skipped, which only a hit that ends there would want,
-        and of the ends of cached sequences. The sort of which there are more pages gives its oldest.
+        There are two sorts: of pages that a window has skipped, which only a hit that ends there would
+        need, and of the ends of cached sequences. The sort that has more pages gives its oldest.
         """
         pool = self.block_pool
         while pool.allocator.free < count:
@@ -233,13 +238,13 @@ class HybridCache(PrefixCache):
     # Requests.
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """Let `child` share its parent's first `tokens` tokens. See `PagedCache.fork`."""
+        """Let the request `child` share its parent's first `tokens` tokens of pages and blocks."""
         super().fork(parent, child, tokens)
         for manager in self.managers:
             manager.fork(child.row, self.tables[child.row], tokens)
 
     def commit(self, request: Request, upto: int) -> None:
-        """Put full pages of a request's first `upto` tokens into the index. See `PrefixCache.commit`.
+        """Put the full pages of a request's first `upto` tokens into the prefix index.
 
         Where the index has a page of the same tokens already, the request uses that one. If that page has
         lost its blocks, it gets the request's.
@@ -262,7 +267,7 @@ class HybridCache(PrefixCache):
         self.allocator.release(own)
 
     def release(self, request: Request) -> None:
-        """Take a request's use of pages and blocks away; the index keeps what was committed."""
+        """Free a request's pages and blocks; what the index has stays cached."""
         row = request.row
         for manager in self.managers:
             manager.release_row(row, self.tables[row], self._committed[row])
@@ -273,7 +278,10 @@ class HybridCache(PrefixCache):
     # What the runner takes.
 
     def take_moves(self, works: Sequence[Work]) -> Moves | None:
-        """Return what `HybridPool.regroup` sends to the device before these works run; None: nothing."""
+        """Return which pages changed blocks since the last call, for the device's copy; None: none did.
+
+        works: the step's requests and tokens, whose state slots are chosen here.
+        """
         read = [] if self.state_manager is None else self.state_manager.assign_slots(works)
         pages = np.array(sorted(self._changed), np.int64)
         self._changed.clear()
@@ -283,18 +291,20 @@ class HybridCache(PrefixCache):
         return moves
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the pairs of blocks to copy before the next step, source and target."""
+        """Return the pairs of blocks (source, target) that the device must copy before the next step."""
         copies, self._block_copies = self._block_copies, []
         return [pair for _, pairs in copies for pair in pairs]
 
     def take_fresh(self) -> list[int]:
-        """Return the blocks that got a new owner since the last call."""
+        """Return the blocks that got a new owner since the last call, whose contents are old."""
         self._fresh.clear()
         fresh, self.block_pool.fresh = self.block_pool.fresh, []
         return fresh
 
     def check(self) -> None:
-        """Raise `AssertionError` unless each block is of one page and group, and requests have theirs."""
+        """Raise `AssertionError` unless each block belongs to one page and group, and requests have the
+        blocks they need.
+        """
         super().check()
         for pool in {manager.pool for manager in self.managers}:
             own = [manager for manager in self.managers if manager.pool is pool]
@@ -309,10 +319,10 @@ class HybridCache(PrefixCache):
 
 
 def page_count(layout: LayerGroups, blocks: int, rows: int, table_width: int) -> int:
-    """Return how many pages there must be, so that blocks run out before pages do.
+    """Return how many pages a cache needs, so that blocks run out before page numbers do.
 
     A page has a block of each group with full attention. Without such a group a page may have no block at
-    all: then every entry of the tables may have a page.
+    all: then every entry of the block tables, `rows` times `table_width`, may have a page.
     """
     full = len(layout.by_window.get(None, ()))
     return blocks // full if full else blocks + rows * table_width

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from cuda_graphs import Graphs
 from hybrid_cache.attention import GroupedTorch
@@ -24,11 +24,13 @@ from triton_paged_attention import Kernels
 class Hybrid(Feature):
     """The hybrid KV cache: windows give back skipped blocks, and layers with states keep slots."""
 
-    name: ClassVar[str] = "hybrid_cache"
-    phase: ClassVar[int] = 17
+    name = "hybrid_cache"
+    phase = 17
 
     def install(self, builder: EngineBuilder) -> None:
-        """Put in the pool, the cache and attention over groups, unless all layers have full attention."""
+        """Replace pool, cache and attention by those over groups of layers, unless all layers have full
+        attention.
+        """
         layout = LayerGroups.of(builder.model.config)
         if layout.full_attention_only:
             return

@@ -15,10 +15,10 @@ NEARLY_EQUAL = 1.25
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """A model's KV cache groups, by window.
+    """A model's KV cache groups: layers with the same window that share block tables.
 
-    size: layers of a group, and so of a block, which has keys and values of `P` tokens for each of them. The
-        last group of a window may have fewer.
+    size: layers of a group, and so of a block, which has keys and values of `P` tokens for each of them.
+        The last group of a window may have fewer.
     by_window: for each window its groups, and of each group its layers. Groups are numbered in this order.
     states: configuration of the layers that keep a state, which are in no group; None: there are none.
     """
@@ -50,14 +50,14 @@ class LayerGroups:
 
     @property
     def groups(self) -> list[Sequence[int]]:
-        """All groups in order, each as its layers."""
+        """Return all groups in order, each as the indices of its layers."""
         return [layers for groups in self.by_window.values() for layers in groups]
 
     @property
     def full_attention_only(self) -> bool:
-        """True if every layer keeps all keys, so that phase 05's cache suffices."""
+        """Return True if every layer keeps all keys, so that phase 05's paged cache suffices."""
         return set(self.by_window) == {None} and self.states is None
 
     def blocks(self, of_all_layers: int) -> int:
-        """Return how many blocks of one group take the memory of `of_all_layers` blocks of all layers."""
+        """Return how many blocks of one group have the memory of `of_all_layers` blocks of all layers."""
         return of_all_layers * sum(len(group) for group in self.groups) // self.size

@@ -18,7 +18,8 @@ from triton_paged_attention.attention import TritonPagedAttention
 
 
 class GroupedTriton(TritonPagedAttention, Mixer):
-    """`TritonPagedAttention` for groups of layers: planned once a step; each group has its tables and slots.
+    """Paged attention by Triton for several KV cache groups: planned once a step, with each group's tables
+    and slots.
 
     Its kernels begin at the first block in a layer's window, so they never read what was given back.
 
@@ -34,23 +35,32 @@ class GroupedTriton(TritonPagedAttention, Mixer):
         self.start: Callable[[PagedBatch], list[PagedBatch]] = pool.begin
 
     def begin(self, batch: Batch) -> None:
-        """Start a step: look up the blocks of every group. See `PagedAttention.begin`."""
+        """Start a step: look up the blocks of its requests in every KV cache group, and plan its launches."""
         super().begin(batch)
         self.batches = self.start(self.batch)
         self.decodes = bool((self.batch.host.query_lens == 1).all())
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
-        """See `TritonPagedAttention.begin_sorted`."""
+        """Start a step of a CUDA graph whose requests the caller has sorted.
+
+        Arguments as in `TritonPagedAttention.begin_sorted`: requests for the decode kernel, tiles for
+        prefill.
+        """
         super().begin_sorted(batch, members, tiles)
         self.batches = self.start(batch)
         self.decodes = False
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """Return a layer's blocks and the step's slots in them, and switch to the tables of its group."""
+        """Return a layer's blocks and the step's slots `[T]` in them, and switch to the block tables of
+        its group.
+        """
         self.batch = self.batches[self.pool.group_of[layer.index]]
         return self.pool.layers[layer.index], self.batch.slots
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """Return the outputs `[T, H, Dv]` of a layer of Gated DeltaNet. See `Mixer.mix`."""
+        """Return the outputs `[T, H, Dv]` of a Gated DeltaNet layer, from states in the pool.
+
+        inputs: queries, keys, values, decays and weights of the layer for `T` tokens.
+        """
         assert self.pool.states is not None
         return self.pool.states.mix(inputs)

@@ -18,15 +18,16 @@ from paged_cache.pool import BlockPool, KVFormat
 
 
 class HybridPool(BlockPool):
-    """Blocks of `LayerGroups.size` layers, `[size, 2, N, P, KH, D]`, which serve any group of layers.
+    """The device's KV blocks for layers in groups: `[size, 2, N, P, KH, D]`, where a block serves any group.
 
-    Graphs read `page_blocks` at a fixed address, so all that was made for one table works for many: a step's
-    block tables name pages, and `begin` looks up each group's blocks on the device.
+    A step's block tables name pages; `begin` looks up each group's blocks in `page_blocks` on the device.
+    CUDA graphs read `page_blocks` at a fixed address, so what was made for one block table works for
+    several.
 
     Args:
         config, block_size, device, dtype, kv: see `BlockPool`.
         blocks: number of blocks of all layers that the memory would hold.
-        layout: groups of layers.
+        layout: groups of layers; `size` layers in each.
         rows, max_len: most running requests, and most tokens of each.
 
     group_of: by layer, the number of its group.
@@ -81,7 +82,9 @@ class HybridPool(BlockPool):
             )
 
     def regroup(self, moves: Moves | None) -> None:
-        """Update the device's copy of pages' blocks, before the step that reads it. moves: None: nothing."""
+        """Update the device's copy of pages' blocks, before the step that reads it. moves: the changes;
+        None: none.
+        """
         if moves is None:
             return
         moved = upload(self.page_blocks.device, {"pages": moves.pages, "blocks": moves.blocks})
@@ -116,7 +119,9 @@ class HybridPool(BlockPool):
         return self.page_blocks.index_select(1, pages.flatten()).view(-1, *pages.shape)
 
     def slots_of(self, slots: Tensor) -> Tensor:
-        """Return tokens' slots in blocks, `[groups, T]`, given those in pages, `[T]`; -1 (nowhere) stays."""
+        """Return tokens' slots in each group's blocks, `[groups, T]`, given their slots in pages,
+        `[T]`; -1 (none) stays.
+        """
         blocks = self.tables_of(slots.clamp(min=0) // self.block_size).long()
         return torch.where(
             slots < 0, slots, blocks * self.block_size + slots % self.block_size

@@ -141,8 +141,6 @@ class ChunkedTorch(TorchPagedAttention):
         own = queries[reach]
         rows = own.flatten(2, 3) * layer.scale  # [m, KH, group * QUERIES, D]
         scores = (rows @ keys.transpose(2, 3)).view(*own.shape[:-1], -1)
-        if layer.soft_cap is not None:
-            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
         distance = self._positions[reach][:, :, None] - key  # [m, QUERIES, chunk]
         seen = distance >= 0
         if layer.sliding_window is not None:

@@ -17,53 +17,13 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
-import socket
 from contextlib import suppress
 
-from common.errors import UserError
 from serving.app import App
 from serving.http.errors import ApiError
 from serving.http.request import HttpRequest
 
 ANY = "*"
-HOST = r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?"
-ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+"
-
-
-def hosts(given: str | None) -> tuple[str, ...]:
-    """Read host names with commas between them. Raises `UserError` for what is no name."""
-    return _listed("--allowed-hosts", given, HOST, "a host is a name without a port")
-
-
-def origins(given: str | None) -> tuple[str, ...]:
-    """Read origins likewise. Raises `UserError` for what is none: a browser would never send it."""
-    return _listed(
-        "--allowed-origins", given, ORIGIN, "an origin is scheme://host or scheme://host:port"
-    )
-
-
-def _listed(flag: str, given: str | None, pattern: str, what: str) -> tuple[str, ...]:
-    found = tuple(name.strip().lower() for name in (given or "").split(",") if name.strip())
-    if given is not None and not found:
-        raise UserError(f"{flag} is empty, but must have at least 1 entry")
-    for name in found:
-        if name != ANY and not re.fullmatch(pattern, name):
-            raise UserError(f"{flag} has {name!r}, but {what}, or {ANY}")
-    return found
-
-
-def names_of(host: str, allowed: tuple[str, ...], *, keys: bool) -> frozenset[str]:
-    """Return the names that a server is reached by, `*` for any.
-
-    host: the one that it listens on.
-    allowed: further ones; where there are some, they also bind a server with keys.
-    keys: whether clients need one. A web page has none, so any name will do.
-    """
-    if ANY in allowed or (keys and not allowed):
-        return frozenset({ANY})
-    return frozenset({"localhost", host.lower(), socket.gethostname().lower(), *allowed})
-
-
 EXPOSED = b"x-request-id, x-ladder-ignored, x-ladder-loosened, x-ladder-warning, retry-after"
 SECONDS = b"600"
 """That a browser may remember an answer of ours to its question."""
@@ -77,7 +37,7 @@ WEB_PAGE = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"referer
 class AccessPolicy:
     """Refuse requests of a wrong host, origin, content type or key.
 
-    hosts: see `names_of`.
+    hosts: see `options.names_of`.
     origins: whose pages may read responses; none: no browser gets a header for them.
     keys: of which a client needs one; none: every request is taken.
     """
@@ -90,15 +50,16 @@ class AccessPolicy:
         self.keys = [key.encode() for key in keys]
 
     def install(self, app: App) -> None:
-        """Stand before all routes."""
+        """Add this policy to an application, as the hook before all routes."""
         self.app = app
         app.before.append(self.before)
 
     async def before(self, http: HttpRequest) -> bool:
-        """Tell if a request is answered. A browser asks before it sends one, and without a key.
+        """Check a request; return True if a response has been sent already (to a browser's preflight
+        request).
 
         Raises:
-            ApiError: the request may not come in.
+            ApiError: the request is refused.
         """
         self.check_host(http)
         if self.origins and self.asks(http):
@@ -114,7 +75,9 @@ class AccessPolicy:
         return False
 
     def check_host(self, http: HttpRequest) -> None:
-        """Refuse a request to another name; one without a name does not come from a browser."""
+        """Raise `ApiError` for a request to another host name; one without a name does not come from a
+        browser.
+        """
         given = http.headers.get(b"host", b"").decode("latin-1").strip().lower()
         name = re.sub(r":\d*$", "", given)
         if ANY in self.hosts or not given or name in self.hosts or name.endswith(".localhost"):
@@ -128,9 +91,10 @@ class AccessPolicy:
         raise ApiError(421, words, code="host")
 
     def asks(self, http: HttpRequest) -> bool:
-        """Let pages of the allowed origins read the answer; tell if it is about a request to come.
+        """Add the headers with which pages of the allowed origins may read the response.
 
-        Such a question is which methods and headers that may have.
+        Returns:
+            True if the request is a preflight, which asks for the methods and headers of a request to come.
         """
         headers, extra = http.headers, http.extra
         any_page = ANY in self.origins
@@ -162,7 +126,7 @@ class AccessPolicy:
         return asks
 
     def check_key(self, http: HttpRequest) -> None:
-        """Refuse a request without one of the keys; all are compared."""
+        """Raise `ApiError` for a request without one of the keys; all are compared, in constant time."""
         other = b"bearer " + http.headers.get(
             b"x-api-key", b""
         )  # as older clients of Anthropic send it

@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
 
 from common.errors import UserError
-from paged_cache import EngineBuilder, Feature, find
+from paged_cache import EngineBuilder, Feature
 from parallel.feature import Parallel, Split
 from triton_paged_attention import Kernels
 
 
 @dataclass(frozen=True)
 class CustomAllReduce(Feature):
-    """Small sums over ranks are made over shared memory; NCCL makes the others."""
+    """Custom all-reduce: sum small tensors over ranks in memory that all GPUs share; NCCL sums the others."""
 
-    name: ClassVar[str] = "own_sums"
-    phase: ClassVar[int] = 14
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """In ranks, with kernels on GPUs."""
-        here = find(others, Parallel) is not None and find(others, Kernels) is not None
-        return here and device.type == "cuda"
+    name = "own_sums"
+    phase = 14
+    on_with = (Parallel, Kernels)
+    on_device = "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
-        """Give the ranks their way to add up; one rank adds nothing up."""
+        """Give the ranks their all-reduce over shared memory; a single rank sums nothing."""
         split = builder.feature(Split)
         if split is None:
             return
         if builder.model.device.type != "cuda" or builder.feature(Kernels) is None:
             raise UserError("own_sums is on, but sums by kernels need kernels on a GPU")
-        from phases.appendix.all_reduce.symmetric import (
-            OtherRanks,
-            SymmetricMemoryReducer,
-        )  # Triton comes with it
+        # Triton comes with it.
+        from phases.appendix.all_reduce.symmetric import OtherRanks, SymmetricMemoryReducer
 
         ranks = split.ranks
         try:

@@ -40,11 +40,12 @@ def barrier(
     counter, table, barrier_number, stop,
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PAD: tl.constexpr, LOOK: tl.constexpr = 256,
 ):  # fmt: skip
-    """Wait until the program of this number has reached the barrier on every rank; their writes are then
+    """Wait until the same program of every rank has reached the barrier; their earlier writes are then
     visible.
 
     counter: offset of the program's counter in a rank's memory, in bytes.
-    meeting: number of the barrier, from 1.
+    table: `[RANKS]` int64, where each rank's memory begins.
+    barrier_number: from 1; how many barriers the program passes with this one.
     stop: int32 on the host; anything but 0 ends the wait, since a rank is lost.
     LOOK: polls of the counter between two polls of `stop`.
     """
@@ -61,16 +62,14 @@ def barrier(
     )
     own = (tl.load(table + RANK) + counter).to(tl.pointer_type(tl.int64))
     looks, stopped = 0, 0
-    come = tl.atomic_add(
-        own, 0, sem="acquire", scope="sys"
-    )  # adding nothing is compiled to a load
+    # Adding nothing is compiled to a load.
+    come = tl.atomic_add(own, 0, sem="acquire", scope="sys")
     while (come < barrier_number * (RANKS - 1)) & (stopped == 0):
         come = tl.atomic_add(own, 0, sem="acquire", scope="sys")
         looks += 1
         if looks % LOOK == 0:
-            stopped = tl.atomic_add(
-                stop, 0, sem="acquire", scope="sys"
-            )  # every thread reads the same
+            # Every thread reads the same.
+            stopped = tl.atomic_add(stop, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
 
 
@@ -82,14 +81,14 @@ def all_reduce_kernel(
     SLOT: tl.constexpr, HALF: tl.constexpr, COUNTERS: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of all ranks' `part [rows, SIZE]`, plus `residual` with ADD, to `out`: rows `b`, `b +
-    programs`, ...
+    """Write the sum of all ranks' `part [rows, SIZE]`, plus `residual` with ADD, to `out [rows, SIZE]`.
 
-    A rank's memory is two halves of HALF bytes for parts, with a slot of PLACE bytes for each program, and
-    from byte COUNTERS on the counters.
+    Program `b` of `n` computes the rows `b, b + n, ...`. A rank's memory is two halves of HALF bytes for
+    parts, with SLOT bytes for each program, and from byte COUNTERS on the counters.
 
     table: `[RANKS]` int64, where each rank's memory begins.
-    meetings: `[programs]` int64, how many barriers each of this rank's programs has passed.
+    barriers_passed: `[programs]` int64, how many barriers each of this rank's programs has passed.
+    stop: int32 on the host; anything but 0 ends waits, since a rank is lost.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if PDL:
@@ -117,9 +116,8 @@ def all_reduce_kernel(
     )
     for number in range(count):
         value = tl.zeros([SIZE_PAD], tl.float32)
-        for peer in tl.static_range(
-            0, RANKS
-        ):  # in the same order on every rank: the same bits
+        # In the same order on every rank: the same bits.
+        for peer in tl.static_range(0, RANKS):
             theirs = address_of(table, peer, parts, kind)
             value += tl.load(theirs + number * SIZE + i, mask=inside, other=0.0).to(tl.float32)
         at = (program + number * programs).to(tl.int64) * SIZE + i

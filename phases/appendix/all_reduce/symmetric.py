@@ -67,9 +67,7 @@ MOST = 512 << 10
 
 
 class SymmetricMemoryReducer(Reducer):
-    """Sums over ranks by `all_reduce_kernel` up to `most` bytes; larger sums, and other dtypes,
-    go to NCCL.
-    """
+    """An all-reduce over ranks by one kernel up to `most` bytes; larger sums and other dtypes go to NCCL."""
 
     def __init__(
         self, ranks: Ranks, hidden: int, dtype: torch.dtype, most: int = MOST
@@ -84,13 +82,13 @@ class SymmetricMemoryReducer(Reducer):
         self.barriers_passed = torch.zeros(PROGRAMS, dtype=torch.int64, device=ranks.device)
 
     def sum(self, ranks: Ranks, part: Tensor) -> Tensor:
-        """See `Reducer.sum`."""
+        """Return the sum of all ranks' `part`, in its shape and dtype."""
         if not self._fits(part):
             return super().sum(ranks, part)
         return self._launch(ranks, part, None)
 
     def add(self, ranks: Ranks, part: Tensor, residual: Tensor) -> Tensor:
-        """See `Reducer.add`."""
+        """Return `residual` plus the sum of all ranks' `part`, in its shape and dtype."""
         if not self._fits(part):
             return super().add(ranks, part, residual)
         return self._launch(ranks, part, residual.contiguous())

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.grammars import GrammarHandler
 from phases.appendix.api.logprobs import ChatLogprobs, CompletionLogprobs, TokenIds
 from phases.appendix.api.prefill import Prefill
 from phases.appendix.api.reasoning import Reasoning
+from phases.appendix.api.scheduling import SchedulingHandler
 from phases.appendix.observability.live import HTML
 from phases.appendix.tools.request import ToolHandler
 from serving.app import App
@@ -28,21 +27,20 @@ REFERENCES = "#/components/schemas/{name}"
 
 def completion_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
     """Return the handlers of all further fields of completions."""
-    return [GrammarHandler(limits), CompletionLogprobs(tokenizer), TokenIds()]
+    first: list[FieldHandler] = [SchedulingHandler(), GrammarHandler(limits)]
+    return [*first, CompletionLogprobs(tokenizer), TokenIds()]
 
 
 def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
     """Return the handlers of all further fields of chats, in the order in which they read a request."""
-    with suppress(
-        UserError
-    ):  # where there is a template it is compiled now, not while others stream
-        _ = tokenizer.chat_template
     first: list[FieldHandler] = [
+        SchedulingHandler(),
         Prefill(tokenizer),
         GrammarHandler(limits),
         ToolHandler(tokenizer, limits),
     ]
-    return [*first, ChatLogprobs(tokenizer), TokenIds(), Reasoning(tokenizer)]
+    reasoning = Reasoning(tokenizer)  # compiles the template now, not while others stream
+    return [*first, ChatLogprobs(tokenizer), TokenIds(), reasoning]
 
 
 class Document:
@@ -63,7 +61,9 @@ class Document:
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """The document: of each route for tokens one schema, of all structs that declare its fields."""
+        """Return the OpenAPI document: for each route for tokens one schema, of all structs that
+        declare its fields.
+        """
         responses = {
             "default": {
                 "description": "the answer, or an object with what is wrong as `error`"

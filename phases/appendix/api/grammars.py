@@ -46,16 +46,20 @@ class GrammarFields(Struct, kw_only=True):
 
 
 class GrammarHandler:
-    """Makes the grammar that a request asks for."""
+    """A handler of the request fields that constrain the output; it makes their grammar."""
 
     fields = GrammarFields
-    always = False
+    names = frozenset(GrammarFields.__struct_fields__)
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
 
     def read(self, given: GrammarFields, request: ParsedRequest) -> None:
-        """See `FieldHandler`. Raises `ApiError` for two, and for one in no known form, or too large."""
+        """Set the request's grammar from its fields.
+
+        Raises:
+            ApiError: there are two grammars, or one is in no known form, or too large.
+        """
         asked = [(f"guided_{kind}", kind, getattr(given, f"guided_{kind}")) for kind in MAKERS]
         asked.append(("response_format", "json", schema_of(given.response_format)))
         for kind, value in (given.structured_outputs or {}).items():

@@ -59,13 +59,13 @@ class CompletionLogprobs:
     """Handler of a completion's `logprobs`: adds lists of tokens, with the prompt's for `echo`."""
 
     fields = CompletionLogprobFields
-    always = False
+    names = frozenset(CompletionLogprobFields.__struct_fields__)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
     def read(self, given: CompletionLogprobFields, request: ParsedRequest) -> None:
-        """See `FieldHandler`."""
+        """Read `logprobs` and `echo` into the request, and add their part of the response."""
         echoed = list[str]()  # the text of each prompt
         if given.echo:
             decode = self.tokenizer.decode
@@ -135,7 +135,9 @@ class CompletionLogprobs:
             )
 
     def _top(self, token: int, entry: Logprob, spell: Any) -> dict[str, float]:
-        """Log-probabilities by text; by id (as vLLM spells it) where another token looks the same."""
+        """Return the most likely tokens' log-probabilities by text; by id where two tokens have the
+        same text.
+        """
         own, top = _text(spell(token)), dict[str, float]()
         for other, value in (*entry.top, (token, entry.chosen)):
             text = _text(spell(other))
@@ -156,13 +158,13 @@ class ChatLogprobs:
     """Handler of a chat's `logprobs` and `top_logprobs`: adds one object a token."""
 
     fields = ChatLogprobFields
-    always = False
+    names = frozenset(ChatLogprobFields.__struct_fields__)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
     def read(self, given: ChatLogprobFields, request: ParsedRequest) -> None:
-        """See `FieldHandler`."""
+        """Read `logprobs` and `top_logprobs` into the request, and add their part of the response."""
         if given.top_logprobs and not given.logprobs:
             raise wrong("top_logprobs", "top_logprobs needs logprobs to be true")
         if given.logprobs:
@@ -181,14 +183,14 @@ class ChatLogprobs:
         return {"logprobs": {"content": content, "refusal": None} if content else None}
 
     def _one(self, choice: Choice, place: int, token: int, logprob: float) -> dict[str, Any]:
-        """Special tokens have no bytes: those of all tokens together are the content's."""
+        """Return the entry of one token: text, bytes, log-probability. Special tokens have no bytes."""
         data = spelled(self.tokenizer, choice, place, token)
         added = b"" if token in self.tokenizer.special_ids else data
         return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(added)}
 
 
 class TokenFields(Struct, kw_only=True):
-    """Fields about the tokens of an answer."""
+    """Fields of requests that ask for the ids of tokens."""
 
     return_token_ids: bool | None = False  # vLLM's
     return_token_marks: bool | None = (
@@ -203,22 +205,24 @@ class TokenIds:
     """
 
     fields = TokenFields
-    always = False
+    names = frozenset(TokenFields.__struct_fields__)
 
     def read(self, given: TokenFields, request: ParsedRequest) -> None:
-        """See `FieldHandler`."""
+        """Read `return_token_ids` and `return_token_marks`, and add their part of the response."""
         if given.return_token_ids:
             request.details.append(self.ids)
         if given.return_token_marks and request.generation.stream:
             request.details.append(self.marks)
 
     def ids(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the ids of a piece, and those of the prompt with a whole answer."""
+        """Return the token ids of a piece of the output, and with a whole response those of the prompt."""
         found = {"token_ids": choice.tokens[piece.start : piece.stop]}
         return found if choice.group.streamed else found | {"prompt_token_ids": choice.prompt}
 
     def marks(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Of several tokens that one step gave all but the last were drafts, and right."""
+        """Return each token's text and whether it was a draft: of several tokens of one step all but
+        the last were.
+        """
         texts, times = (
             choice.texts[piece.start : piece.stop],
             choice.times[piece.start : piece.stop + 1],
@@ -236,5 +240,5 @@ def _text(data: bytes) -> str:
 
 
 def _finite(value: float) -> float:
-    """JSON has no infinity and no NaN; OpenAI says -9999 for what is all but impossible."""
+    """Return a number that JSON can hold; -9999 for minus infinity and NaN, as OpenAI does."""
     return max(-9999.0, value)  # in this order it is no NaN

@@ -13,22 +13,22 @@ from serving.parsed import ParsedRequest
 
 
 class PrefillFields(Struct, kw_only=True):
-    """The field about a last turn of the assistant; vLLM's."""
+    """The field about a last message of the assistant that the output continues; vLLM's."""
 
     continue_final_message: bool | None = None
 
 
 class Prefill:
-    """Takes the last turn off the conversation, and puts its text behind the prompt."""
+    """A handler that lets the output continue the last message, if it is the assistant's."""
 
     fields = PrefillFields
-    always = False
+    names = frozenset(PrefillFields.__struct_fields__)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
     def read(self, given: PrefillFields, request: ParsedRequest) -> None:
-        """See `FieldHandler`."""
+        """Take the assistant's last message off the conversation, if the output has to continue it."""
         if not given.continue_final_message:
             return
         *before, last = request.messages or [{}]
@@ -43,7 +43,7 @@ class Prefill:
         request.on_prompt.append(partial(self._extend, request, text))
 
     def _extend(self, request: ParsedRequest, text: str) -> None:
-        """Put the text behind the prompt, and behind all reasoning: it is of the answer."""
+        """Append the text to the prompt, behind all reasoning: it belongs to the answer."""
         (prompt,) = request.prompts
         mark = ""
         if has_channels(self.tokenizer):

@@ -12,6 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from phases.appendix.tools.formats import HERMES, OPENING
 from phases.appendix.tools.reader import decided_length, settled
@@ -33,16 +34,18 @@ class ReasoningFields(Struct, kw_only=True):
 
 
 class Reasoning:
-    """Tells the template how much to reason, and parts the reasoning from the answer."""
+    """A handler that sets how much the model reasons, and splits the reasoning from the answer."""
 
     fields = ReasoningFields
-    always = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.names = frozenset(ReasoningFields.__struct_fields__)
+        if reasons(tokenizer):
+            self.names |= {"messages"}  # any chat's answer may have some
 
     def read(self, given: ReasoningFields, request: ParsedRequest) -> None:
-        """See `FieldHandler`."""
+        """Read the fields about reasoning, and choose what splits the output."""
         if given.reasoning_effort is not None:
             self._effort(given.reasoning_effort, request)
         if not request.constrained and given.separate_reasoning is not False:
@@ -78,6 +81,14 @@ class Reasoning:
         request.shown |= tokenizer.special_ids & ids
 
 
+def reasons(tokenizer: Tokenizer) -> bool:
+    """Return True if the model writes reasoning."""
+    try:
+        return BEGIN in tokenizer.chat_template.source or has_channels(tokenizer)
+    except UserError:  # it has no template
+        return False
+
+
 def has_channels(tokenizer: Tokenizer) -> bool:
     """Return True if the model writes gpt-oss's format."""
     source = tokenizer.chat_template.source
@@ -87,7 +98,7 @@ def has_channels(tokenizer: Tokenizer) -> bool:
 def opened(tokenizer: Tokenizer, prompt: list[int]) -> bool | None:
     """Return True if the output begins within reasoning, False if it may begin with some.
 
-    None: the model's template knows no reasoning, so none is looked for.
+    None: the model's chat template has no reasoning, so none is looked for. prompt: token ids.
     """
     if BEGIN not in tokenizer.chat_template.source:
         return None
@@ -95,9 +106,9 @@ def opened(tokenizer: Tokenizer, prompt: list[int]) -> bool | None:
 
 
 class ThinkReader:
-    """A `ReasoningSplitter` for what stands between `<think>` and `</think>` where the output begins.
+    """Splits an output's text between `<think>` and `</think>`, where it begins, from the answer behind it.
 
-    opened: see the function.
+    opened: whether the output begins within reasoning; None: it has none.
     trigger: of calls, which end the reasoning, too; empty for none.
     """
 
@@ -115,7 +126,7 @@ class ThinkReader:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens so far that have some reasoning in their text."""
+        """Return how many tokens so far belong to the reasoning, at least in part."""
         offsets, count = self._offsets, len(self._offsets)
         if not count or self._stop == 0:
             return 0
@@ -125,12 +136,14 @@ class ThinkReader:
         )
 
     def take_reasoning(self) -> str:
-        """See `ReasoningSplitter`."""
+        """Return the reasoning that has come since the last call."""
         reasoning, self._reasoning_parts = "".join(self._reasoning_parts), []
         return reasoning
 
     def read(self, text: str, last: bool) -> str:
-        """See `ReasoningSplitter`."""
+        """Add the text of the next token; return what of it belongs to the answer. last: the output has
+        ended.
+        """
         if self._state == "text":
             return text
         total = (self._offsets[-1] if self._offsets else 0) + len(text)
@@ -155,7 +168,7 @@ class ThinkReader:
         return text
 
     def _think(self, total: int, last: bool) -> None:
-        """Take in what is known to be reasoning."""
+        """Record that the first `total` characters are reasoning."""
         if not self._reasoning_begun:
             self._rest = self._rest.lstrip()
         starts = [start for end in self._ends if (start := self._rest.find(end)) >= 0]
@@ -178,7 +191,7 @@ class ThinkReader:
 
 
 class ChannelReader:
-    """A `ReasoningSplitter` for gpt-oss's format: messages with a channel each.
+    """Splits an output in gpt-oss's format, messages with a channel each, into reasoning and answer.
 
     `analysis` is reasoning, `final` the answer. A call becomes the text of one in Hermes' form, which a
     `CallReader` knows.
@@ -194,12 +207,14 @@ class ChannelReader:
         self._reasoning_parts: list[str] = []
 
     def take_reasoning(self) -> str:
-        """See `ReasoningSplitter`."""
+        """Return the reasoning that has come since the last call."""
         reasoning, self._reasoning_parts = "".join(self._reasoning_parts), []
         return reasoning
 
     def read(self, text: str, last: bool) -> str:
-        """See `ReasoningSplitter`."""
+        """Add the text of the next token; return what of it belongs to the answer. last: the output has
+        ended.
+        """
         self._rest += text
         before, answer = self._state, list[str]()
         if self._state == "start":
@@ -214,7 +229,7 @@ class ChannelReader:
         return "".join(answer)
 
     def _step(self, answer: list[str], last: bool) -> bool:
-        """Read up to the next mark; tell whether there is one."""
+        """Read up to the next special mark, and append to `answer`; return True if there was a mark."""
         marks = (MESSAGE,) if self._state == "head" else ENDS
         found = [(place, mark) for mark in marks if (place := self._rest.find(mark)) >= 0]
         if found:

@@ -93,7 +93,9 @@ def _arguments(
 
 @contextmanager
 def watch(block: nn.Module) -> Iterator[Hessians]:
-    """Compute `H` of each linear layer from the block's calls inside the `with` statement."""
+    """Return a context that computes the Hessian `X^T X` of each linear layer's input from the block's
+    calls in it.
+    """
     found: Hessians = {}
     counts: Counter[str] = Counter()
 

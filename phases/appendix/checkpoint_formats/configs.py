@@ -13,7 +13,7 @@ Formats: https://github.com/vllm-project/compressed-tensors (``compressed-tensor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,32 +26,27 @@ _BITS = Field("bits num_bits", int, 1, 32)
 _TYPE = Field("type", str, default="int", choices=("int", "float"))
 _GROUP = Field("group_size q_group_size", int, -1, 1 << 20)
 _UNREAD = {
-    "gptq": (
-        *("meta_quantizer", "rotation", "is_marlin_format", "adapter"),
-        *(
-            "dynamic",
-            "modules_in_block_to_quantize",
-        ),  # these two give layers a format of their own
-    ),
-    "compressed-tensors": ("sparsity_config", "transform_config", "kv_cache_scheme"),
+    "gptq": "meta_quantizer rotation is_marlin_format adapter dynamic modules_in_block_to_quantize",
+    "compressed-tensors": "sparsity_config transform_config kv_cache_scheme",
 }
-"""Fields that change what numbers mean, if they say anything."""
+"""Fields that change what numbers mean, or give layers a format of their own, if they say anything."""
 LINEAR = ("Linear",)
 _PATTERN = 200
 """The longest pattern for names, in characters."""
 _GROUP_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
 _ARGUMENTS = (
-    *(
-        "num_bits",
-        "type",
-        "symmetric",
-        "group_size",
-        "strategy",
-        "block_structure",
-        "dynamic",
-        "actorder",
-    ),
-    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+    "num_bits",
+    "type",
+    "symmetric",
+    "group_size",
+    "strategy",
+    "block_structure",
+    "dynamic",
+    "actorder",
+    "scale_dtype",
+    "zp_dtype",
+    "observer",
+    "observer_kwargs",
 )
 _FLOATS = tuple(
     f"{prefix}{kind}"
@@ -95,7 +90,7 @@ def stored(raw: Mapping[str, Any]) -> Stored:
     """
     method = Field("quant_method", str, choices=tuple(_METHODS)).read(raw)
     try:
-        for name in _UNREAD.get(method, ()):
+        for name in _UNREAD.get(method, "").split():
             if raw.get(name):
                 raise UserError(f"{name} is {brief(raw[name])}, but is not supported")
         return _METHODS[method](raw)
@@ -159,10 +154,8 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
     if raw.get("weight_block_size") is None:
         layout = TensorLayout("plain", FP8, one_scale=True)
     skipped: tuple[str, ...] = ()
-    for name in (
-        "modules_to_not_convert",
-        "ignored_layers",
-    ):  # the beginning or the end of a layer's name
+    # The beginning or the end of a layer's name.
+    for name in ("modules_to_not_convert", "ignored_layers"):
         skipped += (
             _patterns(raw, name)
             + _parts(raw, name, "", r"(\.|$)")
@@ -278,7 +271,7 @@ def _activations(group: Mapping[str, Any]) -> Activations | None:
     return "fp8" if kind == "float" else "int8"
 
 
-def _known(raw: Mapping[str, Any], fields: tuple[str, ...], where: str = "") -> None:
+def _known(raw: Mapping[str, Any], fields: Sequence[str], where: str = "") -> None:
     """Raise `UserError` for a field that is none of these."""
     for name in raw:
         if name not in fields:

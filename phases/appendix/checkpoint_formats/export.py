@@ -21,7 +21,7 @@ from common.device import pick_dtype
 from common.errors import UserError
 from common.files import read_bytes
 from common.models.fields import read_object
-from common.text.tokenizer import MOST_TOKENIZER_BYTES
+from common.text.tokenizer_files import MOST_TOKENIZER_BYTES
 from forward.model import Model
 from phases.appendix.checkpoint_formats.layouts import pack_words
 from quant.formats import BLOCK, Scheme
@@ -29,14 +29,13 @@ from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight, unpack_nibbles
 
 _KEPT = (
-    *(
-        "generation_config.json",
-        "tokenizer*.*",
-        "special_tokens_map.json",
-        "vocab.json",
-        "merges.txt",
-    ),
-    *("chat_template.j*", "additional_chat_templates/*.jinja"),
+    "generation_config.json",
+    "tokenizer*.*",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.j*",
+    "additional_chat_templates/*.jinja",
 )
 
 
@@ -95,10 +94,8 @@ def export(model: Model, source: Path, folder: Path) -> None:
         found = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
         save_file(found, work / "model.safetensors", {"format": "pt"})
         work.rename(folder)
-    except (
-        OSError,
-        SafetensorError,
-    ) as error:  # the latter is what a full disk is, for the weights
+    except (OSError, SafetensorError) as error:
+        # The latter is what a full disk is, for the weights.
         said = getattr(error, "strerror", None) or error
         raise UserError(f"{folder} cannot be written: {said}") from None
     finally:
@@ -106,8 +103,9 @@ def export(model: Model, source: Path, folder: Path) -> None:
 
 
 def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all of a model's tensors by their names in a checkpoint; those that are not
-    quantized in `dtype`.
+    """Return all of a model's tensors by their names in a checkpoint.
+
+    dtype: of the tensors that are not quantized.
     """
     found: dict[str, Tensor] = {}
     tied = model.TIED if model.config.tie_word_embeddings else {}

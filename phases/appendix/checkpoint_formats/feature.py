@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
 from torch import nn
 
 from common.errors import UserError
 from forward.model import Model
-from paged_cache import EngineBuilder, Feature, find
+from paged_cache import EngineBuilder, Feature
 from phases.appendix.checkpoint_formats.configs import stored
 from phases.appendix.checkpoint_formats.layouts import StoredLinear
 from quant import Quant
@@ -20,12 +17,12 @@ from quant.loading import Quantize, plain_layers
 
 
 class ReadFormats(Quantize):
-    """`Quantize` that keeps the layers that the checkpoint has quantized; `Quantize` may
-    quantize the others.
-    """
+    """A loader that keeps the layers that the checkpoint has quantized, and may quantize the others."""
 
     def expect(self, model: Model) -> None:
-        """See `WeightLoader.expect`."""
+        """Replace modules of a model on `meta` by ones with the tensors of the checkpoint's quantized
+        layers.
+        """
         stored_as = model.config.quantization
         if stored_as is None or stored_as["quant_method"] == METHOD:
             super().expect(model)
@@ -45,7 +42,7 @@ class ReadFormats(Quantize):
                 model.set_submodule(name, StoredLinear(layer, layout, name))
 
     def finish(self, model: Model) -> Model:
-        """See `WeightLoader.finish`."""
+        """Convert the loaded tensors to quantized layers, and return the model."""
         for name in [
             name for name, layer in model.named_modules() if isinstance(layer, StoredLinear)
         ]:
@@ -59,13 +56,9 @@ class ReadFormats(Quantize):
 class CheckpointFormats(Feature):
     """Checkpoints in AWQ's, GPTQ's, FP8's and compressed-tensors' formats load as they are."""
 
-    name: ClassVar[str] = "checkpoint_formats"
-    phase: ClassVar[int] = 10
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On with quantized layers."""
-        return find(others, Quant) is not None
+    name = "checkpoint_formats"
+    phase = 10
+    on_with = (Quant,)
 
     def configure_load(self, builder: EngineBuilder) -> None:
         """Read the layers that the checkpoint has quantized, and leave the others to `Quant`."""
@@ -78,4 +71,4 @@ class CheckpointFormats(Feature):
         builder.weight_loader.decorate(self, lambda plain: read)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Do nothing more: the layers are loaded."""
+        """Do nothing: `configure_load` has set up all that is needed."""

@@ -139,10 +139,8 @@ class TensorLayout:
             raise UserError(
                 f"{name}.weight_shape says {said}, but the weight is {list(shape)}"
             )
-        numbers, scale = (
-            unpack_words(found["weight_packed"], self.scheme.bits),
-            found["weight_scale"],
-        )
+        numbers = unpack_words(found["weight_packed"], self.scheme.bits)
+        scale = found["weight_scale"]
         if self.scheme.weights == "int8":
             return QuantizedWeight(
                 self.scheme, (numbers ^ 128).view(torch.int8), scale.float()[:, 0].clone()
@@ -190,9 +188,8 @@ def pack_words(numbers: Tensor, bits: int) -> Tensor:
         numbers.to(torch.uint8), (0, -numbers.shape[1] % (32 // bits))
     )
     packed = numbers if bits == 8 else pack_nibbles(numbers)
-    return (
-        packed.flatten().view(torch.int32).view(len(numbers), -1)
-    )  # a single row may have any strides
+    # A single row may have any strides.
+    return packed.flatten().view(torch.int32).view(len(numbers), -1)
 
 
 def unpack_awq(words: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from serving.http.server import KEEP_ALIVE_SECONDS
 
 if TYPE_CHECKING:
     from serving.app import App
+    from serving.http.limits import Limits
 
 UNREAD_BYTES = 128 << 10
 """What the system keeps of what a client has not read yet; beyond that the server knows that it is slow."""
@@ -30,16 +31,18 @@ TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSE
 
 
 class Connection(HttpToolsProtocol):
-    """A connection with limits.
+    """A server's side of one HTTP connection (asyncio protocol), with limits of size and time.
 
-    owed: requests that are not answered yet; all but the first came in one piece with it.
+    owed: requests that have no response yet; all but the first came in one piece with it.
     since: the time of the loop when it began to wait for, or to receive, what is not complete yet.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count the connection. Beyond the limit the one goes that keeps the server waiting longest."""
+        """Count a new connection. Beyond the limit, close the one whose client keeps the server waiting
+        longest.
+        """
         super().connection_made(transport)
-        self.limits = cast("App", self.config.app).limits
+        self.limits = self.read_limits()
         self.owed: deque[RequestResponseCycle] = deque()
         self._bytes = 0  # of the headers that are being received
         self._later = b""
@@ -61,8 +64,12 @@ class Connection(HttpToolsProtocol):
             made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         self._expect(self.limits.body_seconds, TIMED_OUT)
 
+    def read_limits(self) -> Limits:
+        """Return the limits of the application."""
+        return cast("App", self.config.app).limits
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell every request of this connection that its client has left."""
+        """Report to every request of this connection that its client has disconnected."""
         self._stop_clock()
         super().connection_lost(exc)
         for cycle in self.owed:
@@ -71,11 +78,11 @@ class Connection(HttpToolsProtocol):
 
     @property
     def keeps_waiting(self) -> bool:
-        """True if the client has to send something before the server can do anything."""
+        """Return True if the client has to send something before the server can do anything."""
         return not self.transport.is_closing() and (not self.owed or self.owed[0].more_body)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser, but neither after a refusal nor while an answer is owed."""
+        """Parse the next bytes, but neither after a refusal nor while a response is owed."""
         if self.transport.is_closing():
             return
         if self.owed and not self.owed[-1].more_body:
@@ -86,7 +93,7 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """Begin a request: count its bytes from here, and let the application hang up."""
+        """Begin a request: count its bytes from here, and let the application close the connection."""
         super().on_message_begin()
         self._bytes = 0
         self.scope["state"]["abort"] = self.transport.abort
@@ -94,17 +101,17 @@ class Connection(HttpToolsProtocol):
             self._expect(self.limits.body_seconds, TIMED_OUT)
 
     def on_url(self, url: bytes) -> None:
-        """Count."""
+        """Count the bytes of the request's address against the limit."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count."""
+        """Count the bytes of a header against the limit."""
         self._count(len(name) + len(value) + 4)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Owe an answer. The application has a clock of its own for the body."""
+        """Note that a response is owed, and stop the clock: the application has its own for the body."""
         self._stop_clock()
         super().on_headers_complete()
         self.owed.append(self.cycle)
@@ -127,7 +134,7 @@ class Connection(HttpToolsProtocol):
             self.data_received(later)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
+        """Send a 400 response to bytes that are no HTTP, and close."""
         if any(cycle.response_started for cycle in self.owed):
             self.transport.close()
         else:
@@ -141,7 +148,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError("too many bytes of headers")  # the parser gives up
 
     def _expect(self, seconds: float, answer: bytes) -> None:
-        """Close the connection after so many seconds, with this answer, unless the clock is set anew."""
+        """Close the connection after so many seconds, with this response, unless the clock is set anew."""
         self._stop_clock()
         self._clock = self.loop.call_later(seconds, self._close, answer)
 

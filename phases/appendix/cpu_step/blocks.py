@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from paged_cache import EngineBuilder, Feature, find
+from paged_cache import EngineBuilder, Feature
 from phases.appendix.cpu_step.feature import (
     SIDE,
     CpuStep,
@@ -25,7 +23,10 @@ from quant.blocks import BlockLinear
 
 
 class BlockProduct:
-    """A `quant.blocks.Product` in C++: rows of the weight are unpacked once for all tokens of a call."""
+    """The product of inputs with a GGUF file's quantized weights, in C++.
+
+    Rows of the weight are unpacked once for all tokens of a call. Called as `quant.blocks.Product` is.
+    """
 
     def __init__(self, library: CDLL, layer: BlockLinear) -> None:
         self.call = library.run
@@ -34,7 +35,7 @@ class BlockProduct:
         )
 
     def __call__(self, layer: BlockLinear, x: Tensor) -> Tensor:
-        """`[..., K]` float32 -> `[..., N]`."""
+        """Return `x [..., K]` float32 times the layer's weight `[N, K]`: `[..., N]` float32."""
         outputs, inputs = layer.shape
         flat = x.reshape(-1, inputs)
         space = torch.empty(whole_tiles(len(flat)), inputs + outputs)
@@ -46,18 +47,14 @@ class BlockProduct:
 
 @dataclass(frozen=True)
 class CpuBlocks(Feature):
-    """Layers with a GGUF file's blocks multiply by them in compiled C++."""
+    """Multiply with a GGUF file's quantized weights in compiled C++."""
 
-    name: ClassVar[str] = "cpu_blocks"
-    phase: ClassVar[int] = 10
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On with `CpuStep`, whose library has these products."""
-        return find(others, CpuStep) is not None
+    name = "cpu_blocks"
+    phase = 10
+    on_with = (CpuStep,)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Give each such layer its product, where the model has any and there is a compiler."""
+        """Give each layer with a GGUF file's weights the C++ product, if there is a compiler."""
         layers = [layer for layer in builder.model.modules() if isinstance(layer, BlockLinear)]
         compiled = library() if layers and builder.model.device.type == "cpu" else None
         if compiled is None:

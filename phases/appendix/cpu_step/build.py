@@ -30,16 +30,17 @@ MOST_RECORD_BYTES = 1 << 10
 
 
 def load_library(source: Path, compiler: Sequence[str]) -> CDLL:
-    """Return a library from the cache folder, compiled from `source` if no good one is there.
+    """Return a C++ library from the cache folder; compile it from `source` if no valid one is there.
 
-    Its name there says source, compiler, and what `-march=native` means on this machine. Where the folder
-    cannot be trusted or written, the library is compiled each time, and a line says so.
+    Its file name depends on source, compiler, and what `-march=native` means on this machine. Where the
+    folder cannot be trusted or written, the library is compiled each time, and a line on standard error
+    says so.
 
     Args:
         compiler: command and flags, without source and output.
 
     Raises:
-        OSError, subprocess.SubprocessError: it cannot be compiled, or not within `PATIENCE`.
+        OSError, subprocess.SubprocessError: it cannot be compiled, or not within `PATIENCE` seconds.
     """
     native = _run([*compiler, "-E", "-###", os.devnull])
     key = hashlib.sha256(source.read_bytes() + native).hexdigest()[:16]
@@ -60,15 +61,14 @@ def load_library(source: Path, compiler: Sequence[str]) -> CDLL:
                 markup=False,
                 soft_wrap=True,
             )
-        return CDLL(
-            str(made)
-        )  # a copy: a change of the file in the cache would end this process
+        # A copy: a change of the file in the cache would end this process.
+        return CDLL(str(made))
     finally:
         delete_folder(folder)  # what is loaded stays
 
 
 def _run(command: Sequence[str]) -> bytes:
-    """Run a command and return its standard error. It and its children are killed after `PATIENCE`."""
+    """Run a command and return its standard error; kill it and its children after `PATIENCE` seconds."""
     nothing = subprocess.DEVNULL
     with subprocess.Popen(
         command, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE, start_new_session=True
@@ -87,7 +87,11 @@ def _run(command: Sequence[str]) -> bytes:
 
 
 def _prepare(folder: Path) -> str:
-    """Make the folder, delete what killed processes have left; returns why it is not to be used, if so."""
+    """Create the cache folder, and delete what killed processes have left.
+
+    Returns:
+        Why the folder must not be used, or an empty string.
+    """
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         folder = folder.resolve()
@@ -127,7 +131,9 @@ def _record(image: bytes) -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the library if there is one, no other user can write it, and it is what was compiled."""
+    """Return the library's bytes if other users cannot write the file and its SHA-256 is as recorded,
+    else None.
+    """
     try:
         if may_be_written_by_others(path):
             return None
@@ -139,7 +145,11 @@ def _read(path: Path) -> bytes | None:
 
 
 def _store(image: bytes, path: Path) -> str:
-    """Write a library, and its size and SHA-256 beside it; returns why that cannot be done, if so."""
+    """Write a library, and its size and SHA-256 beside it.
+
+    Returns:
+        Why that cannot be done, or an empty string.
+    """
     try:
         for file, content in ((path, image), (_record_of(path), _record(image).encode())):
             with whole(file) as scratch:

@@ -59,7 +59,7 @@ POINTERS = "weight scale minimum bias q_norm k_norm keys values"
 
 
 class Operator(Structure):
-    """One operator of a step, as `step.cpp` declares it: numbers, then addresses of tensors."""
+    """One operator of a compiled step, as `step.cpp` declares it: numbers, then addresses of tensors."""
 
     _fields_ = [(name, c_int64) for name in (NUMBERS + POINTERS).split()] + [
         ("factor", c_double)
@@ -67,7 +67,10 @@ class Operator(Structure):
 
 
 def make_operator(x: int, y: int, **fields: Any) -> Operator:
-    """Return an operator from columns at `x` to columns at `y`. Tensors are given by their addresses."""
+    """Return an operator that reads columns of the workspace from `x` on and writes columns from `y` on.
+
+    fields: further fields of `Operator`; tensors are given by their addresses.
+    """
     given = {
         name: v.data_ptr() if isinstance(v, Tensor) else v or 0 for name, v in fields.items()
     }
@@ -75,7 +78,7 @@ def make_operator(x: int, y: int, **fields: Any) -> Operator:
 
 
 def block_fields(layer: BlockLinear) -> dict[str, Any]:
-    """Return the fields of a product with a GGUF file's blocks."""
+    """Return an `Operator`'s fields for a product with a GGUF file's quantized weight."""
     outputs, inputs = layer.shape
     tensors = {"weight": layer.data, "scale": layer.scale, "minimum": layer.minimum}
     sizes = {"outputs": outputs, "inputs": inputs, "tasks": min(-(-outputs // BLOCK), TASKS)}
@@ -83,7 +86,7 @@ def block_fields(layer: BlockLinear) -> dict[str, Any]:
 
 
 def whole_tiles(count: int) -> int:
-    """Return the rows of a workspace for `count` tokens: one, or a multiple of `SIDE`."""
+    """Return the rows of a workspace for `count` tokens: 1, or `count` rounded up to a multiple of `SIDE`."""
     return 1 if count == 1 else -(-count // SIDE) * SIDE
 
 
@@ -96,7 +99,11 @@ def call_step(
     tables: Tensor | None = None,
     half: bool = False,
 ) -> None:
-    """Run operators over the first `count` rows of a workspace; see `step.cpp`."""
+    """Run operators of the compiled step over the first `count` rows of a workspace.
+
+    call: the C function. operators: a C array of `Operator`. space: the workspace, one row for each request.
+    positions: of the requests. tables: their block tables. half: whether the KV cache has half precision.
+    """
     addresses = [
         0 if tensor is None else tensor.data_ptr() for tensor in (space, positions, tables)
     ]
@@ -106,10 +113,12 @@ def call_step(
 
 
 class OneCall:
-    """A `StepExecutor`: a model's operators over a workspace, of which each request has a row.
+    """An executor of decode steps in one call of C++: the model's operators over a workspace.
+
+    Each request of a step has a row of the workspace.
 
     Raises:
-        NotImplementedError: something that `step.cpp` does not compute.
+        NotImplementedError: the model has something that `step.cpp` does not compute.
     """
 
     order: ClassVar[int] = 0
@@ -125,7 +134,7 @@ class OneCall:
         exact = (
             config.activation in ACTIVATIONS and model.dtype in PRODUCTS and self.pool.exact
         )
-        refused = config.experts or config.attention_soft_cap or config.final_soft_cap
+        refused = config.experts or config.final_soft_cap
         if not named or not exact or refused or config.head_dim % WIDTH:
             raise NotImplementedError
         self.gemma = config.family == "gemma3"
@@ -146,7 +155,12 @@ class OneCall:
         self.operators = (Operator * len(made))(*made)
 
     def operator(self, code: int, x: int, y: int, tasks: int = 1, **fields: Any) -> Operator:
-        """Return an operator from columns at `x` to columns at `y`; keep the tensors that it points to."""
+        """Return an operator from workspace columns at `x` to columns at `y`; keep the tensors that it
+        points to.
+
+        code: which operator, as `step.cpp` numbers them. tasks: parts that threads can take. fields: of
+            `Operator`.
+        """
         self.kept += fields.values()
         defaults = {
             "inputs": self.config.hidden_size,
@@ -156,7 +170,10 @@ class OneCall:
         return make_operator(x, y, code=code, tasks=tasks, **defaults | fields)
 
     def block(self, block: Any) -> list[Operator]:
-        """Return the operators of a block: attention, then the MLP; Gemma also normalizes their outputs."""
+        """Return the records (for `step.cpp`) of a block's operators in order: attention, then the MLP.
+
+        block: a layer of phase 01's model; Gemma's also normalizes the outputs of both.
+        """
         config = self.config
         attention = block.self_attn
         spec = block.self_attn.spec
@@ -200,9 +217,10 @@ class OneCall:
         ]
 
     def products(self, owner: nn.Module, x: int, y: int, *names: str) -> Iterator[Operator]:
-        """Yield the products of linear layers with one input; their outputs lie one behind the other.
+        """Yield the operators of linear layers with one input; their outputs lie one behind the other.
 
         Args:
+            x, y: columns of the workspace for the input and for the first output.
             names: of children of `owner`; those that it does not have are skipped.
         """
         children = dict[str, Any](owner.named_children())
@@ -252,32 +270,38 @@ class OneCall:
         return {"code": code, "group": group, "weight": weight, "scale": scale, **sizes}
 
     def norm(self, code: int, norm: nn.Module) -> Operator:
-        """A norm over a vector: of what a layer returned, in place; or of `x` when that is added to it."""
+        """Return the operator of a norm: of what a layer returned, in place; or of the sum when that is
+        added to `x`.
+
+        code: which of the two, as `step.cpp` numbers them.
+        """
         x, y = (self.y, self.y) if code == NORM else (self.x, self.h)
         return self.operator(code, x, y, weight=self.factors(norm))
 
     def factors(self, norm: Any) -> Tensor | None:
-        """Return the factors of a norm in float32; None for no norm."""
+        """Return the factors `[size]` of a norm in float32; None for no norm."""
         return None if norm is None else norm.weight.float() + (1 if self.gemma else 0)
 
     def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
-        """Return True for at most `MOST` requests that each compute and sample one token, else None."""
+        """Return True for at most `MOST` requests that each compute and sample one token, else None.
+
+        None: another executor takes the step. works: the step's requests and their tokens. masked: whether
+            a grammar masks the logits.
+        """
         return (
             len(works) <= MOST
             and all(work.count == 1 == len(work.sampled_requests) for work in works)
         ) or None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
-        """Compute a step's hidden states and logits; sampling is the runner's."""
+        """Compute a step's hidden states and logits, and return them; the runner samples."""
         works = sorted(works, key=lambda work: work.row)
         self.runner.refresh(works)
         batch = cast(PagedBatch, self.runner.prepare(works))
         count, tables = len(works), batch.block_tables.contiguous()
         space = torch.zeros(whole_tiles(count), self.width)
-        x, scale = (
-            self.model.embed_tokens(batch.input_ids),
-            self.config.hidden_size**0.5 if self.gemma else 1,
-        )
+        x = self.model.embed_tokens(batch.input_ids)
+        scale = self.config.hidden_size**0.5 if self.gemma else 1
         space[:count, : x.shape[1]] = x * torch.tensor(scale, dtype=x.dtype)
         turns = torch.cat([turn for rope in self.ropes for turn in rope(batch.positions)], -1)
         space[:count, self.rope : self.rope + turns.shape[-1]] = turns[:, 0]
@@ -291,22 +315,26 @@ class OneCall:
 class CpuStep(Feature):
     """Run decode steps of at most 16 requests as one call of compiled C++."""
 
-    name: ClassVar[str] = "cpu_step"
-    phase: ClassVar[int] = 9
+    name = "cpu_step"
+    phase = 9
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On a CPU with registers of 8 numbers or 16, around PyTorch's layers."""
+        """Return True on a CPU with vector registers of 8 or 16 numbers, if layers are PyTorch's."""
         return device.type == "cpu" and CAPABLE and find(others, Kernels) is None
 
     def install(self, builder: EngineBuilder) -> None:
-        """Ask the compiled step first, where the engine's parts are those that it computes."""
+        """Let the runner ask the compiled step first, if the engine's model and cache are such that it
+        can run.
+        """
         if builder.model.device.type == "cpu":
             builder.executors[OneCall] = one_call
 
 
 def one_call(runner: PagedRunner) -> OneCall | None:
-    """Return the executor of a runner; None where it has other layers or attention, or no compiler."""
+    """Return the compiled step for a runner; None if its layers or attention are others, or without a
+    compiler.
+    """
     compiled = library()
     if compiled is not None and type(runner.attention) is TorchPagedAttention:
         with suppress(NotImplementedError):
@@ -315,7 +343,7 @@ def one_call(runner: PagedRunner) -> OneCall | None:
 
 
 def instructions() -> str:
-    """Return the instructions that compiled steps use here; empty without a compiler."""
+    """Return the name of the vector instructions that compiled steps use here; "" without a compiler."""
     compiled = library()
     if compiled is None:
         return ""
@@ -324,7 +352,7 @@ def instructions() -> str:
 
 @cache
 def library() -> CDLL | None:
-    """Return the compiled step; None, and a line on standard error, where it cannot be had."""
+    """Return the compiled library; None, after a line on standard error, if it cannot be compiled."""
     command = [os.environ.get("CXX", "g++"), *FLAGS, *os.environ.get("CXXFLAGS", "").split()]
     try:
         return load_library(SOURCE, command)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
-
-import torch
+from typing import Any
 
 from common.errors import UserError
 from hybrid_cache import Hybrid
-from paged_cache import EngineBuilder, Feature, PagedAttention, find
+from paged_cache import EngineBuilder, Feature, PagedAttention
 from triton_paged_attention import Kernels
 from triton_paged_attention.feature import check_triton
 
@@ -20,21 +18,17 @@ from triton_paged_attention.feature import check_triton
 class DeltaLayers(Feature):
     """Fuse the kernels of Gated DeltaNet layers, and compute their prompts in two parts."""
 
-    name: ClassVar[str] = "delta_layers"
-    phase: ClassVar[int] = 17
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True if all layers are the kernels', and states have their cache."""
-        return find(others, Hybrid) is not None and find(others, Kernels) is not None
+    name = "delta_layers"
+    phase = 17
+    on_with = (Hybrid, Kernels)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Replace layers as soon as the model is loaded: other features look for products later."""
+        """Replace layers as soon as the model is loaded, since other features replace products later."""
         if builder.feature(Kernels) is not None:
             builder.surgeries.append(_fuse)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Begin steps in one kernel."""
+        """Let one kernel look up the blocks and state slots at the start of each step."""
         if builder.model.config.delta is None:
             return
         if builder.feature(Hybrid) is None or builder.feature(Kernels) is None:

@@ -39,7 +39,10 @@ MOST_PARTS = 16
 
 @triton.jit
 def solve(system, t, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of `1 - system`, strictly lower triangular: of blocks of 1, of 2, and so on, two by two."""
+    """Return the inverse of `1 - system`, `[CHUNK, CHUNK]`, for a strictly lower triangular `system`.
+
+    t: `arange(CHUNK)`. It is built from diagonal blocks of 1, then of 2, and so on. PRECISION: of `tl.dot`.
+    """
     inverse = (t[:, None] == t[None, :]).to(tl.float32)
     size = 1
     while size < CHUNK:
@@ -66,6 +69,11 @@ def prepare_kernel(
     system.
 
     One program per request, key head and part of its chunks. Requests of one token are skipped.
+    x: `[T, WIDTH]`, the first projection's output. weight: `[C, W]`, of the convolution.
+    kept: `[slots, W - 1, C]`, inputs that the convolution keeps. step: `[4, requests]` of `StatePool.step`.
+    q_out, k_out: `[T, KH, DK]`. v_out: `[T, H, DV]`, H = KH GROUPS. totals: `[T, H]`, running sums of decays.
+    solved, scores: `[T, H, CHUNK]`: inverted systems times beta; and products of queries and keys.
+    a_log, dt_bias: `[H]`, of the decay. query_starts: `[requests + 1]`. scale: of queries.
     """
     request = tl.program_id(0)
     key_head = tl.program_id(1)
@@ -102,10 +110,8 @@ def prepare_kernel(
                 DK,
                 DK_PAD,
             )
-            q, k = (
-                (unit(q) * scale).to(q_out.dtype.element_ty),
-                unit(k).to(q_out.dtype.element_ty),
-            )
+            q = (unit(q) * scale).to(q_out.dtype.element_ty)
+            k = unit(k).to(q_out.dtype.element_ty)
             at_key = (token * KH + key_head)[:, None] * DK + i[None, :]
             tl.store(q_out + at_key, q, mask=live[:, None] & (i < DK)[None, :])
             tl.store(k_out + at_key, k, mask=live[:, None] & (i < DK)[None, :])
@@ -153,14 +159,16 @@ def scan_kernel(
     state.
 
     One program per request and value head. Requests of one token are skipped.
+    out: `[T, H, DV]`, normalized and gated. q_in to totals: what `prepare_kernel` wrote.
+    x: `[T, WIDTH]`, the first projection's output, for the gate. norm: `[DV]`, weights of the output's norm.
+    states: `[slots, H, DK, DV]` float32. kept: `[slots, W - 1, C]`, inputs that the convolution keeps.
+    step: `[4, requests]` of `StatePool.step`, the slots to read and to write. query_starts: `[requests + 1]`.
     """
     request, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)
     count = (tl.load(query_starts + request + 1) - first).to(tl.int32)
-    source, into = (
-        tl.load(step + request).to(tl.int64),
-        tl.load(step + 2 * requests + request).to(tl.int64),
-    )
+    source = tl.load(step + request).to(tl.int64)
+    into = tl.load(step + 2 * requests + request).to(tl.int64)
     if (count > 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         boundary = tl.load(step + requests + request).to(tl.int64)
@@ -176,10 +184,8 @@ def scan_kernel(
         for start in range(-((CHUNK - cut % CHUNK) % CHUNK), count, CHUNK):
             at = start + t
             live, token = (at >= 0) & (at < count), first + at
-            is_key, is_value = (
-                live[:, None] & (i < DK)[None, :],
-                live[:, None] & (j < DV)[None, :],
-            )
+            is_key = live[:, None] & (i < DK)[None, :]
+            is_value = live[:, None] & (j < DV)[None, :]
             at_key = (token * KH + key_head)[:, None] * DK + i[None, :]
             at_chunk = (token * H + head)[:, None] * CHUNK + t[None, :]
             at_value = (token * H + head)[:, None] * DV + j[None, :]
@@ -267,9 +273,11 @@ def scan_kernel(
 def scan(
     out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]
 ) -> None:
-    """Fill in the rows of `out [T, H, Dv]` of requests with several tokens, in two kernels.
+    """Compute the rows of `out [T, H, Dv]` of requests with several tokens, in two kernels; update their
+    states.
 
-    x: output of the layer's first projection. sizes: the kernels' constants.
+    pool: states, and the step's slots. weights: of the layer between its projections.
+    x: output `[T, ...]` of the layer's first projection. sizes: the kernels' constants.
     """
     layer, config, conv, *rates, (norm, eps, _) = weights
     index = pool.index[layer]
@@ -297,8 +305,9 @@ def scan(
 
 
 def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Tensor:
-    """Map the first projection's outputs `[T, ...]` to the last one's inputs `[T, H Dv]`, a ragged batch.
+    """Return the inputs `[T, H Dv]` of a Gated DeltaNet layer's last projection; update the states.
 
+    x: `[T, ...]`, the first projection's outputs for a ragged batch. pool: states, and the step's slots.
     decodes: True if every request computes one token.
     """
     layer = weights.config
@@ -324,8 +333,10 @@ def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Ten
 def apply_gate_kernel(
     out, x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Write `x * sigmoid(gate)` for part of a row. The next kernel may start early: it reads only weights
-    before its wait.
+    """Write `x * sigmoid(gate)` for BLOCK numbers of a row to `out`. One program per row and part of it.
+
+    out, x: `[T, SIZE]`. gate: rows `stride` numbers apart. PDL: the next kernel may start early, since it
+        reads only weights before its wait.
     """
     if PDL:
         gdc_launch_dependents()
@@ -359,10 +370,18 @@ def begin_kernel(
     requests, tokens, width, pages, null,
     P: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Translate page tables and page slots to each group's blocks, and choose each request's state slots for
-    the step.
+    """Look up a step's blocks in every KV cache group, and each request's state slots. One program per
+    request or token.
 
-    One program per request or token; does the work of `HybridPool.begin` and `StatePool.begin`.
+    Writes: tables: `[KINDS, requests, width]`, block tables of each group. slots: `[KINDS, tokens]`, each
+        token's slot, block times P plus place in it. step: `[4, requests]` int32: the state slot to read;
+        the slot for the state at the snapshot boundary, -1: none; the slot for the last state, -1:
+        padding, `null + 1`: drafts that are not kept; and cut, the tokens before the boundary.
+    Reads: page_tables: `[requests, width]`, pages. page_slots: `[tokens]`, page times P plus place, -1:
+        padding.
+        query_starts: `[requests + 1]`. context_lens: `[requests]`. blocks: `[KINDS, pages]`, of each page.
+        states: `[pages]`, the state slot of each page, or `null`. tokens_after_snapshot: `[pages]`, tokens
+            of a step that ends there after its snapshot boundary; negative: drafts. All int32.
     """
     at = tl.program_id(0)
     if at < tokens:
@@ -397,8 +416,10 @@ def begin_kernel(
 
 
 def begin(pool: HybridPool, batch: PagedBatch) -> list[PagedBatch]:
-    """Return a step's batch for each group of layers, as `HybridPool.begin` does, in one kernel; the pool has
-    states.
+    """Return a step's batch for each group of layers, with its block tables and slots, computed in one
+    kernel.
+
+    Also writes the step's state slots. pool: of blocks; it must have states. batch: in pages.
     """
     states = pool.states
     kinds = len(pool.page_blocks)

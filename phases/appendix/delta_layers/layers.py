@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor, nn
 
 from forward.attention import Attention
@@ -20,9 +19,7 @@ from hybrid_cache.states.mixer import Mixer
 from hybrid_cache.states.qwen3_5 import GatedAttention, GatedDeltaNet, Qwen35, Qwen35Block
 from phases.appendix.delta_layers.kernels import apply_gate, mix
 from phases.appendix.delta_layers.step import DeltaWeights
-from phases.appendix.latency.single_request import SingleRequestInputs, attend_single_request
-from phases.appendix.latency.tables import single_request_default
-from triton_paged_attention.decode import Workspace
+from phases.appendix.latency.single_request import attend_step, single_request_workspace
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms
 from triton_paged_attention.layers import (
@@ -36,7 +33,7 @@ from triton_paged_attention.linear import join
 
 
 class FusedGatedAttention(FusedAttention):
-    """`GatedAttention` as phase 06's attention, with the gate as further outputs of the projection.
+    """Qwen3.5's `GatedAttention` by phase 06's kernels; the QKV projection also computes the gate.
 
     Phase 06 rotates pairs of numbers that are half a head apart. The numbers of a head may stand in any
     order, if queries and keys have the same order. So the pairs that rotate are moved half a head apart
@@ -66,17 +63,8 @@ class FusedGatedAttention(FusedAttention):
         q_weight, k_weight = (
             factor * (1.0 + part.weight[order].float()) for part in (old.q_norm, old.k_norm)
         )
-        self.head_norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
-        width = max(16, triton.next_power_of_2(size))
-        self.single_request_config = single_request_default(
-            keys, width, old.v_proj.weight.element_size(), device
-        )
-        self.workspace = Workspace(heads * self.single_request_config.splits, width, device)
-
-    @property
-    def norms(self) -> HeadNorms:
-        """See `FusedAttention.norms`."""
-        return self.head_norms
+        self.norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
+        self.workspace = single_request_workspace(spec, device)
 
     def forward(
         self,
@@ -87,51 +75,38 @@ class FusedGatedAttention(FusedAttention):
         norm: NormWeights | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See `GatedAttention.forward` and `FusedLinear.forward`."""
+        """Map hidden states `x [T, hidden]` to the layer's output, same shape, plus `residual` if there is
+        one.
+
+        norm: of the input; None: it is normalized already. cos_sin: RoPE's cosines and sines.
+        """
         made = self.qkv_proj(x, norm=norm)
         out = self.spec.num_heads * self.spec.head_dim
         qkv, gate = made[..., :-out].contiguous(), made[..., -out:]
         if isinstance(attention, GroupedTriton) and self.alone(len(x), attention):
-            mixed = self.single_request(qkv, cos_sin, attention)
+            mixed = attend_step(
+                attention,
+                self.spec,
+                qkv,
+                cos_sin,
+                self.norms,
+                workspace=self.workspace,
+                wait_for_all_splits=True,
+            ).out
         else:
             mixed = self.attend(qkv, cos_sin, attention)
         return self.o_proj(apply_gate(mixed, gate), residual=residual)
 
     def alone(self, tokens: int, attention: GroupedTriton) -> bool:
-        """Return True if `single_request` computes the step: one token, and a cache without scales."""
+        """Return True if one kernel computes attention: for one token, and a cache without scales."""
         scaled = attention.pool.layers[self.spec.index].scaled
         return tokens == 1 and attention.decodes and not scaled
 
-    def single_request(
-        self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: GroupedTriton
-    ) -> Tensor:
-        """Return attention's output `[1, H D]` for one request's token, computed in one kernel from the
-        projection's output.
-        """
-        cache, slots = attention.place(self.spec)
-        batch = attention.batch
-        room = self.workspace
-        config = self.single_request_config
-        angles = cos_sin[0].flatten(0, -2), cos_sin[1].flatten(0, -2)
-        given = (
-            qkv,
-            angles,
-            self.norms,
-            self.spec,
-            cache,
-            batch.block_tables,
-            batch.context_lens,
-        )
-        return attend_single_request(
-            SingleRequestInputs(*given, slots),
-            workspace=room,
-            config=config,
-            wait_for_all_splits=True,
-        ).out
-
 
 class FusedDelta(nn.Module):
-    """`GatedDeltaNet` with one projection of its input, and kernels between that and the last one."""
+    """A `GatedDeltaNet` layer with one projection of its input, and fused kernels between that and the
+    last one.
+    """
 
     def __init__(self, old: GatedDeltaNet) -> None:
         super().__init__()
@@ -148,7 +123,11 @@ class FusedDelta(nn.Module):
         norm: NormWeights | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See `GatedDeltaNet.forward`, and `FusedLinear.forward` for a norm before and a sum behind it."""
+        """Map hidden states `x [T, hidden]` to the layer's output, same shape, plus `residual` if there is
+        one.
+
+        mixer: attention with the states' pool. norm: of the input; None: it is normalized already.
+        """
         assert isinstance(mixer, GroupedTriton) and mixer.pool.states is not None
         x = self.in_proj(x, norm=norm)
         mixed = mix(mixer.pool.states, self.weights, x, mixer.decodes)
@@ -156,8 +135,8 @@ class FusedDelta(nn.Module):
 
 
 class FusedHybridBlock(nn.Module):
-    """A `Qwen35Block` that leaves its last addition to the next norm; with one token the
-    projections add it.
+    """A block of Qwen3.5 that leaves its last addition to the next norm; with one token the projections
+    add.
     """
 
     input_layernorm: FusedRMSNorm
@@ -179,7 +158,11 @@ class FusedHybridBlock(nn.Module):
         attention: Attention,
         mixer: Mixer,
     ) -> Tensor | Stream:
-        """See `Qwen35Block.forward`."""
+        """Map `x [T, hidden]` to the block's output, as a `Stream` whose sum the next norm computes, or as
+        a tensor.
+
+        cos_sin: RoPE's cosines and sines. attention, mixer: the engine's attention, and its Gated DeltaNet.
+        """
         layer: Callable[..., Tensor]
         if self.keeps_state:
             layer = partial(self.linear_attn, mixer=mixer)
@@ -212,7 +195,7 @@ def fuse(model: Qwen35) -> None:
 
 
 def picked(linear: nn.Linear, rows: Tensor) -> nn.Linear:
-    """Return an `nn.Linear` with the outputs `rows` (int64, any shape) of `linear`."""
+    """Return an `nn.Linear` with the outputs `rows` of `linear`, in that order; rows: int64, any shape."""
     made = nn.Linear(linear.in_features, rows.numel(), bias=False, device="meta")
     made.weight = nn.Parameter(linear.weight[rows.flatten()], requires_grad=False)
     if linear.bias is not None:

@@ -21,13 +21,17 @@ from triton_paged_attention.kernels.norms import NormWeights
 
 @triton.jit
 def unit(x):
-    """`delta_rule.unit` of vectors along the last axis."""
+    """Return vectors `x [..., D]` scaled to length 1; one near 0 stays near 0."""
     return x * tl.rsqrt(tl.sum(x * x, axis=-1, keep_dims=True) + 1e-6)
 
 
 @triton.jit
 def gates(row, live, head, a_log, dt_bias, H: tl.constexpr, SIDE: tl.constexpr):
-    """Return the decay and the strength of a head's tokens, whose projections are in `row`."""
+    """Return the decay (logarithm) and the strength beta, float32 `[rows]`, of a head's tokens.
+
+    row: pointers `[rows]` to the tokens' projections; from SIDE on lie beta and decay of H heads. live:
+        `[rows]`, which exist. a_log, dt_bias: `[H]`.
+    """
     b = tl.load(row + SIDE + head, mask=live, other=0.0).to(tl.float32)
     a = tl.load(row + SIDE + H + head, mask=live, other=0.0) + tl.load(dt_bias + head).to(
         tl.float32
@@ -39,13 +43,14 @@ def gates(row, live, head, a_log, dt_bias, H: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def finish(o, z, weight, eps, DV: tl.constexpr):
-    """The norm of a head's outputs `[rows, DV_PAD]` and their gate, rounded as torch rounds them."""
+    """Return a head's outputs `o [rows, DV_PAD]` normalized and gated: `norm(o) * silu(z)`, float32.
+
+    z: `[rows, DV_PAD]`, the gate. weight: `[DV_PAD]`, eps: of the norm. Rounded between steps as torch does.
+    """
     o = o.to(z.dtype).to(tl.float32)
     scale = tl.rsqrt(tl.sum(o * o, axis=-1, keep_dims=True) / DV + eps)
-    o, z = (
-        (o * scale * weight.to(tl.float32)[None, :]).to(z.dtype).to(tl.float32),
-        z.to(tl.float32),
-    )
+    o = (o * scale * weight.to(tl.float32)[None, :]).to(z.dtype).to(tl.float32)
+    z = z.to(tl.float32)
     return o * z * tl.sigmoid(z)
 
 
@@ -53,7 +58,11 @@ def finish(o, z, weight, eps, DV: tl.constexpr):
 def inputs_at(
     x, kept, at, channel, mask, C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Load a request's inputs at some offsets, `[offsets, channels]`; negative ones are kept ones."""
+    """Load a request's convolution inputs at token offsets `at [n]` for channels `channel [m]`: `[n, m]`.
+
+    x: pointer to its first row, rows WIDTH apart. kept: pointer to the `[W - 1, C]` inputs before it,
+        which negative offsets read. mask: `[n, m]`.
+    """
     new, old = mask & (at >= 0)[:, None], mask & (at < 0)[:, None]
     fresh = tl.load(
         x + at[:, None].to(tl.int64) * WIDTH + channel[None, :], mask=new, other=0.0
@@ -70,7 +79,11 @@ def convolve(
     SIZE: tl.constexpr,
     PAD: tl.constexpr,
 ):  # fmt: skip
-    """SiLU of the convolution of the channels from `start`: `[ROWS, PAD]` float32."""
+    """Return the causal convolution and SiLU of SIZE channels from `start` on: `[ROWS, PAD]` float32.
+
+    x: pointer to the request's first row, rows WIDTH apart. weight: `[C, W]`. kept: pointer to the `[W -
+        1, C]` inputs before it. at: `[ROWS]`, the tokens' offsets. live: `[ROWS]`, which exist.
+    """
     i = tl.arange(0, PAD)
     total = tl.zeros([ROWS, PAD], tl.float32)
     mask = live[:, None] & (i < SIZE)[None, :]
@@ -78,9 +91,8 @@ def convolve(
         factor = tl.load(weight + (start + i) * W + w, mask=i < SIZE, other=0.0).to(tl.float32)
         value = inputs_at(x, kept, at - (W - 1 - w), start + i, mask, C, W, WIDTH)
         total += value.to(tl.float32) * factor[None, :]
-    return (
-        (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
-    )  # as torch rounds it
+    # As torch rounds it.
+    return (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -90,7 +102,12 @@ def shift(
     SIZE: tl.constexpr,
     PAD: tl.constexpr,
 ):  # fmt: skip
-    """Keep the last `W - 1` inputs behind `cut` and behind `count` tokens, for the tokens that follow."""
+    """Store the last `W - 1` convolution inputs before token `cut` and before token `count`, for later steps.
+
+    x: pointer to the request's first row, rows WIDTH apart. kept: `[slots, W - 1, C]`: `source` is read,
+        `boundary` gets the inputs before `cut` (negative: none), and `into` those before `count`.
+    start: first of SIZE channels.
+    """
     row, channel = tl.arange(0, W_PAD), start + tl.arange(0, PAD)
     mask = (row < W - 1)[:, None] & (tl.arange(0, PAD) < SIZE)[None, :]
     size: tl.constexpr = (W - 1) * C
@@ -116,17 +133,20 @@ def step_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per request and key head; requests of more than one token are left out.
+    """Compute a Gated DeltaNet layer for one token and key head. One program per request and key head.
 
-    The state is loaded before the wait, since no kernel of this step has written it.
+    Requests of more than one token are skipped. The state is loaded before the wait, since no kernel of
+    this step has written it.
+    out: `[T, H, DV]`, normalized and gated; H = KH GROUPS. x: `[T, WIDTH]`, the first projection's output.
+    weight: `[C, W]`, of the convolution. a_log, dt_bias: `[H]`. norm: `[DV]`. query_starts: `[requests + 1]`.
+    states: `[slots, H, DK, DV]` float32. kept: `[slots, W - 1, C]`, inputs that the convolution keeps.
+    step: `[4, requests]` of `StatePool.step`, the slots to read and to write.
     """
     request, key_head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)
     count = tl.load(query_starts + request + 1) - first
-    source, into = (
-        tl.load(step + request).to(tl.int64),
-        tl.load(step + 2 * requests + request).to(tl.int64),
-    )
+    source = tl.load(step + request).to(tl.int64)
+    into = tl.load(step + 2 * requests + request).to(tl.int64)
     if (count == 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         at = tl.zeros([1], tl.int32)
@@ -172,7 +192,10 @@ def step_kernel(
 
 
 class DeltaWeights(NamedTuple):
-    """Weights between a layer's projections; the names are `GatedDeltaNet`'s."""
+    """Weights of a Gated DeltaNet layer between its projections: convolution, decay and output norm.
+
+    layer: index among all layers. config: sizes. conv: `[C, W]`. a_log, dt_bias: `[H]`.
+    """
 
     layer: int
     config: DeltaConfig
@@ -183,7 +206,9 @@ class DeltaWeights(NamedTuple):
 
 
 def given(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor) -> tuple[Any, ...]:
-    """Return the arguments that all kernels of a layer share: output, input, weights, states and slots."""
+    """Return the arguments that all kernels of a layer share: output, input, weights, states and slots,
+    in order.
+    """
     layer, config, *own, norm = weights
     states = pool.recurrent[pool.index[layer]], pool.conv[pool.index[layer]]
     step = pool.batch.query_starts, pool.step, pool.step.shape[1]

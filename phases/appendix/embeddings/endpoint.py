@@ -1,4 +1,4 @@
-"""Embeddings: OpenAI's `/v1/embeddings`, and Ollama's `/api/embed` and `/api/embeddings`.
+"""Embeddings: OpenAI's `/v1/embeddings`, and Ollama's `/api/embed`.
 
 https://platform.openai.com/docs/api-reference/embeddings, https://docs.ollama.com/api/embed
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
 
 from common.json_text import convert_fields
+from phases.appendix.api.scheduling import SchedulingFields, SchedulingHandler
 from phases.appendix.embeddings.note_kinds import MEAN
 from phases.appendix.protocols.ollama import check_model, error_form
 from serving.completion import Choice, ChoiceGroup, Piece
@@ -27,12 +29,10 @@ WARNING = (
     b"means of the last hidden states of a generative model, which was not trained to compare texts: "
     b"for a search take an embedding model"
 )
-KEPT = {"priority", "cache_salt", "deadline_ms"}
-"""Fields of all requests that mean something here."""
 
 
 class EmbeddingFields(Struct, kw_only=True):
-    """`POST /v1/embeddings`."""
+    """Body of `POST /v1/embeddings`."""
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = "float"
@@ -41,28 +41,28 @@ class EmbeddingFields(Struct, kw_only=True):
 
 
 class EmbedFields(Struct, kw_only=True):
-    """`POST /api/embed`, with `input`, and `/api/embeddings`, with `prompt`: Ollama's."""
+    """`POST /api/embed`: Ollama's."""
 
     model: str | None = None
     input: str | list[str] | None = None
-    prompt: str | None = None
     dimensions: int | None = None
     keep_alive: Any = None
     options: dict[str, Any] | None = None
 
 
+@dataclass
 class Vectors:
-    """A `Formatter` of the vectors of all prompts, each of length 1."""
+    """A `Formatter` of the vectors of all prompts, each of length 1.
+
+    ours: in OpenAI's form, otherwise in Ollama's. coded: as base64.
+    """
 
     headers = EVENTS
 
-    def __init__(
-        self, model: str, form: str, dimensions: int | None, *, coded: bool = False
-    ) -> None:
-        self.model = model
-        self.form = form
-        self.dimensions = dimensions
-        self.coded = coded
+    model: str
+    ours: bool
+    dimensions: int | None
+    coded: bool
 
     def vector(self, choice: Choice) -> Any:
         """Return the numbers of one prompt, or their bytes in base64."""
@@ -82,14 +82,10 @@ class Vectors:
         )
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """See `Formatter`."""
-        vectors, tokens = (
-            [self.vector(choice) for choice in group.choices],
-            group.prompt_tokens,
-        )
-        if self.form == "/api/embeddings":
-            return encode_json({"embedding": vectors[0]})
-        if self.form == "/api/embed":
+        """Return the whole response as JSON."""
+        vectors = [self.vector(choice) for choice in group.choices]
+        tokens = group.prompt_tokens
+        if not self.ours:
             found = {"model": self.model, "embeddings": vectors, "prompt_eval_count": tokens}
             return encode_json(found | {"total_duration": 0, "load_duration": 0})
         data = [
@@ -102,7 +98,7 @@ class Vectors:
         )
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `Formatter`. Nothing is streamed."""
+        """Return nothing: embeddings are not streamed."""
         raise NotImplementedError
 
     end = body
@@ -111,44 +107,44 @@ class Vectors:
 class Embeddings:
     """An `Endpoint`: a prompt an input.
 
-    path: which of the three it is.
+    ours: it is OpenAI's, otherwise Ollama's.
     """
 
     threaded = False
+    source = "input"
 
-    def __init__(self, model: ServedModel, path: str) -> None:
+    def __init__(self, model: ServedModel, *, ours: bool) -> None:
         self.model = model
-        self.path = path
-        self.ours = path.startswith("/v1")
+        self.ours = ours
         self.kinds: Sequence[type[Struct]] = [
             EmbeddingFields if self.ours else EmbedFields,
             GenerationFields,
+            SchedulingFields,
         ]
-        self.source = "prompt" if path == "/api/embeddings" else "input"
         names = {"prompt": self.source, "n": self.source}
-        self.form = ErrorForm(names) if self.ours else error_form(names)
+        self.form = ErrorForm(names) if ours else error_form(names)
 
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """See `Endpoint`. One token comes of each prompt, and no client sees it."""
+        """Return a request, parsed and checked. One token is generated for each prompt, and no client
+        sees it.
+        """
         given: Any = convert_fields(self.kinds[0], fields)
-        kept = {name: value for name, value in fields.items() if name in KEPT}
-        if self.ours:
-            kept["model"] = fields.get("model")
-        else:
+        kept = {"model": fields.get("model")} if self.ours else {}
+        if not self.ours:
             check_model(self.model, given.model)
-        request = self.model.begin(kept, self.source)
+        request = self.model.begin(kept, ready, self.source)
+        SchedulingHandler().read(convert_fields(SchedulingFields, fields), request)
         request.ignored += [name for name in COPIED if fields.get(name) is not None]
         request.headers.append((b"x-ladder-warning", WARNING))
-        texts = given.prompt if self.path == "/api/embeddings" else given.input
-        if texts is None:
+        if given.input is None:
             raise wrong("prompt", "the prompt is missing")
-        request.prompts = self.model.prompts(texts, ready)
+        request.prompts = self.model.prompts(given.input, ready)
         request.wanted.append(MEAN)
         request.prompt_only = True
         request.sampling = {"max_tokens": 1, "temperature": 0.0}
-        self.model.finish(request, ready, 1)
+        self.model.finish(request)
         coded = self.ours and given.encoding_format == "base64"
-        request.formatter = Vectors(self.model.name, self.path, given.dimensions, coded=coded)
+        request.formatter = Vectors(self.model.name, self.ours, given.dimensions, coded)
         return request

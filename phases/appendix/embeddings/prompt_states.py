@@ -36,11 +36,11 @@ class Mean:
         self.total = torch.zeros((), device=runner.model.device)
 
     def add(self, hidden: Tensor, start: int) -> None:
-        """Take in the states `[T, D]` of the prompt's tokens from `start` on."""
+        """Add the hidden states `[T, D]` of the prompt's tokens from `start` on."""
         self.total = self.total + hidden.float().sum(0)
 
     def notes(self) -> list[Any]:
-        """Return the values of the note."""
+        """Return the mean as a list of numbers, for a note to the API process."""
         return [normalize(self.total, dim=0).cpu().numpy().tobytes()]
 
 
@@ -54,7 +54,7 @@ class PromptLogprobs:
         self.values = list[Any]()
 
     def add(self, hidden: Tensor, start: int) -> None:
-        """See `Mean`."""
+        """Add the hidden states `[T, D]` of the prompt's tokens from `start` on, as log-probabilities."""
         following = self.prompt[start + 1 : start + 1 + len(hidden)]
         for at in range(0, len(following), ROWS):
             tokens = torch.tensor(following[at : at + ROWS], device=hidden.device)
@@ -64,7 +64,7 @@ class PromptLogprobs:
             self.values += [(one, list(zip(*top, strict=True))) for one, *top in rows]
 
     def notes(self) -> list[Any]:
-        """See `Mean`."""
+        """Return the log-probabilities, for a note to the API process."""
         return self.values
 
 
@@ -72,7 +72,7 @@ READERS: dict[str, type[Mean | PromptLogprobs]] = {MEAN: Mean, PROMPT_LOGPROBS: 
 
 
 class PromptExecutor:
-    """A `StepExecutor` before all others: it lets them run, and reads the hidden states of prompts."""
+    """The first executor of steps: it lets the others run them, and reads the hidden states of prompts."""
 
     order: ClassVar[int] = 0
 
@@ -83,7 +83,7 @@ class PromptExecutor:
         self._counts: dict[Request, int] = {}  # how many tokens are read
 
     def ask(self, request: Request, kind: str) -> None:
-        """Read the prompt of a request for this kind of notes."""
+        """Read the hidden states of a request's prompt. kind: what to compute of them, a kind of notes."""
         request.salt = secrets.token_hex(8)
         self._asked[request] = kind, READERS[kind](self.runner, request)
         self._counts[request] = 0
@@ -97,18 +97,16 @@ class PromptExecutor:
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """Run the first half by an executor that supports it. A preempted request is read on where it was."""
         asked = ((other, other.supports(works, ticket)) for other in self.others)
-        found = next(((other, own) for other, own in asked if own is not None), None)
-        step = found[0].run(works, found[1]) if found is not None else self.runner.eager(works)
+        found = next((pair for pair in asked if pair[1] is not None), None)
+        step = self.runner.eager(works) if found is None else found[0].run(works, found[1])
         after = 0
         for work in step.works:
             at, after = after, after + work.count
             request = work.request
             if request not in self._counts:
                 continue
-            first, end = (
-                max(self._counts[request], work.start),
-                min(work.start + work.count, request.prompt_len),
-            )
+            first = max(self._counts[request], work.start)
+            end = min(work.start + work.count, request.prompt_len)
             if first < end:
                 rows = step.hidden[at + first - work.start : at + end - work.start]
                 self._asked[request][1].add(rows, first)
@@ -116,6 +114,11 @@ class PromptExecutor:
             if self._counts[request] == request.prompt_len:
                 del self._counts[request]
         return step
+
+    @property
+    def reading(self) -> bool:
+        """True while a prompt is asked for whose notes have not been taken."""
+        return bool(self._asked)
 
     def finished(self) -> list[tuple[int, str, list[Any]]]:
         """Return notes of prompts that are read; those of requests that have ended before are forgotten."""
@@ -131,24 +134,28 @@ class PromptExecutor:
 
 
 class PromptObserver(StepPictures):
-    """Reports what was asked for, beside all else. Engines before phase 05 have none of it."""
+    """Reports what was asked for, beside all else. Engines before phase 05 have none of it.
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.executor: PromptExecutor | None = None
-        if isinstance(engine, Engine) and isinstance(engine.runner, PagedRunner):
-            self.executor = PromptExecutor(engine.runner)
-            engine.runner.ask_first(self.executor)
+    executor: reads prompts; there is none until the first one is asked for.
+    """
+
+    executor: PromptExecutor | None = None
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer`."""
         super().hear(command, requests)
-        if isinstance(command, AddRequest) and self.executor is not None:
-            for kind in READERS.keys() & set(command.wanted):
+        kinds = READERS.keys() & set(command.wanted if isinstance(command, AddRequest) else ())
+        runner = self.engine.runner if isinstance(self.engine, Engine) else None
+        if kinds and self.executor is None and isinstance(runner, PagedRunner):
+            self.executor = PromptExecutor(runner)
+            runner.ask_first(self.executor)
+        if self.executor is not None:
+            for kind in kinds:
                 self.executor.ask(requests[0], kind)
 
-    def write(self, step: StepReport, now: float) -> None:
+    def write(self, step: StepReport) -> None:
         """See `Observer`."""
-        super().write(step, now)
+        super().write(step)
         if self.executor is not None:
             step.notes += self.executor.finished()
+            self.due = self.executor.reading

@@ -94,7 +94,7 @@ class GuidanceGrammar(Compiled):
 
 
 class GuidanceBackend(Backend):
-    """Compiles by llguidance; advances matchers and fills masks in the library's threads."""
+    """The grammar backend by the library llguidance; matchers and masks run in the library's threads."""
 
     vocabulary: Spelling
 
@@ -114,7 +114,11 @@ class GuidanceBackend(Backend):
         self._beginning, self._begun = threading.Lock(), 0.0  # when the last compilation has
 
     def compile(self, grammar: Grammar) -> GuidanceGrammar:
-        """Compile a grammar; see `Backend.compile`."""
+        """Compile a grammar.
+
+        Raises:
+            UserError: it is wrong, too large, or asks for what the library does not know.
+        """
         with self._beginning:
             if (early := self._begun + SPACING - time.perf_counter()) > 0:
                 time.sleep(early)

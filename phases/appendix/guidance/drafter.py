@@ -9,7 +9,6 @@ from common.request import Request
 from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
 from speculative.stats import SpeculationStats
-from speculative.wrapper import DrafterWrapper
 from structured.masks import Constraint
 
 if TYPE_CHECKING:  # the library is imported when the first grammar comes
@@ -20,7 +19,7 @@ MOST_SEQUENTIAL = 2
 is worth little, and drafts cost one more call of attention a layer, since they make queries longer."""
 
 
-class GrammarDrafter(DrafterWrapper):
+class GrammarDrafter(Drafter):
     """A `Drafter` that adds forced tokens to the drafts of another one.
 
     Where a grammar leaves no choice, the tokens that must come are drafts (jump-forward: Zheng et al.,
@@ -53,7 +52,7 @@ class GrammarDrafter(DrafterWrapper):
         most_overlapped: int = 64,
         in_turn: bool = False,
     ) -> None:
-        super().__init__(inner)
+        self.inner = inner
         self.jump_forward = jump_forward
         self.most_overlapped = most_overlapped
         self.in_turn = in_turn
@@ -64,7 +63,7 @@ class GrammarDrafter(DrafterWrapper):
     @property
     def needs_finished_step(self) -> bool:
         """Return True if the inner drafter needs it, or if steps take turns because of a grammar."""
-        return super().needs_finished_step or (self.in_turn and self._jumping)
+        return self.inner.needs_finished_step or (self.in_turn and self._jumping)
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Return True if the inner drafter proposes in this step, or a grammar may force tokens."""
@@ -80,10 +79,14 @@ class GrammarDrafter(DrafterWrapper):
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
         """Count accepted drafts, or let the inner drafter count them if it needs finished steps."""
-        if super().needs_finished_step:
+        if self.inner.needs_finished_step:
             self.inner.on_step_finished(work, accepted)
         elif work.drafts:
             self.stats.count(work, accepted)
+
+    def leave(self, request: Request) -> None:
+        """See `Drafter.leave`."""
+        self.inner.leave(request)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Return forced tokens, or the inner drafter's drafts up to the first that the grammar forbids.

@@ -66,24 +66,20 @@ FORMATS = (
     "uri",
 )
 SILENT = {
-    *(
-        *_UNREAD,
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$schema",
-        "$id",
-        "$anchor",
-        "nullable",
-    ),
-    *(
-        "discriminator",
-        "xml",
-        "externalDocs",
-        "contentEncoding",
-        "contentMediaType",
-        "unevaluatedProperties",
-    ),
+    *_UNREAD,
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$schema",
+    "$id",
+    "$anchor",
+    "nullable",
+    "discriminator",
+    "xml",
+    "externalDocs",
+    "contentEncoding",
+    "contentMediaType",
+    "unevaluatedProperties",
 }
 """Keywords that ask for nothing a value could break; `unevaluatedProperties` is what grammars do anyway."""
 _LEAP = "(0[48]|[2468][048]|[13579][26])"
@@ -107,12 +103,13 @@ def exact(
     Args:
         schema: JSON.
         where: its JSON pointer.
-        older: whether it is of an `OLDER` dialect.
-        left: of a schema that is a hint: takes the JSON pointers of keywords that cannot be followed, without
-            which every value is still valid. What asks for nothing is left out and not named.
+        older: whether its JSON Schema dialect is draft 7 or before, in which `$ref` hides its neighbours.
+        left: None: every keyword must be followed. A list: the schema is only a hint (of a tool that is not
+            strict), so keywords that cannot be followed are left out, and their JSON pointers are appended
+            here. Keywords that restrict nothing, such as `title`, are left out and not appended.
 
     Raises:
-        ValueError: there is none; it names the keyword by its JSON pointer.
+        ValueError: `left` is None and a keyword cannot be followed; the message has its JSON pointer.
     """
     if isinstance(schema, list):
         parts = enumerate(schema)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
-
-import torch
 
 from common.errors import UserError, boolean, integer
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
-from paged_cache import EngineBuilder, Feature, find
+from paged_cache import EngineBuilder, Feature
 from phases.appendix.guidance.drafter import GrammarDrafter
 from phases.appendix.guidance.masks import LibraryGrammarManager
 from phases.appendix.guidance.spelling import Spelling
@@ -29,8 +26,9 @@ from structured.pool import GrammarPool
 class Guidance(Feature):
     """Makes masks in the threads of llguidance, and drafts the tokens that a grammar forces."""
 
-    name: ClassVar[str] = "guidance"
-    phase: ClassVar[int] = 12
+    name = "guidance"
+    phase = 12
+    on_with = (Structured,)
 
     jump_forward: bool = option(True, "tokens that a grammar forces are drafted")
     jump_rows: int = option(
@@ -41,11 +39,6 @@ class Guidance(Feature):
         """Check the options."""
         boolean("jump_forward", self.jump_forward)
         integer("jump_rows", self.jump_rows, low=0)
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True if outputs follow grammars."""
-        return find(others, Structured) is not None
 
     def install(self, builder: EngineBuilder) -> None:
         """Replace the grammar manager of phase 12, and decorate the drafter with a `GrammarDrafter`.
@@ -85,7 +78,13 @@ class Guidance(Feature):
 
 
 def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:
-    """Make the backend for a model's vocabulary. Raises `UserError` if the library is not installed."""
+    """Return the grammar backend for a model's vocabulary.
+
+    size: number of logits. eos: ids of end tokens.
+
+    Raises:
+        UserError: the library is not installed.
+    """
     assert tokenizer is not None, "grammars of an engine without a tokenizer are refused"
     return library()(Spelling.of(tokenizer, size, eos))
 

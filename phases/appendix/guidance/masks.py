@@ -54,10 +54,8 @@ class MaskStaging:
 
     def send(self, positions: Sequence[int]) -> TokenBitmask:
         """Copy the masks in the host's buffer to the device; return them for these positions of the batch."""
-        there, words = (
-            upload(self.device, {"positions": np.array(positions)})["positions"],
-            self._there[: len(positions)],
-        )
+        there = upload(self.device, {"positions": np.array(positions)})["positions"]
+        words = self._there[: len(positions)]
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 words.copy_(self._host[: len(positions)], non_blocking=True)
@@ -81,11 +79,12 @@ class Filling(NamedTuple):
 
 
 class LibraryGrammarManager(AutomataGrammarManager):
-    """A `GrammarManager` whose masks are begun before they are asked for.
+    """A grammar manager that computes masks in threads, and begins before they are asked for.
 
-    In a step the engine launches forward n + 1, reads token n, and calls `begin`. That advances every matcher
-    by token n. Threads then write the masks of n + 1, while the host distributes token n and schedules n + 2.
-    `fill_bitmask` waits for the masks and copies them to the device. The sampling of n + 1 comes last.
+    In a step the engine launches forward n + 1, reads token n, and calls `begin`. That advances every
+    matcher by token n. Threads then write the masks of n + 1, while the host distributes token n and
+    schedules n + 2. `fill_bitmask` waits for the masks and copies them to the device. The sampling of n +
+    1 comes last.
 
     Args:
         plain: the manager of phase 12 that this one replaces.
@@ -106,11 +105,17 @@ class LibraryGrammarManager(AutomataGrammarManager):
 
     @property
     def backend(self) -> GuidanceBackend:
-        """The pool's backend."""
+        """Return the grammar backend of the pool."""
         return cast("GuidanceBackend", self.pool.backend)
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
-        """Advance the matchers, and begin the masks of a step; see `GrammarManager.begin`."""
+        """Advance the matchers by the newest tokens, and begin to compute the masks of a step in threads.
+
+        works: the step's requests and tokens. sampled: the newest tokens by request.
+
+        Returns:
+            True if `fill_bitmask` will not have to wait.
+        """
         self._wait()  # for a step that failed in between
         positions, self._jobs = list[int](), []
         for position, drafts, request, matcher in self._follow(works, sampled):

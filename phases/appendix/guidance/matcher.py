@@ -68,23 +68,27 @@ class GuidanceMatcher(Matcher):
         self.effort = Effort()
 
     def fill(self, words: Words) -> None:
-        """Write the mask of the next token; see `Matcher.fill`."""
+        """Write the bit mask of tokens that may come next into `words`, int32 `[ceil(V / 32)]`."""
         with self.effort.timed():
             self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Accept tokens; see `Matcher.advance`."""
+        """Accept tokens up to the first that is forbidden or ends the output; return how many were
+        accepted.
+        """
         with self.effort.timed():
             return self.inner.try_consume_tokens(self._before_end(tokens))
 
     def rollback(self, count: int) -> None:
-        """Undo the last tokens; see `Matcher.rollback`."""
+        """Undo the last `count` tokens that `advance` accepted."""
         if count:
             self.inner.rollback(count)
 
     @property
     def problem(self) -> str:
-        """Return the first line of the library's error, or which budget is used up; see `Matcher.problem`."""
+        """Return why the output cannot be followed further: the library's error, or which budget is
+        used up; else "".
+        """
         return (
             self.inner.get_error().split("\n")[0][:200]
             if self.inner.is_error()

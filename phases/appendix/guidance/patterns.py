@@ -94,7 +94,7 @@ def _added(name: str, known: Spelling) -> set[int]:
 
 
 class _Rewriter:
-    """A pattern that is read, and what it has become up to there.
+    """Reads a regular expression, and writes it in the notation of llguidance.
 
     every: of each open group, whether `.` is every character.
     repeatable: whether what came last may be repeated.
@@ -139,7 +139,7 @@ class _Rewriter:
         return self.known(((ord(char), ord(char)),))
 
     def repetition(self) -> str:
-        """Step over `*`, `+`, `?` or a count."""
+        """Read `*`, `+`, `?` or a count, and return it."""
         reader, begin = self.reader, self.reader.at
         found = COUNT.match(reader.pattern, begin)
         if not self.repeatable or (reader.peek() == "{" and not found):
@@ -197,11 +197,13 @@ class _Rewriter:
         return f"\\{found[0]}" if found else ""
 
     def known(self, ranges: Ranges) -> str:
-        """Spell characters that were asked for."""
+        """Return the notation for characters that the pattern asks for."""
         return spelled(self.written(ranges))
 
     def written(self, ranges: Ranges) -> Ranges:
-        """Return characters that may be asked for. Raises `ValueError` for one that is never written."""
+        """Return those of the characters that an output may have. Raises `ValueError` for one that is
+        never written.
+        """
         (low, high), *more = ranges
         if (
             self.reader.dialect is ECMASCRIPT

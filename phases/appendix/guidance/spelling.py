@@ -87,9 +87,8 @@ class Encoder:
         data = text.encode()
         for before in ("", "\n"):
             ids = self._backend.encode(before + text, add_special_tokens=False).ids
-            for start in range(
-                min(3, len(ids))
-            ):  # what stands before the text is two tokens at most
+            # What stands before the text is two tokens at most.
+            for start in range(min(3, len(ids))):
                 pieces = [
                     self._tokens[token] if token < len(self._tokens) else b""
                     for token in ids[start:]

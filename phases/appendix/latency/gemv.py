@@ -38,9 +38,15 @@ def gemv_kernel(
     PDL: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """Compute `ROWS` outputs a program; with GATED from row `r` of the gate and row `N + r` of the up
-    projection.
+    """Compute `ROWS` outputs of a matrix times a vector, with the operators around the product. One
+    program each.
 
+    out: `[N]`. x: `[K]`. weight: `[N, K]`, or `[2 N, K]` with GATED: the gate's rows above the up
+        projection's.
+    norm_weight: `[K]`, of the input's RMSNorm (NORM; ONE_PLUS: its factor is `1 + weight`). eps: of that
+        norm.
+    bias, residual: `[N]`, added if BIAS and ADD. KIND: the gate's activation, see `linear.KINDS`.
+    BLOCK_K: inputs that are read at a time. PDL: the GPU can start the next kernel early.
     TRIGGER: when the next kernel may start: at once (0), when the one before this is done (1), or when the
         matrix is read (2).
     """
@@ -84,9 +90,8 @@ def gemv_kernel(
             vector = tl.load(x + start + k, mask=start + k < K, other=0.0)
         if NORM:
             factor = g.to(tl.float32) + 1.0 if ONE_PLUS else g.to(tl.float32)
-            vector = (vector.to(tl.float32) * scale * factor).to(
-                vector.dtype
-            )  # rounded as a norm apart
+            # Rounded as a norm apart.
+            vector = (vector.to(tl.float32) * scale * factor).to(vector.dtype)
         total += tl.sum(w.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
         if GATED:
             total_up += tl.sum(up.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
@@ -131,11 +136,12 @@ def launch(
     """Launch a matrix-vector kernel with the operators around its product; return its output `[..., rows]`.
 
     Args:
+        kernel: a Triton kernel with the arguments of `gemv_kernel`.
         programs: size of the grid.
-        x: the input vector `[..., K]`.
+        x: the input vector `[..., K]`, one row.
         weights: the kernel's arguments between `x` and the norm's weight.
         rows: number of outputs.
-        operators: to compute in the same kernel.
+        operators: what to compute in the same kernel, such as a norm or a residual addition.
         more: further constants of the kernel.
     """
     norm = operators.get("norm")
@@ -158,10 +164,16 @@ def launch(
 
 
 def gemv(x: Tensor, weight: Tensor, **operators: Unpack[FusedOperators]) -> Tensor:
-    """Return `residual + bias + weight @ norm(x)`, or with a gate `act(gate rows @ norm(x)) * (up rows @
-    norm(x))`.
+    """Multiply a matrix with one vector, and compute the operators around the product in the same kernel.
 
-    x: `[..., K]`, one row. weight: `[N, K]`, or `[2 N, K]` with a gate. Returns `[..., N]`.
+    Args:
+        x: `[..., K]`, one row.
+        weight: `[N, K]`, or `[2 N, K]` with a gate.
+        operators: keys of `FusedOperators`: norm, bias, residual, gate, out_dtype, trigger_early.
+
+    Returns:
+        `[..., N]`: `residual + bias + weight @ norm(x)`, or with a gate `act(gate rows @ norm(x)) * (up
+        rows @ norm(x))`.
     """
     gated = operators.get("gate") is not None
     size, rows = weight.shape[1], weight.shape[0] // (1 + gated)

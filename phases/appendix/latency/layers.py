@@ -1,193 +1,128 @@
-"""Kernels of phase 06's layers for one token and for two to eight, and the attention that they call."""
+"""Kernels of phase 06's layers for one token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from forward.attention import Attention, LayerSpec
+from forward.attention import Attention
 from forward.layers import GatedMLP
 from forward.model import Model
-from paged_cache import BlockPool, PagedBatch
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.output_projection import project_heads
 from phases.appendix.latency.single_request import (
-    SingleRequestInputs,
     SingleRequestSplits,
-    attend_single_request,
+    attend_step,
+    single_request_workspace,
     starts_early,
 )
-from phases.appendix.latency.small_batch import (
-    MAX_SMALL_BATCH,
-    MOST_ROWS,
-    attend_small_batch,
-    fits,
-)
-from phases.appendix.latency.tables import (
-    fused_heads_are_faster,
-    single_request_default,
-    small_batch_config,
-)
+from phases.appendix.latency.tables import fused_heads_are_faster
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.decode import Workspace
-from triton_paged_attention.kernels.rope import HeadNorms
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, Stream
 from triton_paged_attention.linear import FusedLinear, FusedProjection
 
-
-class LatencyAttention(TritonPagedAttention):
-    """`TritonPagedAttention` with fused kernels for steps of a single request, which `LatencyBlock` calls."""
-
-    def __init__(self, pool: BlockPool, num_heads: int, **options: Any) -> None:
-        super().__init__(pool, num_heads, **options)
-        data, d_pad = pool.data, self._workspace.d_pad
-        kv_heads, number = data.shape[-2], data.element_size()
-        self._single_request_config = single_request_default(
-            kv_heads, d_pad, number, data.device
-        )
-        self._small_batch_config = small_batch_config(d_pad, number)
-        self._small_batch_workspace = Workspace(
-            kv_heads * self._small_batch_config.splits * MOST_ROWS, d_pad, data.device
-        )
-        self._requests = 0
-
-    @property
-    def alone(self) -> bool:
-        """True if the step has one request, and the cache has no scales."""
-        return not self.pool.layers[0].scaled and self._requests == 1
-
-    def plan(self) -> None:
-        """Sort the requests as `TritonPagedAttention.plan` does, and count them."""
-        super().plan()
-        self._requests = len(self.batch.context_lens)
-
-    def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
-        """See `TritonPagedAttention.begin_sorted`; the last of the requests that are listed is padding."""
-        super().begin_sorted(batch, members, tiles)
-        self._requests = len(batch.context_lens) - (members is not None)
-
-    def attend_fused(
-        self,
-        layer: LayerSpec,
-        qkv: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
-        norms: HeadNorms | None,
-        *,
-        small_batch: bool,
-        wait_for_all_splits: bool,
-    ) -> SingleRequestSplits:
-        """Compute head norms, RoPE, KV store and attention of a single request from the QKV projection's
-        output.
-
-        Args:
-            layer: of the model.
-            qkv: `[T, (H + 2 KH) D]`.
-            cos_sin: angles of the tokens.
-            norms: of query and key heads, if the family has them.
-            small_batch: True if the request has two to eight tokens, False if it has one.
-            wait_for_all_splits: False leaves the splits in the workspace, for the output projection to
-                combine.
-        """
-        batch, cache = self.batch, self.pool.layers[layer.index]
-        where = batch.block_tables, batch.context_lens, batch.slots
-        given = SingleRequestInputs(qkv, cos_sin, norms, layer, cache, *where)
-        if small_batch:
-            given = given._replace(query_starts=batch.query_starts)
-            return attend_small_batch(
-                given,
-                workspace=self._small_batch_workspace,
-                config=self._small_batch_config,
-                wait_for_all_splits=wait_for_all_splits,
-            )
-        return attend_single_request(
-            given,
-            workspace=self._workspace,
-            config=self._single_request_config,
-            wait_for_all_splits=wait_for_all_splits,
-        )
+HeadCombiner = Callable[[SingleRequestSplits, Tensor], Tensor]
+"""Maps attention's splits and a residual `[1, hidden]` to residual plus output projection `[1, hidden]`."""
 
 
+@dataclass(eq=False)
 class LatencyKernel:
     """A `LinearKernel` for one token: norm, product, gate and residual in one launch.
 
     linear: the layer whose weights it reads.
     trigger_early: see `FusedOperators`.
     out_dtype: of the result; None: that of the input.
+    reads: the layers whose weights it can read.
     """
 
-    def __init__(
-        self, linear: Any, *, trigger_early: bool = True, out_dtype: torch.dtype | None = None
-    ) -> None:
-        self.linear = linear
-        self.trigger_early = trigger_early
-        self.out_dtype = out_dtype
+    linear: Any
+    trigger_early: bool = True
+    out_dtype: torch.dtype | None = None
+    reads: ClassVar[type[nn.Module]] = nn.Linear
 
     def supports(self, tokens: int, gate: str | None) -> bool:
-        """Return True for one token; a layer with a bias has no gate."""
+        """Return True for one token, unless the layer has a bias and a gate."""
         return tokens == 1 and (gate is None or self.linear.bias is None)
 
     def __call__(self, x: Tensor, **operators: Any) -> Tensor:
-        """See `FusedLinear.forward`."""
-        how = {
+        """Return the linear layer's output `[1, N]` for one token `x [1, K]`.
+
+        operators: norm, gate and residual, as in `FusedLinear.forward`; None leaves one out.
+        """
+        return self.multiply(
+            x,
             **operators,
-            "bias": self.linear.bias,
-            "trigger_early": self.trigger_early,
-            "out_dtype": self.out_dtype,
-        }
-        return gemv(x, self.linear.weight, **how)
+            bias=self.linear.bias,
+            trigger_early=self.trigger_early,
+            out_dtype=self.out_dtype,
+        )
+
+    def multiply(self, x: Tensor, **operators: Any) -> Tensor:
+        """Return `gemv` with the layer's weight."""
+        return gemv(x, self.linear.weight, **operators)
+
+    def combiner(self) -> HeadCombiner | None:
+        """Return what combines attention's splits in this layer, an output projection.
+
+        None: attention combines them faster.
+        """
+        linear = self.linear
+        if not fused_heads_are_faster(*linear.weight.shape):
+            return None
+        return lambda parts, residual: project_heads(
+            residual, linear.weight, linear.bias, parts
+        )
 
 
-def add_kernel(fused: FusedLinear, **options: Any) -> LatencyKernel | None:
-    """Add a `LatencyKernel` to a layer that is not quantized, and return it; None for other layers.
+def add_kernels(
+    model: Model, kernel: type[LatencyKernel], skip: Collection[nn.Module] = ()
+) -> None:
+    """Add a kernel for one token to the `FusedLinear`s of a model whose layer it reads.
 
-    options: `trigger_early` and `out_dtype` of the kernel.
+    The kernel of a QKV projection triggers the next one as `starts_early` says. That of the output head
+    writes float32: what is sampled is not converted afterwards.
+
+    skip: `FusedLinear`s that stay as they are.
     """
-    if not isinstance(fused.linear, nn.Linear):
-        return None
-    kernel = LatencyKernel(fused.linear, **options)
-    fused.kernels.insert(0, kernel)
-    return kernel
+    early = {
+        block.self_attn.qkv_proj: starts_early(block.self_attn.spec)
+        for block in model.modules()
+        if isinstance(block, FusedBlock) and isinstance(block.self_attn, FusedAttention)
+    }
+    for fused in model.modules():
+        if (
+            isinstance(fused, FusedLinear)
+            and isinstance(fused.linear, kernel.reads)
+            and fused not in skip
+        ):
+            dtype = torch.float32 if fused is model.lm_head else None
+            made = kernel(fused.linear, trigger_early=early.get(fused, True), out_dtype=dtype)
+            fused.kernels.insert(0, made)
 
 
-HeadCombiner = Callable[[SingleRequestSplits, Tensor], Tensor]
-"""Maps attention's splits and a residual `[T, hidden]` to residual plus output projection `[T, hidden]`."""
-
-
-def heads_of(linear: nn.Module) -> HeadCombiner | None:
-    """Return the function that combines attention's splits in this output projection.
-
-    None: the layer is quantized, or attention combines them faster.
-    """
-    if not (isinstance(linear, nn.Linear) and fused_heads_are_faster(*linear.weight.shape)):
-        return None
-    return lambda parts, residual: project_heads(residual, linear.weight, linear.bias, parts)
-
-
+@dataclass(eq=False)
 class LatencyBlock:
     """A `BlockKernel` that fuses norms and residual additions into the projections, for one token.
 
-    heads: combines attention's splits in the output projection, for one token; None: attention combines
-        them.
-    small_batch: True if the block also takes two to eight tokens; its layers then need kernels for these.
-    small_batch_heads: as `heads`, for two to eight tokens.
+    workspace: holds the splits of attention; blocks share it.
     """
 
-    small_batch = False
-    small_batch_heads: HeadCombiner | None = None
-
-    def __init__(self, heads: HeadCombiner | None = None) -> None:
-        self.heads = heads
+    workspace: Workspace
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """See `BlockKernel.supports`."""
-        if not (isinstance(x, Tensor) and isinstance(attention, LatencyAttention)):
-            return False
-        if len(x) == 1 and attention.alone:
-            return True
-        return self.small_batch and len(x) <= MAX_SMALL_BATCH
+        """See `BlockKernel.supports`. The step has one request, and the cache no scales."""
+        return (
+            isinstance(x, Tensor)
+            and len(x) == 1
+            and type(attention) is TritonPagedAttention  # others have tables for each layer
+            and len(attention.batch.context_lens) == 1
+            and not attention.pool.layers[0].scaled
+        )
 
     def __call__(
         self,
@@ -196,78 +131,67 @@ class LatencyBlock:
         cos_sin: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> Tensor:
-        """See `LlamaBlock.forward`."""
+        """Return the block's output `[T, hidden]`; arguments as in `LlamaBlock.forward`, after the
+        block itself.
+        """
         attend = block.self_attn
         mlp = block.mlp
         norm = block.post_attention_layernorm
-        assert isinstance(x, Tensor) and isinstance(attention, LatencyAttention)
+        assert isinstance(x, Tensor) and isinstance(attention, TritonPagedAttention)
         assert isinstance(attend, FusedAttention)
-        alone = len(x) == 1 and attention.alone
-        heads = self.heads if alone else self.small_batch_heads
-        qkv = attend.qkv_proj(x, norm=block.input_layernorm.weights)
-        if not alone and not (
-            attention.alone and fits(len(x), attend.spec)
-        ):  # of several requests
-            x = attend.o_proj(attend.attend(qkv, cos_sin, attention), residual=x)
-        else:
-            wait_for_all_splits = heads is None
-            parts = attention.attend_fused(
-                attend.spec,
-                qkv,
-                cos_sin,
-                attend.norms,
-                small_batch=not alone,
-                wait_for_all_splits=wait_for_all_splits,
-            )
-            x = attend.o_proj(parts.out, residual=x) if heads is None else heads(parts, x)
+        combine = combiner_of(attend.o_proj)
+        parts = attend_step(
+            attention,
+            attend.spec,
+            attend.qkv_proj(x, norm=block.input_layernorm.weights),
+            cos_sin,
+            attend.norms,
+            workspace=self.workspace,
+            wait_for_all_splits=combine is None,
+        )
+        x = attend.o_proj(parts.out, residual=x) if combine is None else combine(parts, x)
         if not isinstance(mlp, FusedMLP):  # a mixture of experts
             return x + mlp(norm(x))
         # Two kernels that read a matrix each, and nothing in between.
         return mlp.down_proj(mlp.gate_up_proj(x, norm=norm.weights, gate=mlp.kind), residual=x)
 
 
+def combiner_of(out: FusedLinear) -> HeadCombiner | None:
+    """Return the combiner of an output projection's kernel; None: it has none, or ranks share the product."""
+    kernels = [kernel for kernel in out.kernels if isinstance(kernel, LatencyKernel)]
+    return kernels[0].combiner() if kernels and out.total is None else None
+
+
 def install(model: Model) -> Model:
     """Add latency kernels to a model's blocks and linear layers, and return the same model.
 
-    Blocks of which some layers are left to torch stay as they are. A `LatencyBlock` runs only with a
-    `LatencyAttention`. Linear layers outside of these blocks get kernels as well: no kernel behind them
-    reads their output early.
+    Blocks of which some layers are left to torch stay as they are. Linear layers outside of these blocks get
+    kernels as well: no kernel behind them reads their output early.
     """
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
-    inside = {part for block in blocks for part in block.modules()}
-    for part in model.modules():
-        if isinstance(part, FusedLinear) and part not in inside and part is not model.lm_head:
-            add_kernel(part)
+    skip = {part for block in blocks for part in block.modules()}
+    workspace: Workspace | None = None
     for block in blocks:
-        if whole(block):
-            attend, mlp = block.self_attn, block.mlp
+        layers = layers_of(block)
+        if layers:
+            attend = block.self_attn
             assert isinstance(attend, FusedAttention)
-            add_kernel(attend.qkv_proj, trigger_early=starts_early(attend.spec))
-            behind = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()
-            for linear in (attend.o_proj, *behind):
-                add_kernel(linear)
-            out = attend.o_proj
-            block.kernels.insert(
-                0, LatencyBlock(heads_of(out.linear) if out.total is None else None)
-            )
-    if isinstance(model.lm_head, FusedLinear):
-        # What is sampled is float32: one row comes so, and no one has to convert it afterwards.
-        add_kernel(model.lm_head, out_dtype=torch.float32)
+            workspace = workspace or single_request_workspace(attend.spec, model.device)
+            block.kernels.insert(0, LatencyBlock(workspace))
+            skip -= {*layers}
+    add_kernels(model, LatencyKernel, skip)
     return model
 
 
-def whole(block: FusedBlock) -> bool:
-    """Return True if all layers of a block are kernels of phase 06, or a mixture of experts
-    replaces the MLP.
+def layers_of(block: FusedBlock) -> tuple[FusedLinear, ...]:
+    """Return the linear layers of a block, without those of a mixture of experts.
+
+    None of them if some layer of the block is left to torch, or attention has sinks.
     """
     attend, mlp = block.self_attn, block.mlp
-    inside = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()
-    return (
-        isinstance(attend, FusedAttention)
-        and attend.spec.sinks is None
-        and (bool(inside) or not isinstance(mlp, FusedMLP | GatedMLP))
-        and not any(
-            isinstance(fused.linear, FusedProjection)
-            for fused in (attend.qkv_proj, attend.o_proj, *inside)
-        )
-    )
+    if isinstance(mlp, GatedMLP) or not isinstance(attend, FusedAttention):
+        return ()
+    behind = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()
+    layers = (attend.qkv_proj, attend.o_proj, *behind)
+    torch_only = any(isinstance(fused.linear, FusedProjection) for fused in layers)
+    return () if torch_only or attend.spec.sinks is not None else layers

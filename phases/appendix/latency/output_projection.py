@@ -20,8 +20,11 @@ def combine_heads(
     H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Combine the `used` splits of all heads in the workspace; return attention's output `[H_PAD, D_PAD / 8,
-    8]`.
+    """Combine the `used` splits of all heads; return attention's output as `[H_PAD, D_PAD / 8, 8]` float32.
+
+    partial: `[splits, H, D_PAD]`, outputs of each split's keys, written by attention.
+    lse: log2 of each split's softmax sum, `[splits, H]`, `LOG_STEP` numbers apart.
+    CHUNK: splits that are loaded at a time. `_PAD`: rounded up to a power of two.
     """
     # Heads as [D / 8, H, 8], where a thread owns the last axis, and their weights as [D / 8, H]: each thread
     # loads what it needs of both, and nothing has to pass between threads.
@@ -68,8 +71,11 @@ def combine_heads(
 def unrounded(
     vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """Return attention's output unchanged, and 1 as the factor of its product; other formats round in its
-    place.
+    """Return attention's output `vector` unchanged, and 1 as the factor of the product.
+
+    Functions that round have the same parameters. inside: which numbers are no padding. LARGEST, WHOLE,
+    HARDWARE: the
+        format's largest number, whether it has integers, and whether an instruction rounds to it.
     """
     return vector, 1.0
 
@@ -83,9 +89,15 @@ def heads_kernel(
     BIAS: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute `ROWS` outputs of the projection a program: combine all heads' splits, then multiply.
+    """Compute `ROWS` outputs of the output projection: combine all heads' splits, then multiply. One
+    program each.
 
-    SCALED: each row of the weight has a scale.
+    out, bias, residual: `[N]`; bias is added if BIAS. weight: `[N, H D]`. weight_scale: `[N]`, read if
+        SCALED.
+    partial, lse: splits of attention, as in `combine_heads`. context_len: `[1]`, which says how many there
+        are; SPLITS, BLOCK_N and WINDOW are those of attention's launch.
+    ROUND: rounds attention's output, such as `unrounded`; LARGEST, WHOLE, HARDWARE are its constants.
+    PDL: the GPU can start the next kernel early. `_PAD`: rounded up to a power of two.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, H_PAD * D_PAD)
@@ -107,18 +119,17 @@ def heads_kernel(
     added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
 
     x = combine_heads(partial, lse, used, H, H_PAD, D, D_PAD, CHUNK)
-    vector = tl.reshape(x.to(out.dtype.element_ty), [H_PAD * D_PAD]).to(
-        tl.float32
-    )  # rounded as a step apart
+    # Rounded as a step apart.
+    vector = tl.reshape(x.to(out.dtype.element_ty), [H_PAD * D_PAD]).to(tl.float32)
     vector, scale = ROUND(vector, inside, LARGEST, WHOLE, HARDWARE)
     product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1) * (scales * scale)
     tl.store(out + row, (product + added).to(out.dtype.element_ty), mask=row < N)
 
 
 class Rounding(NamedTuple):
-    """A device function that rounds attention's output, and its constants.
+    """A device function that rounds attention's output before the output projection, and its constants.
 
-    function: has the signature of `unrounded`.
+    function: has the signature of `unrounded`; returns the rounded vector and the factor of the product.
     largest: largest magnitude of the format that it rounds to.
     whole: True for integers.
     hardware: True if the GPU rounds to the format by an instruction.
@@ -141,13 +152,13 @@ def project_heads(
     scale: Tensor | None = None,  # [N] float32, of each row
     rounding: Rounding | None = None,
 ) -> Tensor:
-    """Return `residual + bias + weight @ (attention's output)`, `[1, N]`, from splits in the workspace.
+    """Return `residual + bias + weight @ (attention's output)`, `[1, N]`, from attention's splits.
 
     Args:
         residual: `[1, N]`.
         weight: `[N, H D]`.
         bias: `[N]`, or None.
-        parts: splits of `attend_single_request`, left in its workspace.
+        parts: what `attend_single_request` returned; its splits are still in its workspace.
         rows: outputs of a program.
         chunk: splits that are combined at a time.
         scale: of each row of a quantized weight, `[N]`.

@@ -15,7 +15,7 @@ for the last split, but each reads all parts: right while these are small beside
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
-from phases.appendix.latency.tables import SingleRequestConfig
+from phases.appendix.latency.tables import SingleRequestConfig, single_request_default
+from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.rope import (
@@ -35,6 +36,7 @@ from triton_paged_attention.kernels.rope import (
     rotate,
 )
 from triton_paged_attention.tiles import (
+    LOG2_E,
     attend,
     combine,
     fold,
@@ -42,7 +44,6 @@ from triton_paged_attention.tiles import (
     lookup,
     no_keys,
     raw_scores,
-    unit,
 )
 
 LOG_STEP = tl.constexpr(2)
@@ -55,9 +56,11 @@ several heads, to load them at once, and would have to shuffle them before it ca
 def splits_of(
     position, end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Return the first tile's first key, the tiles of a split, and how many splits have work (at least one).
+    """Return how the keys before `end` are split: first key of the first tile, tiles of a split, splits
+    with work.
 
-    The splits share the keys before `end` that a query at `position` sees; a single split may be empty.
+    The splits share the keys that a query at `position` sees. At least one has work, and it may be empty.
+    WINDOW: tokens that a query sees; 0: all. BLOCK_N: keys of a tile. SPLITS: most splits.
     """
     begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
     tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 1)
@@ -69,8 +72,11 @@ def splits_of(
 def norm_and_turn(
     x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr
 ):  # fmt: skip
-    """Return heads `x [rows, D_PAD]` normalized (with NORM) and rotated; `y` holds each number's partner in
-    rotation.
+    """Return heads `x [rows, D_PAD]` normalized (with NORM) and rotated by RoPE, in `x`'s dtype.
+
+    y: `[rows, D_PAD]`, each number's partner in the rotation, half a head away. w_x, w_y: the norm's
+        weights for `x` and `y`. cos, sin: `[1, D_PAD]`, the first half of `sin` with a minus sign. eps: of
+        the norm.
     """
     if NORM:
         full = x.to(tl.float32)
@@ -87,7 +93,13 @@ def wait_for_all_splits(
     D_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the `used` splits of the query heads of one key/value head, and write them to `out`."""
+    """Combine the `used` splits of the query heads of one key/value head, and write them to `out [H, D]`.
+
+    Called by the program of the split that ends last. partial: `[splits, H, D_PAD]` float32, outputs by
+    split.
+    lse: `[splits, H]`, log2 of their softmax sums. kv_head: number of the key/value head. GROUP: its query
+        heads.
+    """
     d = tl.arange(0, D_PAD)
     member = tl.arange(0, GROUP_PAD)
     head = kv_head * GROUP + member
@@ -102,16 +114,23 @@ def wait_for_all_splits(
 def single_request_attention_kernel(
     out,  # [H, D]
     qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, slots,
-    partial, lse, arrived, eps, scale, soft_cap, block_stride, slot_stride, head_stride,
+    partial, lse, arrived, eps, scale, block_stride, slot_stride, head_stride,
     H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr,
-    P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     WAIT_FOR_SPLITS: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of the keys for the query heads of one key/value head; a program for each pair.
+    """Compute one split of the keys for the query heads of one key/value head. One program per head and
+    split.
 
-    WAIT_FOR_SPLITS: the last split combines all; otherwise they stay in the workspace.
+    The last split also normalizes, rotates and stores the new token's key and value.
+    qkv: `[(H + 2 KH) D]`, the projection's output. cos, sin: `[D]`. q_weight, k_weight: `[D]`, read with
+        NORM.
+    k_cache, v_cache: the layer's blocks. block_table: `[max_blocks]`. context_len, slots: `[1]`; slot -1:
+        do not store. partial, lse, arrived: the workspace: outputs, log2 of softmax sums, counters of
+        ended splits.
+    WAIT_FOR_SPLITS: the last split to end combines all into `out`; otherwise they stay in the workspace.
     """
     kv_head, split = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_len)
@@ -121,9 +140,8 @@ def single_request_attention_kernel(
         return
     low = begin + split * tiles_per_split * BLOCK_N
     high = tl.minimum(low + tiles_per_split * BLOCK_N, context)
-    last = (
-        low + (tl.maximum(tl.cdiv(high - low, BLOCK_N), 1) - 1) * BLOCK_N
-    )  # where its last tile begins
+    # Where its last tile begins.
+    last = low + (tl.maximum(tl.cdiv(high - low, BLOCK_N), 1) - 1) * BLOCK_N
 
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
@@ -143,9 +161,8 @@ def single_request_attention_kernel(
     at_q = (kv_head * GROUP + row)[:, None] * D
     at_k = (H + kv_head) * D
     c = tl.load(cos + d, mask=d < D, other=0.0)[None, :]
-    s = tl.load(sin + d, mask=d < D, other=0.0)[
-        None, :
-    ]  # its first half carries the minus sign
+    # Its first half carries the minus sign.
+    s = tl.load(sin + d, mask=d < D, other=0.0)[None, :]
     # not read without norms
     q_x = c
     q_y = c
@@ -168,9 +185,10 @@ def single_request_attention_kernel(
     if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
         gdc_launch_dependents()
     query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)
+    # [1, D]
     new_key = norm_and_turn(
         new_x, new_y, k_x, k_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS
-    )  # [1, D]
+    )
     if (split == used - 1) & (slot >= 0):
         at_new = (
             (slot // P) * block_stride
@@ -187,20 +205,20 @@ def single_request_attention_kernel(
     new_value = new_value.to(v_cache.dtype.element_ty).to(query.dtype)
     keys = tl.where((key == newest)[:, None], new_key, keys.to(query.dtype))
     values = tl.where((key == newest)[:, None], new_value, values.to(query.dtype))
-    scores = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
+    scores = raw_scores(query, keys)
     visible = key < high
     if WINDOW > 0:
         visible = visible & (key > newest - WINDOW)
     scores = tl.where(visible[None, :], scores, float("-inf"))
-    m, total, acc = fold(scores, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
+    m, total, acc = fold(scores, values, m, total, acc, scale * LOG2_E)
     # What comes before that tile is in the cache; with a window, its edge may run through the first tile.
     m, total, acc = attend(
         query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low,
         last, last,
-        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        scale, block_stride, slot_stride, head_stride, D=D, P=P,
         BLOCK_N=BLOCK_N,
         MASK="all" if WINDOW > 0 else "none", CAUSAL=WINDOW > 0, WINDOW=WINDOW,
-        SOFT_CAP=SOFT_CAP, TMA=False,
+        TMA=False,
     )  # fmt: skip
 
     weight_sum = tl.where(total > 0, total, 1.0)
@@ -226,44 +244,21 @@ def single_request_attention_kernel(
 
 
 def starts_early(layer: LayerSpec) -> bool:
-    """Return True if attention may start before the QKV projection in front of it has waited.
+    """Return True if attention of a layer may start before the QKV projection in front of it has waited.
 
-    What attention reads before its own wait must be complete then. Behind the first layer it is: the first
-    layer's attention lets no kernel start before it has waited.
+    Attention reads the KV cache and the step's lengths before its own wait, so these must be complete.
+    Behind the first layer they are, since the first layer's attention lets no kernel start before it has
+    waited.
     """
     return layer.index > 0
-
-
-class SingleRequestInputs(NamedTuple):
-    """Inputs of `attend_single_request` and `attend_small_batch`.
-
-    qkv: `[T, (H + 2 KH) D]`, the projection's output.
-    cos_sin: angles, each `[T, 1, D]` float32.
-    norms: of query and key heads, or None.
-    layer, cache: the layer, and its blocks.
-    block_tables, context_lens, slots: of the step, see `PagedBatch`.
-    query_starts: `[2]`, for two to eight tokens; None: there is one.
-    """
-
-    qkv: Tensor  # [T, (H + 2 KH) D]
-    cos_sin: tuple[Tensor, Tensor]  # T D numbers each, float32
-    norms: HeadNorms | None
-    layer: LayerSpec
-    cache: LayerBlocks  # new keys and values are stored here
-    block_tables: Tensor  # [1, max_blocks] int32; other rows are not read
-    context_lens: Tensor  # [1] int32, the new tokens included
-    slots: Tensor  # [T] int64; negative: not stored
-    query_starts: Tensor | None = (
-        None  # [2] int32: tokens from the second number on are padding
-    )
 
 
 class SingleRequestSplits(NamedTuple):
     """Attention's output of a single request, combined or in splits.
 
-    out: `[T, H D]`; complete only if attention has combined the splits.
-    layer, context_lens, config, query_starts: those of the launch.
-    workspace: otherwise holds the splits; for several tokens in the order split, token, head.
+    out: `[1, H D]`; complete only if attention has combined the splits.
+    layer, context_lens, config: those of the launch.
+    workspace: otherwise holds the splits.
     """
 
     out: Tensor
@@ -271,15 +266,54 @@ class SingleRequestSplits(NamedTuple):
     context_lens: Tensor
     workspace: Workspace
     config: SingleRequestConfig
-    query_starts: Tensor | None = None
+
+
+def single_request_workspace(layer: LayerSpec, device: torch.device | str) -> Workspace:
+    """Return memory for the splits of a layer; layers of the same heads may share it."""
+    d_pad = max(16, triton.next_power_of_2(layer.head_dim))
+    return Workspace(2 * layer.num_heads * SingleRequestConfig.splits, d_pad, device)
+
+
+def attend_step(
+    attention: TritonPagedAttention,
+    layer: LayerSpec,
+    qkv: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    norms: HeadNorms | None,
+    *,
+    workspace: Workspace,
+    wait_for_all_splits: bool,
+) -> SingleRequestSplits:
+    """Compute `attend_single_request` over the cache of `attention`, whose step has one token."""
+    cache, slots = attention.place(layer)
+    batch = attention.batch
+    return attend_single_request(
+        qkv,
+        cos_sin,
+        norms,
+        layer,
+        cache,
+        batch.block_tables,
+        batch.context_lens,
+        slots,
+        workspace=workspace,
+        wait_for_all_splits=wait_for_all_splits,
+    )
 
 
 def attend_single_request(
-    given: SingleRequestInputs,
+    qkv: Tensor,  # [1, (H + 2 KH) D], the projection's output
+    cos_sin: tuple[Tensor, Tensor],  # D numbers each, float32
+    norms: HeadNorms | None,
+    layer: LayerSpec,
+    cache: LayerBlocks,  # the new key and value are stored here
+    block_tables: Tensor,  # [1, max_blocks] int32; other rows are not read
+    context_lens: Tensor,  # [1] int32, the new token included
+    slots: Tensor,  # [1] int64; negative: not stored
     *,
     workspace: Workspace,
-    config: SingleRequestConfig,
     wait_for_all_splits: bool,
+    config: SingleRequestConfig | None = None,
 ) -> SingleRequestSplits:
     """Compute attention of one request's one token, new key and value included.
 
@@ -287,55 +321,31 @@ def attend_single_request(
 
     wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace for
         `project_heads`.
+    config: block sizes; None: the default.
     """
-    group = triton.next_power_of_2(given.layer.num_heads // given.layer.num_kv_heads)
-    return launch(
-        single_request_attention_kernel,
-        given,
-        workspace,
-        config,
-        wait_for_all_splits,
-        BLOCK_M=max(16, group),
-        GROUP_PAD=group,
-    )
-
-
-def launch(
-    kernel: Any,
-    given: SingleRequestInputs,
-    workspace: Workspace,
-    config: SingleRequestConfig,
-    wait_for_all_splits: bool,
-    **more: int,
-) -> SingleRequestSplits:
-    """Launch an attention kernel of a single request. more: constants that only this kernel has."""
-    qkv = given.qkv
-    layer = given.layer
-    cache = given.cache
     assert not cache.scaled, "new keys and values are stored by a kernel that knows no scales"
     heads = layer.num_heads
     kv_heads = layer.num_kv_heads
     d = layer.head_dim
-    out = torch.empty(len(qkv), heads * d, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight, eps, one_plus = given.norms or (qkv, qkv, 0.0, False)
-    starts = () if given.query_starts is None else (given.query_starts,)
+    d_pad = max(16, triton.next_power_of_2(d))
+    config = config or single_request_default(
+        kv_heads, d_pad, cache.k.element_size(), qkv.device
+    )
+    out = torch.empty(1, heads * d, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps, one_plus = norms or (qkv, qkv, 0.0, False)
     early = dependent_launch(qkv.device)
     partial = workspace.partial if wait_for_all_splits else workspace.partial.view(qkv.dtype)
-    kernel[(kv_heads, config.splits)](
-        out, qkv, *given.cos_sin, q_weight, k_weight, cache.k, cache.v, given.block_tables,
-        given.context_lens, *starts, given.slots,
+    group = triton.next_power_of_2(heads // kv_heads)
+    single_request_attention_kernel[(kv_heads, config.splits)](
+        out, qkv, *cos_sin, q_weight, k_weight, cache.k, cache.v, block_tables, context_lens,
+        slots,
         partial, workspace.lse, workspace.arrived,
-        eps, layer.scale, layer.soft_cap or 1.0, *cache.k.stride()[:3],
-        H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d,
-        D_PAD=max(16, triton.next_power_of_2(d)),
+        eps, layer.scale, *cache.k.stride()[:3],
+        H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad,
         P=cache.k.shape[1], WINDOW=layer.sliding_window or 0,
-        SOFT_CAP=layer.soft_cap is not None,
-        NORM=given.norms is not None, ONE_PLUS=one_plus, BLOCK_N=config.block_n,
-        SPLITS=config.splits,
-        WAIT_FOR_SPLITS=wait_for_all_splits, PDL=early, num_warps=config.num_warps,
-        num_stages=config.num_stages, **more,
+        NORM=norms is not None, ONE_PLUS=one_plus, BLOCK_M=max(16, group), GROUP_PAD=group,
+        BLOCK_N=config.block_n, SPLITS=config.splits,
+        WAIT_FOR_SPLITS=wait_for_all_splits, PDL=early, num_warps=4, num_stages=1,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    return SingleRequestSplits(
-        out, layer, given.context_lens, workspace, config, given.query_starts
-    )
+    return SingleRequestSplits(out, layer, context_lens, workspace, config)

@@ -1,4 +1,4 @@
-"""Block sizes of the latency kernels, for one token and for two to eight."""
+"""Block sizes of the latency kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import cache
 
 import torch
 
-from triton_paged_attention.decode import MOST_SPLITS
 from triton_paged_attention.hardware import multiprocessors
 
 
@@ -18,8 +17,8 @@ class GemvConfig:
     rows: outputs of a program.
     block_k: inputs that are read at a time.
     num_warps: of a program.
-    trigger_after_read: the next kernel may start when this one has read its matrix, not when it begins to
-        read.
+    trigger_after_read: True: the next kernel may start when this one has read its matrix; False: when it
+        begins.
     """
 
     rows: int
@@ -53,22 +52,11 @@ class SingleRequestConfig:
     """Block sizes of attention of a single request.
 
     block_n: keys of a tile.
-    num_warps, num_stages: of a program.
-    splits: most programs for a key/value head, a power of two.
+    splits: most programs for a key/value head, a power of two up to 32.
     """
 
     block_n: int = 64
-    num_warps: int = 4
-    num_stages: int = 1
     splits: int = 32
-
-
-def tile_keys(d_pad: int, itemsize: int) -> int:
-    """Return how many keys a tile may have to fit a program's registers: 16 to 64.
-
-    d_pad: a head's padded size. itemsize: bytes of a number.
-    """
-    return max(16, min(64, 16_384 // (d_pad * itemsize)))
 
 
 @cache
@@ -77,29 +65,20 @@ def single_request_default(
 ) -> SingleRequestConfig:
     """Return block sizes for one token: two programs per multiprocessor, and tiles that fit the registers.
 
-    One stage takes little shared memory, so that programs of neighbouring kernels fit beside it.
+    Args:
+        kv_heads: key/value heads.
+        d_pad: a head's padded size.
+        itemsize: bytes of a number in the cache.
+        device: a GPU, or the CPU for the interpreter.
     """
-    splits = max(1, min(32, 2 * multiprocessors(device) // kv_heads))
-    return SingleRequestConfig(
-        tile_keys(d_pad, itemsize), splits=1 << (splits.bit_length() - 1)
-    )
-
-
-def small_batch_config(d_pad: int, itemsize: int) -> SingleRequestConfig:
-    """Return block sizes for two to eight tokens, with as many splits as the decode kernel has.
-
-    Heads of more than 64 numbers take twice the warps, whose registers hold the first tile, the new keys
-    and all queries at once.
-    """
-    num_warps = 4 if d_pad <= 64 else 8
-    return SingleRequestConfig(
-        tile_keys(d_pad, itemsize), num_warps, num_stages=2, splits=MOST_SPLITS
-    )
+    splits = max(1, min(SingleRequestConfig.splits, 2 * multiprocessors(device) // kv_heads))
+    keys = max(16, min(64, 16_384 // (d_pad * itemsize)))
+    return SingleRequestConfig(keys, splits=1 << (splits.bit_length() - 1))
 
 
 def fused_heads_are_faster(rows: int, size: int) -> bool:
     """Return True if an output projection `[rows, size]` should combine the splits of attention itself.
 
-    Every program of the projection reads all parts, so there may be neither many programs nor large parts.
+    Every program of the projection reads all splits, so there may be neither many programs nor large splits.
     """
     return size <= 2048 and rows <= 2048

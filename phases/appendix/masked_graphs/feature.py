@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-
-import torch
+from typing import TYPE_CHECKING
 
 from common.errors import UserError
 from cuda_graphs import Graphs
-from paged_cache import EngineBuilder, Feature, find
+from paged_cache import EngineBuilder, Feature
 from structured import Structured
 from triton_paged_attention import Kernels
 
@@ -22,13 +19,9 @@ if TYPE_CHECKING:
 class MaskedGraphs(Feature):
     """Applies masks by a kernel, and makes the second half of a masked step a CUDA graph if graphs are on."""
 
-    name: ClassVar[str] = "masked_graphs"
-    phase: ClassVar[int] = 12
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True if the engine has kernels and grammars."""
-        return find(others, Structured) is not None and find(others, Kernels) is not None
+    name = "masked_graphs"
+    phase = 12
+    on_with = (Structured, Kernels)
 
     def install(self, builder: EngineBuilder) -> None:
         """Decorate the sampler backend; with graphs, also add an executor that prefetches inputs.

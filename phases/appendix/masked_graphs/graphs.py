@@ -11,7 +11,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.sampling.sampler import Sampled, SamplingFlags, SamplingMetadata, TokenBitmask
 from continuous.batch import Ints
@@ -81,8 +81,16 @@ class LogitsGraph:
         """Compute the logits; this is what the graph captures."""
         self.inputs.copy_(self.half.inputs)
         model, hidden = self.half.machine.model, self.half.hidden
-        if isinstance(model.lm_head, FusedLinear) and model.config.final_soft_cap is None:
-            model.lm_head.write(hidden, self.logits)
+        head = model.lm_head
+        if (
+            isinstance(head, FusedLinear)
+            and isinstance(head.linear, nn.Linear)
+            and head.linear.bias is None
+            and head.total is None
+            and head.kernel(hidden) is None
+            and model.config.final_soft_cap is None
+        ):
+            torch.mm(hidden, head.linear.weight.t(), out=self.logits)  # needs no copy
         else:
             self.logits.copy_(narrow_logits(model, hidden))
 
@@ -119,7 +127,8 @@ class MaskedGraph:
 
 
 class MaskedGraphExecutor:
-    """A `GraphExecutor` of decode steps whose samples are masked: phase 09's graph, then two more.
+    """Runs decode steps whose samples are masked: phase 09's decode graph, then one for logits and one for
+    samples.
 
     While the masks of a step are being made, the host copies the inputs of the next step to the device.
 
@@ -136,7 +145,9 @@ class MaskedGraphExecutor:
         self._staged: tuple[Sequence[Work], Ints] | None = None
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs; see `GraphExecutor.capture`."""
+        """Capture all graphs, the largest first. part: called with the next graph's name, to show
+        progress.
+        """
         masks = MaskInputs(self.decodes.sizes[-1], self.runner.model)
         for size in reversed(self.decodes.sizes):
             part(f"{size} requests, logits")
@@ -153,9 +164,8 @@ class MaskedGraphExecutor:
         still to be written.
         """
         size, last = self.supports(works, masked=True), self.runner.last
-        half_done = (
-            last is not None and last.rest is not None
-        )  # the second half is a graph, too
+        # The second half is a graph, too.
+        half_done = last is not None and last.rest is not None
         if size is not None and half_done and not self.runner.rows.fresh:
             self._staged = works, self.decodes.stage(works, size)
 
@@ -164,7 +174,7 @@ class MaskedGraphExecutor:
         return smallest(self.decodes.sizes, len(works)) if masked and decodes(works) else None
 
     def run(self, works: Sequence[Work], ticket: int) -> Forwarded:
-        """Launch the first half of a step by the graphs of size `ticket`; see `GraphExecutor.run`."""
+        """Launch the forward pass of a step and its logits by the graphs of size `ticket`."""
         staged, self._staged = self._staged, None
         if staged is not None and staged[0] is works:
             rows = staged[1]

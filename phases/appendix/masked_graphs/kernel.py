@@ -23,7 +23,12 @@ def forbid_kernel(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Set forbidden logits to minus infinity; one program per mask and chunk. Position -1 is padding."""
+    """Set the logits of forbidden tokens to minus infinity. One program per mask and BLOCK tokens.
+
+    logits: rows and columns `row_stride` and `token_stride` apart, V columns.
+    words: `[M, ceil(V / 32)]` int32, rows `word_stride` apart; a bit is 1 if its token is allowed.
+    positions: `[M]`, the row of logits of each mask; -1: padding.
+    """
     mask, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(positions + mask)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -36,7 +41,10 @@ def forbid_kernel(
 
 
 def forbid(logits: Tensor, allowed: TokenBitmask) -> None:
-    """Set forbidden logits to minus infinity, in place: `logits [B, V]` of any dtype."""
+    """Set the logits of forbidden tokens to minus infinity, in place.
+
+    logits: `[B, V]` of any dtype. allowed: bit masks of some rows.
+    """
     count, vocab = len(allowed.positions), logits.shape[1]
     block = min(BLOCK, max(32, triton.next_power_of_2(vocab)))
     if count:
@@ -51,7 +59,7 @@ class Forbids(SamplerBackend):
     """A sampler backend that applies masks by the kernel and samples by torch."""
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
-        """Apply masks to logits in place; see `SamplerBackend.forbid`."""
+        """Set the logits `[B, V]` of forbidden tokens to minus infinity, in place, by the kernel."""
         forbid(logits, allowed)
 
 

@@ -80,7 +80,7 @@ class Live:
             raise ApiError(429, f"{self.watchers} clients watch, and no more may", retry=10)
         if not self.watchers:
             self._steps.clear()
-            self.app.on_step.append(self.stepped)
+            self.app.engine.on_step.append(self.stepped)
         self.watchers += 1
         leaving = asyncio.ensure_future(http.disconnected())
         try:
@@ -104,7 +104,7 @@ class Live:
         finally:
             self.watchers -= 1
             if not self.watchers:
-                self.app.on_step.remove(self.stepped)
+                self.app.engine.on_step.remove(self.stepped)
             leaving.cancel()
 
     def stepped(self, step: StepReport) -> None:

@@ -31,13 +31,12 @@ SHARED = -3
 
 
 def picture(engine: object) -> dict[str, Any]:
-    """Return the owner of each block (a row, or one of the constants above), the running requests, the
-    prefix tree.
+    """Return a picture of an engine as JSON: who owns each block, running requests, prefix tree.
 
     Must be called between two steps, when no table changes. An engine without a paged cache has no blocks.
 
-    Returns: `blocks` (every `stride`-th), `stride`, `rows` (a dictionary for each request), and `tree` or
-    None.
+    Returns: `blocks` (every `stride`-th: a row, or one of the constants above), `stride`, `rows` (a
+        dictionary for each request), and `tree` or None.
     """
     if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
         return {"blocks": [], "stride": 1, "rows": [], "tree": None}
@@ -92,17 +91,15 @@ class StepPictures:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._draws = False
+        self.due = self._draws = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer`."""
+        self.due = True
         self._draws |= isinstance(command, DrawEngine)
 
-    def due(self) -> bool:
-        """Return True if a picture was asked for, so that a report must be sent."""
-        return self._draws
-
-    def write(self, step: StepReport, now: float) -> None:
+    def write(self, step: StepReport) -> None:
         """See `Observer`."""
+        self.due = False
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)

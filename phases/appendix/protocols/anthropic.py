@@ -51,7 +51,7 @@ class ToolChoice(Struct):
 
 
 class MessagesFields(Struct, kw_only=True):
-    """`POST /v1/messages`, Anthropic's."""
+    """Body of Anthropic's `POST /v1/messages`."""
 
     messages: list[MessageParam]
     system: str | list[dict[str, Any]] | None = None
@@ -63,7 +63,7 @@ class MessagesFields(Struct, kw_only=True):
 
 
 class Messages(Translation):
-    """`/v1/messages`."""
+    """Anthropic's route `/v1/messages`, translated to a chat."""
 
     fields = MessagesFields
     form = ErrorForm(
@@ -77,7 +77,11 @@ class Messages(Translation):
     )
 
     def translate(self, given: MessagesFields, ignored: list[str]) -> dict[str, Any]:
-        """See `Translation`. A last turn of the assistant is one that the answer goes on from."""
+        """Return the fields of the chat that a request means; a last assistant message is one that the
+        output continues.
+
+        ignored: gets the names of fields that mean nothing here.
+        """
         messages = [made for said in given.messages for made in _messages(said)]
         if any(block.is_error for said in given.messages for block in _blocks(said)):
             ignored.append("messages.is_error")
@@ -110,14 +114,14 @@ class Messages(Translation):
     def formatter(
         self, given: MessagesFields, request: ParsedRequest, http: HttpRequest
     ) -> MessageEvents:
-        """See `Translation`."""
+        """Return what formats the response of the translated chat."""
         if request.generation.max_tokens is None:
             raise wrong("max_tokens", "max_tokens is missing, but must be given")
         return MessageEvents(self.chat.model)
 
 
 async def count(app: App, messages: Messages, http: HttpRequest) -> None:
-    """Answer with the number of a prompt's tokens."""
+    """Send the number of tokens of a request's prompt."""
 
     def parse(fields: dict[str, Any], ready: Ready) -> int:
         chat, _ = messages.chat_fields(convert_fields(MessagesFields, fields), fields)
@@ -127,12 +131,11 @@ async def count(app: App, messages: Messages, http: HttpRequest) -> None:
         return len(request.prompts[0])
 
     http.form = messages.form
-    number, _ = await app.read(http, parse, source=messages.source)
-    await http.json({"input_tokens": number})
+    await http.json({"input_tokens": await app.read(http, parse, messages.source)})
 
 
 class MessageEvents(Events):
-    """Builds a message of blocks: reasoning, text, calls."""
+    """Formats a chat's response as Anthropic's message: blocks of reasoning, text and calls."""
 
     def __init__(self, model: ServedModel) -> None:
         super().__init__(
@@ -148,12 +151,12 @@ class MessageEvents(Events):
         self.blocks: list[dict[str, Any]] = self.value["content"]
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """See `Events`."""
+        """Add the event that a message begins. usage: a chat's."""
         self.value["usage"] = _usage(usage)
         self.say("message_start", message=self.value)
 
     def take(self, delta: dict[str, Any]) -> None:
-        """See `Events`."""
+        """Add the events of a chat's delta: `reasoning_content`, `content` or `tool_calls`."""
         if text := delta.get("reasoning_content"):
             self._open("thinking", thinking="", signature="")
             self.blocks[-1]["thinking"] += text
@@ -169,7 +172,7 @@ class MessageEvents(Events):
             self._add(type="input_json_delta", partial_json=call["function"]["arguments"])
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """See `Events`."""
+        """Add the events of the end. reason: `stop`, `length` or `tool_calls`. usage: a chat's."""
         self._close()
         stop = (
             choice.stream.stop if reason == "stop" else None
@@ -206,7 +209,9 @@ class MessageEvents(Events):
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as a chat's; one of Anthropic's own keeps its type, which is refused."""
+    """Return one of Anthropic's tools in the form of a chat's tool; its own built-in tools keep their
+    type, which is refused.
+    """
     kind = "function" if tool.get("type") in (None, "custom") else tool["type"]
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": kind, "function": function | {"parameters": tool.get("input_schema")}}
@@ -219,7 +224,9 @@ def _blocks(said: MessageParam) -> list[Block]:
 
 
 def _messages(said: MessageParam) -> list[dict[str, Any]]:
-    """Return a message as a chat's: results of calls are messages of their own there."""
+    """Return one message of Anthropic's form as messages of a chat: results of calls are messages of
+    their own there.
+    """
     if isinstance(said.content, str):
         return [{"role": said.role, "content": said.content}]
     made, calls = list[dict[str, Any]](), list[dict[str, Any]]()
@@ -259,7 +266,7 @@ def _result(content: str | list[dict[str, Any]] | None) -> Any:
 
 
 def _continued(messages: list[dict[str, Any]]) -> bool:
-    """Tell if the last turn is the assistant's and a text alone; its parts become one text."""
+    """Return True if the last message is the assistant's and only text; its parts are joined to one text."""
     if (
         len(messages) < 2
         or messages[-1]["role"] != "assistant"

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from common.errors import UserError
 from common.json_text import convert_fields, decode_written
-from phases.appendix.api.reasoning import BEGIN, has_channels
+from phases.appendix.api.reasoning import reasons
 from phases.appendix.protocols.translation import Events, Translation
 from serving.app import App
 from serving.completion import Choice
@@ -42,14 +41,14 @@ DETAILS = {
 
 
 def error_form(names: Mapping[str, str]) -> ErrorForm:
-    """Return the form of errors that Ollama's clients read: a text."""
+    """Return the form of errors that Ollama's clients read: `{"error": text}`. names: of fields."""
     return ErrorForm(
         names, b"%s\n", lambda body: body["error"] | {"error": body["error"]["message"]}
     )
 
 
 class OllamaFields(Struct, kw_only=True):
-    """`POST /api/chat`, with messages, and `/api/generate`, with a prompt: Ollama's."""
+    """Body of Ollama's `POST /api/chat`, with messages, and `/api/generate`, with a prompt."""
 
     model: str | None = None
     stream: bool | None = True
@@ -71,7 +70,7 @@ class OllamaFields(Struct, kw_only=True):
 
 
 class Ollama(Translation):
-    """`/api/chat`; or `/api/generate`, which does not talk in messages."""
+    """Ollama's routes `/api/chat` and `/api/generate`, translated to a chat or a completion."""
 
     fields = OllamaFields
 
@@ -81,7 +80,9 @@ class Ollama(Translation):
         self.form = error_form(NAMES if talks else NAMES | {"messages": "prompt"})
 
     def translate(self, given: OllamaFields, ignored: list[str]) -> dict[str, Any]:
-        """See `Translation`."""
+        """Return the fields of the chat that a request means. ignored: gets the names of fields that
+        mean nothing here.
+        """
         messages = given.messages or []
         if not self.talks:
             messages = [{"role": "user", "content": given.prompt, "images": given.images}]
@@ -115,11 +116,13 @@ class Ollama(Translation):
     def formatter(
         self, given: OllamaFields, request: ParsedRequest, http: HttpRequest
     ) -> OllamaEvents:
-        """See `Translation`."""
+        """Return what formats the response of the translated chat."""
         return OllamaEvents(self.chat.model, talks=self.talks)
 
     def loads(self, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the answer to a request that says nothing, by which clients load and unload a model."""
+        """Return the response to a request without a prompt, by which clients load and unload a model;
+        else None.
+        """
         given = convert_fields(OllamaFields, fields)
         if given.messages if self.talks else given.prompt:
             return None
@@ -137,7 +140,7 @@ def check_model(model: ServedModel, name: str | None) -> None:
 
 
 class OllamaEvents(Events):
-    """Builds lines of JSON. A call is sent when it is whole.
+    """Formats a chat's response as Ollama's lines of JSON. A call is sent when it is whole.
 
     talks: the text is a message; otherwise it is the field `response`.
     """
@@ -151,11 +154,11 @@ class OllamaEvents(Events):
         self._calls: list[dict[str, Any]] = []
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
-        """See `Events`."""
+        """Return an event as a line of JSON."""
         return encode_json(event) + b"\n"
 
     def take(self, delta: dict[str, Any]) -> None:
-        """See `Events`."""
+        """Add the lines of a chat's delta: `reasoning_content`, `content` or `tool_calls`."""
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 self._calls.append({**call["function"]})
@@ -169,7 +172,13 @@ class OllamaEvents(Events):
                 self.say("", **self.line({"content": "", name: text}, done=False))
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """See `Events`."""
+        """Send an answer's last line: why it ended, token counts and times; before it, its calls if any.
+
+        Args:
+            choice: the answer.
+            reason: `stop`, `length` or `tool_calls`.
+            usage: token counts as OpenAI's chat has them: `prompt_tokens`, `completion_tokens`.
+        """
         if reason == "tool_calls" or (choice.calls is not None and choice.calls.complete):
             functions = [
                 call | {"arguments": decode_written(call["arguments"]) or {}}
@@ -208,13 +217,13 @@ def card(app: App) -> dict[str, Any]:
 
 
 async def tags(app: App, http: HttpRequest) -> None:
-    """Answer with the one model there is."""
+    """Send the list of models, which has the served one."""
     await http.json({"models": [card(app) | {"modified_at": _now()}]})
 
 
 async def running(app: App, http: HttpRequest) -> None:
-    """Answer with the model that is loaded."""
-    ready = app.service.ready()
+    """Send the list of loaded models, which has the served one."""
+    ready = app.ready()
     more = {
         "expires_at": "9999-12-31T23:59:59Z",
         "size_vram": 0,
@@ -224,7 +233,7 @@ async def running(app: App, http: HttpRequest) -> None:
 
 
 async def show(app: App, http: HttpRequest) -> None:
-    """Answer with what is known of the model."""
+    """Send what is known of the model: format, family, sizes, template."""
 
     def parse(fields: dict[str, Any], ready: Ready) -> dict[str, Any]:
         check_model(app.model, convert_fields(OllamaFields, fields).model)
@@ -242,18 +251,15 @@ async def show(app: App, http: HttpRequest) -> None:
             "capabilities": capabilities(app.model),
         }
 
-    found, _ = await app.read(http, parse)
-    await http.json(found)
+    await http.json(await app.read(http, parse))
 
 
 def capabilities(model: ServedModel) -> list[str]:
     """Return what the model can do, in Ollama's words."""
-    found = ["completion", "tools", "embedding"]
-    try:
-        thinks = BEGIN in model.tokenizer.chat_template.source or has_channels(model.tokenizer)
-    except UserError:  # it has no template
+    if not model.tokenizer.has_chat_template:
         return ["completion", "embedding"]
-    return [*found, "thinking"] if thinks else found
+    thinking = ["thinking"] if reasons(model.tokenizer) else []
+    return ["completion", "tools", "embedding", *thinking]
 
 
 async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
@@ -263,11 +269,11 @@ async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
     def parse(fields: dict[str, Any], ready: Ready) -> ParsedRequest | dict[str, Any]:
         return ollama.loads(fields) or app.parse(ollama, http, fields, ready)
 
-    request, ready = await app.read(http, parse, source=ollama.source)
+    request = await app.read(http, parse, ollama.source)
     if isinstance(request, dict):
         await http.json(request)
     else:
-        await app.generate(http, request, ready)
+        await app.serve(http, request)
 
 
 def _now() -> str:

@@ -21,8 +21,8 @@ from phases.appendix.protocols.translation import (
 from phases.appendix.tools.described import text_of
 from serving.completion import Choice
 from serving.endpoints import ChatEndpoint, check_temperature
-from serving.http.errors import ApiError, ErrorForm, wrong
-from serving.http.request import HttpRequest
+from serving.http.errors import ApiError, ErrorForm, too_many, wrong
+from serving.http.request import HttpRequest, encode_json
 from serving.parsed import ParsedRequest
 
 MOST_KEPT, MOST_BYTES = 1024, 32 << 20
@@ -45,7 +45,7 @@ class InputItem(Struct):
 
 
 class ResponsesFields(Struct, kw_only=True):
-    """`POST /v1/responses`."""
+    """Body of `POST /v1/responses`."""
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -65,7 +65,7 @@ class ResponsesFields(Struct, kw_only=True):
 
 
 class Conversations:
-    """Conversations of the newest responses, by ids that cannot be guessed. Threads read it.
+    """Stored conversations of the newest responses, by ids that cannot be guessed. Threads read it.
 
     size: bytes of all.
     """
@@ -78,11 +78,13 @@ class Conversations:
 
     @property
     def size(self) -> int:
-        """Bytes of all conversations."""
+        """Return the bytes of all stored conversations."""
         return sum(self._sizes.values())
 
     def keep(self, id: str, messages: Messages, client: bytes = b"") -> None:
-        """Keep one; the oldest go where there are too many, first those of the same client."""
+        """Store the conversation of response `id`; the oldest are dropped beyond a limit, first those
+        of the same client.
+        """
         data = msgspec.json.encode(messages)
         with self._lock:
             self._kept[id] = client, data
@@ -99,7 +101,7 @@ class Conversations:
                 self._drop(next(iter(self._kept)))
 
     def find(self, id: str) -> Messages:
-        """Return one. Raises `ApiError` if it is not here, or no more."""
+        """Return the conversation of response `id`. Raises `ApiError` if it is not stored, or no more."""
         with self._lock:
             if id not in self._kept:
                 words = (
@@ -121,7 +123,7 @@ class Conversations:
 
 
 class Responses(Translation):
-    """`/v1/responses`."""
+    """OpenAI's route `/v1/responses`, translated to a chat."""
 
     fields = ResponsesFields
     form = ErrorForm(
@@ -140,7 +142,14 @@ class Responses(Translation):
         self.kept = Conversations()
 
     def translate(self, given: ResponsesFields, ignored: list[str]) -> dict[str, Any]:
-        """See `Translation`."""
+        """Return the fields of the chat that a request means. ignored: gets the names of fields that
+        mean nothing here.
+        """
+        most = self.chat.model.limits.max_schema_bytes
+        again = {"metadata": given.metadata, "text": given.text, "tools": given.tools}
+        for name, value in (again | {"tool_choice": given.tool_choice}).items():
+            if (size := len(encode_json(value))) > most:  # the answer says it again
+                raise too_many(name, size, most, "bytes")
         before = (
             self.kept.find(given.previous_response_id) if given.previous_response_id else []
         )
@@ -168,7 +177,7 @@ class Responses(Translation):
     def formatter(
         self, given: ResponsesFields, request: ParsedRequest, http: HttpRequest
     ) -> ResponseEvents:
-        """See `Translation`."""
+        """Return what formats the response of the translated chat."""
         kept = None if given.store is False else self.kept
         check_temperature(request)
         replica = http.scope.get("replica", b"here").decode()
@@ -180,7 +189,7 @@ class Responses(Translation):
 
 
 class ResponseEvents(Events):
-    """Builds a response of items: reasoning, a message, calls.
+    """Formats a chat's response as OpenAI's response object: items of reasoning, message and calls.
 
     kept: where the conversation goes when it has ended; None: it is not kept.
     replica: which of several has it; a response's id begins with its name.
@@ -227,17 +236,17 @@ class ResponseEvents(Events):
         self.items: list[dict[str, Any]] = self.value["output"]
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
-        """See `Events`. Events are numbered."""
+        """Return an event as it is sent, with its number."""
         number, self._number = self._number, self._number + 1
         return super().encode(kind, {"sequence_number": number, **event})
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """See `Events`."""
+        """Add the events that a response begins. usage: a chat's."""
         self.say("response.created", response=self.value)
         self.say("response.in_progress", response=self.value)
 
     def take(self, delta: dict[str, Any]) -> None:
-        """See `Events`."""
+        """Add the events of a chat's delta: `reasoning_content`, `content` or `tool_calls`."""
         if text := delta.get("reasoning_content"):
             self._text("reasoning", "reasoning_text", text, summary=[])
         if text := delta.get("content"):
@@ -256,7 +265,7 @@ class ResponseEvents(Events):
             )
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """See `Events`."""
+        """Add the events of the end. reason: `stop`, `length` or `tool_calls`. usage: a chat's."""
         cut = reason == "length"
         status = "incomplete" if cut else "completed"
         self._close(status)
@@ -276,7 +285,9 @@ class ResponseEvents(Events):
         self.say(f"response.{status}", response=self.value)
 
     def _text(self, kind: str, part: str, text: str, **fields: Any) -> None:
-        """Add to the text of an item, which is begun unless the last one is of its kind."""
+        """Add text to the response's last item of this kind; begin a new item unless the last one is of
+        this kind.
+        """
         if not self.items or self.items[-1]["type"] != kind:
             self._open(kind, **fields, content=[])
             made = {"type": part, "text": "", "annotations": [], "logprobs": []}

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from common.json_text import convert_fields
+from phases.appendix.api.scheduling import SchedulingFields
 from phases.appendix.tools.described import Message, with_system
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import ChatEndpoint
@@ -25,19 +26,19 @@ from serving.parsed import ParsedRequest
 
 Messages = list[Message]
 NAMED_EVENT = b"event: error\ndata: %s\n\n"
-PASSED = {*GenerationFields.__struct_fields__, "chat_template_kwargs"} - {
-    "stream_options",
-    "n",
-}
+EVERYWHERE: list[type[Struct]] = [GenerationFields, SchedulingFields]
+"""Structs of fields that a chat of any protocol may have."""
+PASSED = {name for kind in EVERYWHERE for name in kind.__struct_fields__}
+PASSED = PASSED - {"stream_options", "n"} | {"chat_template_kwargs"}
 """Fields of a chat that every protocol takes under the same names."""
 
 
 class Events:
-    """A `Formatter` that writes a chat's answer as a protocol's events.
+    """Base class of formatters that write a chat's response as another protocol's events.
 
-    An answer that is not streamed is built of the same updates, so the two cannot differ.
+    A response that is not streamed is built of the same updates, so the two cannot differ.
 
-    value: the whole answer, as far as it is known.
+    value: the whole response, as far as it is known.
     """
 
     headers = EVENTS
@@ -47,14 +48,14 @@ class Events:
         self._said: list[bytes] = []
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """Say that an answer begins; `usage` is a chat's."""
+        """Add the events that a response begins. usage: a chat's."""
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Take in a chat's delta: `reasoning_content`, `content` or `tool_calls`."""
+        """Add the events of a chat's delta: `reasoning_content`, `content` or `tool_calls`."""
         raise NotImplementedError
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """Say why it has ended: `stop`, `length` or `tool_calls`."""
+        """Add the events of the end. reason: `stop`, `length` or `tool_calls`. usage: a chat's."""
         raise NotImplementedError
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
@@ -66,11 +67,11 @@ class Events:
         )
 
     def say(self, kind: str, **event: Any) -> None:
-        """Add an event, as its parts are now: they change later."""
+        """Add an event with a copy of its fields, which change later."""
         self._said.append(self.encode(kind, event))
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `Formatter`."""
+        """Return the bytes of the events for a piece of a stream. last: the completion has ended."""
         if not piece.start:
             self.begin(usage(choice.group))
         for delta in choice.deltas(piece.text, last):
@@ -81,18 +82,18 @@ class Events:
         return b"".join(said)
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """See `Formatter`."""
+        """Return the whole response, for a request that is not streamed."""
         (choice,) = group.choices
         self.chunk(choice, Piece(choice.text, 0, len(choice.tokens)), True)
         return encode_json(self.value)
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """See `Formatter`. All is said."""
+        """Return no bytes: the last chunk has ended the stream."""
         return b""
 
 
 class Translation:
-    """An `Endpoint` of another protocol, whose requests are translated once and take the chat's path.
+    """Base class of routes of other protocols, whose requests are translated to chats.
 
     fields: the struct that declares them.
     """
@@ -104,26 +105,31 @@ class Translation:
 
     def __init__(self, chat: ChatEndpoint) -> None:
         self.chat = chat
-        self.kinds: Sequence[type[Struct]] = [GenerationFields, self.fields]
+        self.kinds: Sequence[type[Struct]] = [*EVERYWHERE, self.fields]
 
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """See `Endpoint`."""
+        """Return a request, translated to a chat, parsed and checked."""
         given: Any = convert_fields(self.fields, fields)
         if fields.get("n") not in (None, 1):
             raise wrong("n", f"n is {str(fields['n'])[:20]}, but must be 1 here")
         translated, ignored = self.chat_fields(given, fields)
+        if fields.get("stream_options") is not None:  # a chat's, whose chunks differ
+            ignored.append("stream_options")
         request = self.chat.read(translated, ready)
-        self.chat.model.finish(request, ready, None)
-        request.ignored += ignored
+        self.chat.model.finish(request)
+        names = self.form.names
+        request.ignored = [*(names.get(name, name) for name in request.ignored), *ignored]
         request.formatter = self.formatter(given, request, http)
         return request
 
     def chat_fields(
         self, given: Any, fields: Mapping[str, Any]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields of a chat that a request means, and the names of what means nothing here."""
+        """Return the fields of the chat that a request means, and the names of fields that mean nothing
+        here.
+        """
         passed = {name: value for name, value in fields.items() if name in PASSED}
         ignored = list[str]()
         passed |= self.translate(given, ignored)
@@ -146,5 +152,5 @@ class Translation:
 
 
 def call_of(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Return an earlier call as a chat has it."""
+    """Return an earlier tool call of another protocol in the form of a chat's `tool_calls`."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

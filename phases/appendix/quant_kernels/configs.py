@@ -27,7 +27,7 @@ class LoopConfig:
 
     rows: outputs of a tile.
     block_k: inputs of a tile.
-    each: most programs of a multiprocessor.
+    each: most programs per multiprocessor.
     num_warps: of a program.
     """
 
@@ -55,8 +55,7 @@ def loop_config(
     if parts > 1:
         return LoopConfig(2, block_k, each=2, num_warps=8)
     wanted = NUMBERS // (block_k if bits == 4 else block_k * matrices)
-    wanted = min(
-        wanted, outputs // multiprocessors(device), ROWS
-    )  # a program for every multiprocessor
+    # A program for every multiprocessor.
+    wanted = min(wanted, outputs // multiprocessors(device), ROWS)
     rows = max(2, triton.next_power_of_2(wanted + 1) // 2)
     return LoopConfig(rows, block_k, EACH[bits, matrices])

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
 from common.errors import UserError
 from cuda_graphs import Graphs
-from paged_cache import EngineBuilder, Feature, find
+from paged_cache import EngineBuilder, Feature
 from triton_paged_attention import Kernels
 
 
 @dataclass(frozen=True)
 class QuantKernels(Feature):
-    """Kernels for one token times quantized weights; activations stay in eight bits for more tokens."""
+    """Multiply one token with quantized weights by kernels; keep activations of more tokens in eight bits."""
 
-    name: ClassVar[str] = "quant_kernels"
-    phase: ClassVar[int] = 10
-    for_draft_models: ClassVar[bool] = True
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On a GPU, inside graphs, around the kernels' layers."""
-        inside = find(others, Kernels) is not None and find(others, Graphs) is not None
-        return inside and device.type == "cuda"
+    name = "quant_kernels"
+    phase = 10
+    for_draft_models = True
+    on_with = (Graphs, Kernels)
+    on_device = "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
         """Add kernels to quantized layers, and lay out the values of an fp8 cache in pairs."""

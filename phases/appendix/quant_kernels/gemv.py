@@ -28,16 +28,17 @@ from triton_paged_attention.linear import activate
 
 @triton.jit
 def sum_and_top(square_a, top_a, square_b, top_b):
-    """Combine two partial results (sum of squares, maximum) into one: lets one reduction compute both."""
+    """Combine two partial results (sum of squares, maximum) into one, so that one reduction computes both."""
     return square_a + square_b, tl.maximum(top_a, top_b)
 
 
 @triton.jit
 def input_scales(squares, top, eps, K: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr):
-    """Return the factor by which a norm multiplies its input, and the largest magnitude behind it.
+    """Return the factor by which a norm multiplies its input, and the largest magnitude of the normed input.
 
-    squares, top: of the input, and of the input times the norm's weight, still `[n]`. Programs repeat this,
-    and every reduction is a wait: so there is one.
+    squares, top: `[n]`, partial sums of the input's squares, and partial maxima of the input times the
+        norm's weight. K: inputs. eps: of the norm. NORM: there is a norm, otherwise the factor is 1.
+        ROUND: the magnitude is needed. Both come from one reduction, since every reduction is a wait.
     """
     norm = 1.0
     if NORM and ROUND:
@@ -68,7 +69,7 @@ def float16_pair(low, high):
 
 @triton.jit
 def split_four(x):
-    """Split `x [A, B, 4]` into four tensors `[A, B]`."""
+    """Return the four tensors `[A, B]` of `x [A, B, 4]`."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -81,8 +82,10 @@ def tile_origin(
     BLOCK_K: tl.constexpr,
     MATRICES: tl.constexpr,
 ):  # fmt: skip
-    """Return the rows `[ROWS]` and the first input of tile number `tile`: matrices alternate, then inputs
-    advance.
+    """Return the rows `[ROWS]` and the first input of tile number `tile` of a program.
+
+    Tiles take the matrices in turn (gate, up), then advance by BLOCK_K inputs. first_row: the program's
+    first output. N: outputs; a row past the last becomes MATRICES * N, and is not read. K: inputs.
     """
     row = first_row + tl.arange(0, ROWS)
     # Behind the last row of the first matrix lies the second: no program owns such rows.
@@ -94,7 +97,9 @@ def tile_origin(
 def load_addends(
     bias, residual, row, N, ROWS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr
 ):
-    """Load the numbers that are added to outputs `row [ROWS]`."""
+    """Return the sum of what is added to outputs `row [ROWS]`, float32: `bias` (BIAS) and `residual`
+    (ADD), `[N]`.
+    """
     added = tl.zeros([ROWS], tl.float32)
     if BIAS:
         added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
@@ -108,8 +113,13 @@ def load_rows(
     weight, weight_scale, first_row, q, N, scale_stride, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, SIDE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Load the weights of `ROWS` outputs as a tuple of tiles `[ROWS, Q, 16]`, or of words `[ROWS, Q, 4]`, and
-    their scales.
+    """Load all weights of `ROWS` outputs: a tuple of tiles, and a tuple of their scales.
+
+    A tile is `[ROWS, Q, 16]` numbers, or with WORDS `[ROWS, Q, 4]` int32 of four each; see `tile_origin`.
+    weight: `[N, K]` for each of MATRICES matrices. first_row: the first output. q: `arange(Q)`, Q =
+        BLOCK_K / 16.
+    weight_scale: `[N]`, loaded `[ROWS]` for each matrix; or with SIDE > 0 one for each block of SIDE x
+        SIDE weights, rows `scale_stride` apart, loaded `[ROWS, Q]` for each tile.
     """
     EACH: tl.constexpr = 16 if WORDS == "" else 4
     weights, scales = (), ()
@@ -146,10 +156,10 @@ PAIRS = {
 
 
 def _four_words(kind: str) -> str:
-    """Return PTX that multiplies four words of weights with eight pairs of float16 inputs and sums the
-    products.
+    """Return PTX that multiplies four words of weights with sixteen inputs, and sums the products.
 
-    Operands: the words, then the first pair of inputs of each word, then the second. kind: "fp8" or "int8".
+    Operands: a float32 sum; four int32 words of four weights; each word's first pair of float16 inputs, in
+        four words; then each word's second pair. kind: "fp8" or "int8".
     """
     text = "{.reg .b32 t, low, a, b, p, q; .reg .b16 x, y; .reg .f32 f, g; mov.b32 low, 0x64806480;"
     for word, total in enumerate("ppqq"):
@@ -169,7 +179,11 @@ OPERANDS = tl.constexpr("=r" + ",r" * 12)
 
 @triton.jit
 def sum_sixteen_products(w, x, WORDS: tl.constexpr):
-    """Multiply a tile with its inputs `[Q, 16]`, and sum sixteen products at a time: `[ROWS, Q]`."""
+    """Multiply a tile of weights with its inputs `x [Q, 16]`, and sum sixteen products at a time: `[ROWS,
+    Q]`.
+
+    w: `[ROWS, Q, 16]` numbers, or with WORDS ("fp8" or "int8") `[ROWS, Q, 4]` int32 of four numbers each.
+    """
     if WORDS != "":
         w0, w1, w2, w3 = split_four(w)
         low, high = tl.split(tl.reshape(x, [x.shape[0], 8, 2]))
@@ -196,13 +210,15 @@ def gemv8_kernel(
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
     TRIGGER_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of `ROWS` outputs in a loop; the weights of the next tile are loaded while one is
-    multiplied.
+    """Compute a quantized matrix times a vector, with the operators around the product.
 
-    There are as many programs as run at once, and each prepares the input once.
-
-    SIDE: side of the square blocks of weights that share a scale; 0: each row has a scale.
-    WORDS: "fp8" or "int8" if instructions convert whole words to float16; else "".
+    As many programs as run at once; each prepares the input once, and loops over tiles of `ROWS` outputs.
+    The next tile's weights are loaded while one is multiplied.
+    out, bias, residual: `[N]`. x, norm_weight: `[K]`. weight: `[N, K]` of 8 bits, `[2 N, K]` with GATED.
+    weight_scale: `[N]`, or with SIDE > 0 one for each block of SIDE x SIDE weights, rows `scale_stride`
+        apart.
+    WORDS: "fp8" or "int8" if instructions convert int32 words of weights to float16; else "".
+    ROUND: round the input to eight bits, of largest number LARGEST, integers if WHOLE. KIND: of the gate.
     TRIGGER_EARLY: the next kernel may start at once; otherwise when this one's input is complete.
     """
     MATRICES: tl.constexpr = 2 if GATED else 1
@@ -263,9 +279,8 @@ def gemv8_kernel(
     for i in tl.static_range(PARTS):
         vector = parts[i]  # type: ignore[var-annotated]
         if NORM:
-            vector = (
-                (vector * norm).to(x.dtype.element_ty).to(tl.float32)
-            )  # rounded as a norm apart
+            # Rounded as a norm apart.
+            vector = (vector * norm).to(x.dtype.element_ty).to(tl.float32)
         if ROUND:
             vector = rounded(vector * inverse, LARGEST, WHOLE, HARDWARE) * SMALLER
         elif WORDS != "":
@@ -310,8 +325,10 @@ def gemv8_kernel(
 
 
 def gemv8(x: Tensor, weight: QuantizedWeight, **operators: Unpack[FusedOperators]) -> Tensor:
-    """Return `latency.gemv` with a weight of eight bits whose scales are by channel or by
-    block: `[..., N]`.
+    """Return an eight-bit weight times one vector, with the operators around the product: `[..., N]`.
+
+    x: `[..., K]`, one row. weight: `[N, K]`, or `[2 N, K]` with a gate; scales by channel or by block.
+    operators: keys of `FusedOperators`, such as norm, bias, residual, gate; as in `latency.gemv`.
     """
     scheme = weight.scheme
     assert scheme.scales in ("channel", "block") and weight.order is None, (

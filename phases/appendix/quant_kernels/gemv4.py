@@ -34,7 +34,10 @@ from triton_paged_attention.linear import activate
 
 
 def _products(word: int, total: str) -> str:
-    """Return PTX that adds a word's eight products to `total`, a pair of float16."""
+    """Return PTX that adds the eight products of four-bit weights and inputs of one word to `total`.
+
+    word: which of four int32 operands. total: name of a register with a pair of float16 sums.
+    """
     x = [f"${5 + 4 * word + part}" for part in range(4)]
     first = (
         f"mul.f16x2 {total}, a, {x[0]}"
@@ -68,10 +71,12 @@ def load_rows(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Load the words of `ROWS` outputs as a tuple of tiles `[ROWS, Q, 4]`, with scales and zeros `[ROWS, Q]`
-    under ASM.
+    """Load all four-bit weights of `ROWS` outputs: tuples of tiles, of scales and of zero points.
 
-    A quarter of a span's words belongs to each `q`.
+    weight: int32 words `[N, 16 ceil(K / 128)]` of `to_words`, for each of MATRICES matrices. A tile is
+        `[ROWS, Q, 4]` words; q: `arange(Q)`, Q = BLOCK_K / 32.
+    scale, zero: `[N, K / GROUP]`, loaded `[ROWS, Q]` for each tile with ASM; otherwise the tuples are empty.
+    first_row: the program's first output. N: outputs of a matrix. ZEROS: there are zero points.
     """
     SPANS: tl.constexpr = (K + 127) // 128
     words = ()
@@ -96,15 +101,21 @@ def load_rows(
 
 @triton.jit
 def load_group(numbers, row, real, k, other, K: tl.constexpr, GROUP: tl.constexpr):
-    """Load the scales or zero points of the groups of inputs `k [Q]`: `[ROWS, Q]`."""
+    """Load `[ROWS, Q]` scales or zero points of rows `row [ROWS]` for the groups of inputs `k [Q]`.
+
+    numbers: `[N, K / GROUP]`. real: `[ROWS]`, which rows exist. other: what is returned outside.
+    """
     at = row.to(tl.int64)[:, None] * (K // GROUP) + (k // GROUP)[None, :]
     return tl.load(numbers + at, mask=real[:, None] & (k < K)[None, :], other=other)
 
 
 @triton.jit
 def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
-    """Load the inputs for part `part` of each word: four even and four odd ones for each `q`, `[Q, 4]`
-    float32 each.
+    """Load eight neighbouring inputs for each `q`: the four even and the four odd ones, `[Q, 4]` float32
+    each.
+
+    x: `[K]`. start: the tile's first input. part: 0 to 3, which quarter of a word's nibbles they belong
+        to: 32 inputs further for each.
     """
     at = (start + q // 4 * 128 + q % 4 * 8)[:, None] + part * 32 + tl.arange(0, 8)[None, :]
     eight = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)  # as they lie: one load
@@ -118,11 +129,13 @@ def sums(
     MATRICES: tl.constexpr,
     ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile with its inputs, zero points and scales applied: `[ROWS, Q]`.
+    """Multiply a tile of four-bit weights with its inputs, zero points and scales applied: `[ROWS, Q]`
+    float32.
 
-    words, s, z: tiles, scales and zeros of `load_rows`.
-    even, odd: inputs `[Q, 4]` of each of the four parts; pairs: the same as words of two float16.
-    inputs: `[Q]`, the sums of the inputs, for the zero points.
+    words, s, z: tuples of tiles, scales and zero points of `load_rows`. tile: number of the tile.
+    even, odd: tuples of inputs `[Q, 4]`, four for each tile; pairs: the same as words of two float16.
+    inputs: tuple of `[Q]`, the sums of the inputs, for the zero points.
+    scale, zero: `[N, K / GROUP]`, read here if ASM is False. here: the first output.
     """
     PART: tl.constexpr = tile // MATRICES
     FIRST: tl.constexpr = PART * 4
@@ -165,7 +178,14 @@ def gemv4_kernel(
     GATED: tl.constexpr,
     KIND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, TRIGGER_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of `ROWS` outputs in a loop, as `gemv8_kernel` does: as many programs as run at once."""
+    """Compute a four-bit matrix times a vector, with the operators around the product.
+
+    As many programs as run at once; each loops over tiles of `ROWS` outputs, as in `gemv8_kernel`.
+    out, bias, residual: `[N]`. x, norm_weight: `[K]`. weight: int32 words `[N, 16 ceil(K / 128)]` of
+        `products.to_words`; with GATED the gate's rows above the up projection's.
+    scale, zero: `[N, K / GROUP]`; without ZEROS every zero point is 8. KIND: the gate's activation.
+    ASM: multiply pairs of float16 by PTX. TRIGGER_EARLY: the next kernel may start at once.
+    """
     MATRICES: tl.constexpr = 2 if GATED else 1
     PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first_row = tl.program_id(0) * ROWS
@@ -206,9 +226,8 @@ def gemv4_kernel(
     pairs = ()
     inputs = ()
     for i in tl.static_range(4 * PARTS):
-        low = (even[i] * norm).to(x.dtype.element_ty).to(
-            tl.float32
-        ) * inverse  # rounded as a norm apart
+        # Rounded as a norm apart.
+        low = (even[i] * norm).to(x.dtype.element_ty).to(tl.float32) * inverse
         high = (odd[i] * norm).to(x.dtype.element_ty).to(tl.float32) * inverse
         lows += (low,)  # type: ignore[assignment]
         highs += (high,)  # type: ignore[assignment]
@@ -265,7 +284,15 @@ def gemv4(
     size: int,
     **operators: Unpack[FusedOperators],
 ) -> Tensor:
-    """Return `latency.gemv` with a weight of four bits and `size` inputs: `[..., N]`."""
+    """Return a four-bit weight times one vector, with the operators around the product: `[..., N]`.
+
+    Args:
+        x: `[..., size]`, one row.
+        weight: `[N, size]`, or `[2 N, size]` with a gate: the gate's rows above the up projection's. Its
+            numbers lie in the int32 words of `products.to_words`.
+        size: inputs of the weight, which the words do not tell, since they are padded.
+        operators: keys of `FusedOperators`: norm, bias, residual, gate, out_dtype, trigger_early.
+    """
     matrices, group = 1 if operators.get("gate") is None else 2, weight.scheme.group
     rows = len(weight.data) // matrices
     shape = loop_config(rows, size, matrices, 4, x.device)

@@ -44,7 +44,10 @@ class PendingScales(NamedTuple):
 
 
 def unscaled(x: Rounded, weight: QuantizedWeight) -> PendingScales:
-    """Return `x` times an eight-bit weight with scales by channel, neither of whose scales is applied."""
+    """Return `x [T, K]` times an eight-bit weight `[N, K]`, with the scales of both still pending.
+
+    weight: with scales by channel.
+    """
     if not (x.values.is_cuda and weight.data.dtype == torch.float8_e4m3fn):
         return PendingScales(multiply_numbers(x.values, weight.data), x.scale, weight.scale)
     one = _one(x.values.device)
@@ -62,8 +65,11 @@ def _one(device: torch.device) -> Tensor:
 
 @triton.jit
 def load_row(values, token_scales, channel_scales, token, at, i, mask, PENDING: tl.constexpr):
-    """Load numbers of a token as float32; with PENDING, multiplied by the token's and the
-    channels' scales.
+    """Load numbers of one token of `values` at offsets `at`, as float32; 0 where `mask` is False.
+
+    With PENDING, multiply them by `token_scales[token]` and `channel_scales[i]`.
+    values: pointer to `[T, N]`. token_scales: `[T]`. channel_scales: `[N]`. i: columns of the numbers, in
+        the shape of `at`.
     """
     x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
     if PENDING:
@@ -79,9 +85,11 @@ def load_row(values, token_scales, channel_scales, token, at, i, mask, PENDING: 
 def round_vector(
     vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """Round attention's output to eight bits; return it and its scale, as `output_projection.unrounded` does.
+    """Round attention's output `vector` to eight bits; return it, still float32, and its scale.
 
-    Padding of heads may hold any finite number.
+    inside: which numbers are no padding, which may hold any finite number. LARGEST: the format's largest
+        number.
+    WHOLE: it has integers. HARDWARE: the GPU has an instruction for e4m3.
     """
     scale, inverse = token_scale(
         tl.max(tl.where(inside, tl.abs(vector), 0.0), axis=0), LARGEST
@@ -96,7 +104,15 @@ def norm_rows_kernel(
     ONE_PLUS: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Add, normalize and round one token a program."""
+    """Add `delta` to one token, normalize, and round to eight bits. One program per token.
+
+    x, total, out: `[T, SIZE]`; with ADD, `total` becomes `x + delta`. weight: `[SIZE]`, of the RMSNorm.
+    delta: `[T, SIZE]`; with PENDING, multiplied by `delta_rows [T]` and `delta_columns [SIZE]` first.
+    ROUND: `out` is rounded, and `out_scale [T]` float32 is written; otherwise `out` has the model's dtype.
+    LARGEST: the format's largest number. WHOLE: it has integers. HARDWARE: the GPU has an instruction for
+        e4m3.
+    ONE_PLUS: the norm's factor is `1 + weight`.
+    """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE_PAD)
     mask = i < SIZE
@@ -126,7 +142,15 @@ def gated_rows_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PENDING: tl.constexpr,
     HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Apply the gate's activation, multiply, and round one token a program. HALF: the model's dtype."""
+    """Compute `act(gate) * up` of one token, rounded to eight bits. One program per token.
+
+    gate_up: `[T, 2 SIZE]`, gates and then ups; with PENDING, multiplied by `token_scales [T]` and
+        `channel_scales [2 SIZE]` first. out: `[T, SIZE]`. out_scale: `[T]` float32.
+    KIND: the activation, see `linear.KINDS`. HALF: the model's dtype. BLOCK: numbers that are loaded at a
+        time.
+    LARGEST: the format's largest number. WHOLE: it has integers. HARDWARE: the GPU has an instruction for
+        e4m3.
+    """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     top = tl.zeros([BLOCK], tl.float32)
@@ -156,8 +180,10 @@ def _warps(padded: int) -> int:
 
 
 def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tensor]:
-    """Allocate output `[T, size]`: in the format `kind` with scales `[T]`, or in `x`'s dtype if
-    kind is None.
+    """Allocate and return an output of `size` numbers a token, and a scale for each token, `[T]` float32.
+
+    kind: the output's eight-bit format, then it is `[T, size]`; None: it has `x`'s dtype, and is `[...,
+        size]`.
     """
     tokens = x.numel() // x.shape[-1]
     dtype = x.dtype if kind is None else DTYPES[kind]
@@ -174,10 +200,11 @@ def norm_rows(
     norm: NormWeights,
     kind: Activations | None,
 ) -> tuple[Tensor, Rounded | Tensor]:
-    """Return `x + delta` (or `x`), and its RMSNorm, rounded to `kind` with a scale for each token if kind is
+    """Return `x + delta` and its RMSNorm, rounded to eight bits with a scale for each token if `kind` is
     given.
 
     x: `[..., size]`. delta: of the same shape, perhaps with pending scales; None: nothing is added.
+    norm: weight `[size]` and epsilon. kind: "fp8", "int8", or None for no rounding.
     """
     x = x.contiguous()
     size = x.shape[-1]

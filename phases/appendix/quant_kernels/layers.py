@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,13 @@ from torch import Tensor, nn
 
 from forward.attention import Attention
 from forward.model import Model
-from phases.appendix.latency.layers import HeadCombiner, LatencyBlock, LatencyKernel
+from phases.appendix.latency.layers import (
+    HeadCombiner,
+    LatencyKernel,
+    add_kernels,
+)
 from phases.appendix.latency.output_projection import Rounding, project_heads
-from phases.appendix.latency.single_request import SingleRequestSplits, starts_early
+from phases.appendix.latency.single_request import SingleRequestSplits
 from phases.appendix.latency.tables import fused_heads_are_faster
 from phases.appendix.quant_kernels.gemv import gemv8
 from phases.appendix.quant_kernels.gemv4 import gemv4
@@ -41,37 +46,31 @@ MANY = 1024
 
 
 class QuantLatencyKernel(LatencyKernel):
-    """`LatencyKernel` for a layer of 4- or 8-bit weights."""
+    """A `LatencyKernel` (norm, product, gate and residual of one token in one launch) for 4- or 8-bit
+    weights.
+    """
 
+    reads = KernelLinear
     linear: KernelLinear
 
     def supports(self, tokens: int, gate: str | None) -> bool:
         """Return True for one token, unless the layer has a bias and a gate, or act-order (`desc_act`)."""
         return self.linear.order is None and super().supports(tokens, gate)
 
-    def __call__(self, x: Tensor, **operators: Any) -> Tensor:
-        """See `FusedLinear.forward`."""
+    def multiply(self, x: Tensor, **operators: Any) -> Tensor:
+        """Return `gemv4` or `gemv8` with the layer's weight."""
         linear = self.linear
-        how = {
-            **operators,
-            "bias": linear.bias,
-            "trigger_early": self.trigger_early,
-            "out_dtype": self.out_dtype,
-        }
         if linear.scheme.weights == "int4":
-            return gemv4(x, linear.stored, linear.shape[1], **how)
-        return gemv8(x, linear.stored, **how)
+            return gemv4(x, linear.stored, linear.shape[1], **operators)
+        return gemv8(x, linear.stored, **operators)
 
-
-def heads_of(linear: KernelLinear) -> HeadCombiner | None:
-    """Return the function that combines attention's splits in an output projection of 8-bit weights.
-
-    None: its scales are not by channel, it has act-order, or attention combines the splits faster.
-    """
-    plain = linear.scheme.scales == "channel" and linear.order is None
-    return (
-        partial(_combine, linear) if plain and fused_heads_are_faster(*linear.shape) else None
-    )
+    def combiner(self) -> HeadCombiner | None:
+        """See `LatencyKernel.combiner`. None also for scales that are not by channel, and for act-order."""
+        linear = self.linear
+        known = linear.scheme.scales == "channel" and linear.order is None
+        if not known or not fused_heads_are_faster(*linear.shape):
+            return None
+        return partial(_combine, linear)
 
 
 def _combine(linear: KernelLinear, parts: SingleRequestSplits, residual: Tensor) -> Tensor:
@@ -87,20 +86,22 @@ def _combine(linear: KernelLinear, parts: SingleRequestSplits, residual: Tensor)
     )  # fmt: skip
 
 
+@dataclass(eq=False)
 class EightBitBlock:
-    """A `BlockKernel` for more than one token whose activations are in eight bits between the projections.
+    """A `BlockKernel` (faster computation of a block) whose activations are in eight bits between
+    projections.
 
-    Norms and activations round their outputs, and multiply their inputs by the pending scales. A single
-    token takes the block's other kernels, each of which rounds and scales by itself.
+    It computes steps of more than one token: a single token takes the block's other kernels, each of which
+    rounds and scales by itself. Norms and activations round their outputs, and multiply their inputs by
+    the pending scales.
 
     kind: the format of the activations.
     """
 
-    def __init__(self, kind: Activations) -> None:
-        self.kind = kind
+    kind: Activations
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """See `BlockKernel.supports`."""
+        """Return True if a step has more than one token; attention may be any."""
         return not (isinstance(x, Tensor) and len(x) == 1)
 
     def __call__(
@@ -110,7 +111,10 @@ class EightBitBlock:
         cos_sin: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> Stream:
-        """See `LlamaBlock.forward`."""
+        """Return the block's output as a `Stream` `[T, hidden]` whose addition is still to be done.
+
+        Arguments as in `LlamaBlock.forward`, after the block itself.
+        """
         attend, mlp = block.self_attn, block.mlp
         assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
         total, delta = x if isinstance(x, Stream) else (x, None)
@@ -135,7 +139,8 @@ class EightBitBlock:
 def multiply(
     layer: FusedLinear, x: Rounded | Tensor, dtype: torch.dtype
 ) -> PendingScales | Tensor:
-    """Return `x` times a layer of eight-bit weights; below `MANY` tokens the product's scales are pending.
+    """Return `x [T, K]` times a layer of eight-bit weights, `[T, N]`; below `MANY` tokens with pending
+    scales.
 
     The library multiplies a small batch faster with one scale for all than with a scale for each row and
     column: so it is given scales of 1, and the next kernel multiplies by the true ones.
@@ -150,16 +155,18 @@ def multiply(
 
 
 class PendingScalesNorm(FusedRMSNorm):
-    """The norm behind the last `EightBitBlock`: it applies the pending scales of that block's product."""
+    """The norm behind the last `EightBitBlock`; it multiplies that block's product by its pending scales."""
 
     def __init__(self, norm: FusedRMSNorm) -> None:
         nn.Module.__init__(self)
         self.weight = norm.weight
-        self.eps = norm.eps
-        self.one_plus = norm.one_plus
+        self.weights = norm.weights
 
     def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
-        """See `FusedRMSNorm.add_and_normalize`."""
+        """Return the residual stream with its pending addition and scales applied, and the same normalized.
+
+        x: `[..., size]`, or a `Stream`. Both results have this shape.
+        """
         if isinstance(x, Tensor):  # of a single token: nothing is pending
             return super().add_and_normalize(x)
         total, normed = norm_rows(*x, self.weights, None)
@@ -169,48 +176,20 @@ class PendingScalesNorm(FusedRMSNorm):
 
 def install(model: Model) -> Model:
     """Add kernels to a model's quantized layers and blocks, and return the same model."""
-    for fused in model.modules():
-        if isinstance(fused, FusedLinear) and isinstance(fused.linear, KernelLinear):
-            fused.kernels.insert(0, QuantLatencyKernel(fused.linear))
+    add_kernels(model, QuantLatencyKernel)
     blocks = [block for block in model.modules() if isinstance(block, FusedBlock)]
     kinds = {eight_bits(block) for block in blocks}
     kind = kinds.pop() if len(kinds) == 1 else None
-    for block in blocks:
-        add_kernels(block)
     if kind is not None and isinstance(model.norm, FusedRMSNorm):
         for block in blocks:
             block.kernels.insert(0, EightBitBlock(kind))
         model.norm = PendingScalesNorm(model.norm)
-    if isinstance(model.lm_head, FusedLinear):
-        for kernel in model.lm_head.kernels:
-            if isinstance(kernel, QuantLatencyKernel):
-                kernel.out_dtype = torch.float32  # what is sampled
     return model
 
 
-def add_kernels(block: FusedBlock) -> None:
-    """Set when a block's QKV kernel triggers the next, and let the output projection combine attention's
-    splits.
-    """
-    attend = block.self_attn
-    if not isinstance(attend, FusedAttention):
-        return
-    for kernel in attend.qkv_proj.kernels:
-        if isinstance(kernel, QuantLatencyKernel):
-            kernel.trigger_early = starts_early(attend.spec)
-    out = attend.o_proj
-    for direct in block.kernels:
-        if (
-            isinstance(direct, LatencyBlock)
-            and isinstance(out.linear, KernelLinear)
-            and out.total is None
-        ):
-            direct.heads = heads_of(out.linear)
-
-
 def eight_bits(block: FusedBlock) -> Activations | None:
-    """Return the format of a block's activations if all its projections multiply eight-bit
-    numbers, else None.
+    """Return the format of a block's activations if all its projections multiply eight-bit numbers,
+    else None.
     """
     attend, mlp = block.self_attn, block.mlp
     if not (isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from triton_paged_attention.kernels.kv_store import ValueLayout
 from triton_paged_attention.tables import DecodeConfig, PrefillConfig
-from triton_paged_attention.tiles import hide, lookup, raw_scores, unit
+from triton_paged_attention.tiles import LOG2_E, hide, lookup, raw_scores
 
 LEAST_TILE = 32
 """Tokens of a tile, at least: a matrix unit takes 16 keys at a time, and even and odd ones are apart."""
@@ -33,7 +33,10 @@ ODD = tl.constexpr(
 
 @triton.jit
 def byte_of(words, odd: tl.constexpr, PRODUCT: tl.constexpr, ASM: tl.constexpr):
-    """The even or the odd tokens' values in `words`, of type PRODUCT."""
+    """Return the even or the odd tokens' values of `words`, as type PRODUCT.
+
+    words: int16, each the e4m3 values of two neighbouring tokens. ASM: convert by a PTX instruction.
+    """
     if ASM:
         values = tl.inline_asm_elementwise(
             ODD if odd else EVEN, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
@@ -51,18 +54,22 @@ def attend_pairs(
     m, total, acc,
     k_cache,  # pointer to [N, P, KH, D], e4m3
     v_cache,  # pointer to [N, P / 2, KH, D], words
-    table, kv_head, low, high, whole, scale, soft_cap, block_stride, slot_stride, head_stride,
-    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    table, kv_head, low, high, whole, scale, block_stride, slot_stride, head_stride,
+    D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """`tiles.attend` for such a cache; `low` is even, and there is no TMA. Products are made in PRODUCT."""
+    """Fold keys [low, high) into the online softmax as `tiles.attend` does, over values that lie in pairs.
+
+    Arguments and returns are those of `tiles.attend`, but `v_cache` points to int16 words `[N, P / 2, KH,
+    D]`, each of two neighbouring tokens' e4m3 values. `low` is even, and TMA must be False.
+    """
     PRODUCT: tl.constexpr = query.dtype if query.dtype == tl.float32 else tl.float16
     ASM: tl.constexpr = query.dtype != tl.float32
     pair = 2 * tl.arange(0, BLOCK_N // 2)
-    d = tl.arange(0, D_PAD)
+    d = tl.arange(0, acc.shape[1])
     inside = (d < D)[None, :]
-    factor = unit(scale, soft_cap, SOFT_CAP)
+    factor = scale * LOG2_E
     query = query.to(PRODUCT)
     block = lookup(table, low, high, pair, P, BLOCK_N)
     for start in range(low, high, BLOCK_N):
@@ -92,8 +99,8 @@ def attend_pairs(
         odd_keys = k_cache + base + slot_stride
         next_keys = tl.load(odd_keys + at, mask=(key + 1 < high)[:, None] & inside, other=0.0)
         words = tl.load(v_cache + base_v + at_v, mask=first, other=0)
-        even = raw_scores(query, keys.to(PRODUCT), scale, soft_cap, SOFT_CAP)
-        odd = raw_scores(query, next_keys.to(PRODUCT), scale, soft_cap, SOFT_CAP)
+        even = raw_scores(query, keys.to(PRODUCT))
+        odd = raw_scores(query, next_keys.to(PRODUCT))
         if MASK == "all":
             even = hide(even, key, position, start, high, CAUSAL, WINDOW, False)
             odd = hide(odd, key + 1, position, start, high, CAUSAL, WINDOW, False)
@@ -122,12 +129,17 @@ def attend_pairs(
 
 @triton.jit
 def pair_place(slot, block_stride, slot_stride, P: tl.constexpr):
-    """Return the offset of a token's first value, and the distance between its values."""
+    """Return the offset of a token's first value in a cache whose values lie in pairs, and the distance (2).
+
+    slot: block times P plus place in the block. Strides: numbers from one block or token to the next.
+    """
     return (slot // P) * block_stride + (slot % P) // 2 * 2 * slot_stride + slot % 2, 2
 
 
 def fit(config: DecodeConfig | PrefillConfig, block_size: int) -> DecodeConfig | PrefillConfig:
-    """Return the configuration for half the bytes: decode's tiles take twice the tokens, if in one block."""
+    """Return block sizes for values in pairs: no TMA, and decode tiles of twice the tokens if they fit
+    a block.
+    """
     block_n = max(config.block_n, LEAST_TILE)
     if isinstance(config, PrefillConfig):
         return replace(config, block_n=block_n, tma=False)
@@ -135,7 +147,7 @@ def fit(config: DecodeConfig | PrefillConfig, block_size: int) -> DecodeConfig |
 
 
 def words(values: Tensor) -> Tensor:
-    """Return the values of two tokens in one number."""
+    """Return a view of e4m3 values as int16 words, each of two neighbouring tokens' values."""
     return values.view(torch.int16)
 
 

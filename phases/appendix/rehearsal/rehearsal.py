@@ -7,10 +7,8 @@ steps use would be compiled when the first long prompt comes, or the first reque
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -18,7 +16,7 @@ from common.errors import UserError
 from common.progress import bar
 from common.sampling.params import SamplingParams
 from continuous.stats import Stats
-from paged_cache import EngineBuilder, Feature, PagedEngine, find
+from paged_cache import EngineBuilder, Feature, PagedEngine
 from triton_paged_attention import Kernels
 from triton_paged_attention.tables import LONG
 
@@ -27,7 +25,7 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class WarmupBatch:
-    """Requests that are added at once.
+    """Made-up requests that are added to a new engine at once, so that it compiles its kernels.
 
     title: shown while the batch runs.
     lengths: of their prompts, in tokens.
@@ -141,19 +139,16 @@ def _step(engine: PagedEngine, batch: WarmupBatch) -> None:
 
 @dataclass(frozen=True)
 class Rehearsal(Feature):
-    """On a GPU, every kernel is compiled at the start, not when it is first met."""
+    """Compile every kernel when the engine is made, not when it is first needed."""
 
-    name: ClassVar[str] = "rehearsal"
-    phase: ClassVar[int] = 6
-    for_draft_models: ClassVar[bool] = True
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On with kernels on a GPU."""
-        return device.type == "cuda" and find(others, Kernels) is not None
+    name = "rehearsal"
+    phase = 6
+    for_draft_models = True
+    on_with = (Kernels,)
+    on_device = "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
-        """Play made-up requests when the engine is complete."""
+        """Serve made-up requests when the engine is complete, so that its kernels are compiled."""
         if builder.feature(Kernels) is None:
             raise UserError(
                 "rehearsal is for kernels, which are off: switch them on with kernels=True"

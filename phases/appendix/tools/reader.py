@@ -11,7 +11,7 @@ from serving.parsed import Delta
 
 
 def decided_length(text: str, *marks: str) -> int:
-    """Return how much of a text can be no beginning of a mark."""
+    """Return how many characters of a text cannot belong to a mark that has only begun at its end."""
     begun = (
         size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])
     )
@@ -19,16 +19,19 @@ def decided_length(text: str, *marks: str) -> int:
 
 
 def settled(text: str, *marks: str) -> int:
-    """Return how much of a text can be no beginning of a mark, nor spaces before one."""
+    """Return how many characters of a text belong neither to a mark that has begun at its end, nor to
+    spaces before.
+    """
     return len(text[: decided_length(text, *marks)].rstrip())
 
 
 class CallReader:
-    """A `CallSplitter` for one output.
+    """Finds tool calls in one output, as its text comes.
 
-    The grammar has seen to the form, so this needs only to find the borders. Text that may be the beginning
-    of one, and spaces that may stand before it, are held back until that is decided. A call behind another
-    one is held back until it is whole: one that is cut off could not be carried out, nor be taken back.
+    The grammar has seen to the form, so this needs only to find the borders. Text that may be the
+    beginning of one, and spaces that may stand before it, are held back until that is decided. A call
+    behind another one is held back until it is whole: one that is cut off could not be carried out, nor be
+    taken back.
     """
 
     def __init__(self, format: CallFormat) -> None:
@@ -37,13 +40,14 @@ class CallReader:
         self.calls: list[dict[str, Any]] = []
         self._state: Literal["start", "text", "name", "arguments"] = "start"
         self._rest = ""
-        self._end = "}" + (
-            format.after or "\0"
-        )  # JSON has neither, so without a mark it ends with the text
+        # JSON has neither, so without a mark it ends with the text.
+        self._end = "}" + (format.after or "\0")
         self._held: list[Delta] = []  # of a call behind another one
 
     def read(self, text: str, last: bool) -> list[Delta]:
-        """See `CallSplitter`."""
+        """Add the next text of the answer; return what it adds to the message: text and calls. last: it
+        is the end.
+        """
         self._rest += text
         deltas = self._text(last) if self._state in ("start", "text") else []
         while (self._state == "name" and self._name(deltas)) or self._state == "arguments":
@@ -71,7 +75,7 @@ class CallReader:
         return [{"content": content}] if content else []
 
     def _name(self, deltas: list[Delta]) -> bool:
-        """Begin a call; tell whether its name is there."""
+        """Begin a call and append its name to `deltas`; return False if the name is not complete yet."""
         middle, begin = self.format.middle, self._rest.find(OPENING) + len(OPENING)
         end = self._rest.find(middle, begin)
         if end < 0:
@@ -86,7 +90,7 @@ class CallReader:
         return True
 
     def _arguments(self, deltas: list[Delta], last: bool) -> bool:
-        """Go on with a call; tell whether it is whole, and another may follow."""
+        """Append the next part of a call's arguments to `deltas`; return True if the call is whole."""
         function, at = self.calls[-1]["function"], self._rest.find(self._end)
         size = at if at >= 0 else settled(self._rest, self._end)
         whole = at >= 0 or (last and _is_whole(function["arguments"] + self._rest[:size]))

@@ -28,21 +28,21 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class ToolFields(Struct, kw_only=True):
-    """Fields of chats about tools."""
+    """Fields of a chat's request about tools: `tools`, `tool_choice`, and the like."""
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    functions: None = None
-    function_call: None = None
+    functions: list[Any] | None = None  # OpenAI's older form
+    function_call: Any = None
 
 
 class ToolHandler:
     """Shows a model the tools of a request, lets it call them, and finds its calls."""
 
     fields = ToolFields
-    always = True
+    names = frozenset({*ToolFields.__struct_fields__, "tool_calls", "tool"})
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self.tokenizer = tokenizer
@@ -50,16 +50,20 @@ class ToolHandler:
 
     @cached_property
     def _format(self) -> tuple[CallFormat, bool]:
-        """See `format_of`; a tokenizer's template stays as it is."""
+        """Return the format in which the model writes calls, and whether its template shows it tools."""
         return format_of(self.tokenizer)
 
     def read(self, given: ToolFields, request: ParsedRequest) -> None:
-        """See `FieldHandler`.
+        """Read the fields about tools: show the tools to the model, and set the grammar of its output.
 
         Raises:
             ApiError: tools are not of OpenAI's form, too many or too large, or the request constrains its
                 output in another way, too.
         """
+        older = {"functions": given.functions, "function_call": given.function_call}
+        for name, value in older.items():
+            if value and value not in ("none", "auto"):
+                raise wrong(name, f"{name} is not supported, but tools and tool_choice are")
         request.messages = conversation(request.messages)
         functions = self._functions(given, request)
         must, names = _choice(given.tool_choice, functions)
@@ -101,9 +105,8 @@ class ToolHandler:
         named = (
             isinstance(given.tool_choice, dict) and given.tool_choice.get("type") == "function"
         )
-        several = (
-            given.parallel_tool_calls is not False and not named
-        )  # which OpenAI calls once
+        # Which OpenAI calls once.
+        several = given.parallel_tool_calls is not False and not named
         grammar = format.grammar(
             [*functions.items()], must=must, several=several, content=content
         )
@@ -140,7 +143,8 @@ class ToolHandler:
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates know them: arguments are objects, and a tool's answer is a text.
+    """Return messages as chat templates read them: arguments of calls are objects, results of tools are
+    texts.
 
     Raises:
         ApiError: a call is not of OpenAI's form.
@@ -192,7 +196,10 @@ def _call(where: str, call: Any) -> dict[str, Any]:
 
 
 def _function(where: str, tool: Mapping[str, Any]) -> tuple[str, Schema, list[str]]:
-    """Return a tool's name, the schema of its arguments, and what that does without unless it is strict."""
+    """Return a tool's name, the schema of its arguments, and the keywords of it that are not enforced.
+
+    where: the tool's place in the request, for errors. A strict tool has all keywords enforced.
+    """
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise wrong("tools", f"{where} is of type function, but has no function")

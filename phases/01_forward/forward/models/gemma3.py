@@ -42,7 +42,7 @@ class Gemma3Attention(Qwen3Attention):
 
 
 class Gemma3Block(nn.Module):
-    """Attention and MLP, each between two norms."""
+    """A block of Gemma 3: attention and MLP, each between two norms."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Gemma3Block(nn.Module):
     ) -> Tensor:
         """Return ``x [..., hidden]`` plus attention's and the MLP's outputs.
 
-        cos_sin: angles of this layer's kind. attention: mixes the tokens.
+        cos_sin: RoPE's cosines and sines of this layer's kind. attention: mixes the tokens.
         """
         x = x + self.post_attention_layernorm(
             self.self_attn(self.input_layernorm(x), cos_sin, attention)
@@ -68,7 +68,7 @@ class Gemma3Block(nn.Module):
 
 
 class Gemma3(Model):
-    """The text model; the vision tower of the larger checkpoints is ignored."""
+    """Gemma 3's text model; the vision tower of the larger checkpoints is ignored."""
 
     TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}
 
@@ -84,7 +84,7 @@ class Gemma3(Model):
         self.tie_weights()
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """See `Model.forward`."""
+        """Return the final hidden states ``[..., hidden]`` of token ids ``[...]`` and their positions."""
         x = self.embed_tokens(input_ids)  # [..., hidden]
         x = x * torch.tensor(
             self.config.hidden_size**0.5, dtype=x.dtype
@@ -96,9 +96,7 @@ class Gemma3(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Remove the prefixes of text-only and of multimodal checkpoints; None for tensors of the vision
-        tower.
-        """
+        """Return a checkpoint's name without its prefix; None for tensors of the vision tower."""
         if name.startswith(
             ("vision_tower.", "multi_modal_projector.", "model.vision", "model.multi_modal")
         ):

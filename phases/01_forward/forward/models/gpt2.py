@@ -13,7 +13,9 @@ from forward.model import Model
 
 
 class GPT2Attention(nn.Module):
-    """One projection makes queries, keys and values; every head has its own keys and values."""
+    """GPT-2's attention: one projection makes queries, keys and values; every head has keys and values
+    of its own.
+    """
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
@@ -31,7 +33,7 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2MLP(nn.Module):
-    """Two matrices with a GELU between."""
+    """GPT-2's MLP: two matrices with a GELU between."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """Attention, then the MLP, each on a normalized copy and added back."""
+    """A block of GPT-2: attention, then the MLP, each on a normalized copy and added back."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(Model):
-    """Token and position embeddings, blocks, norm, tied head."""
+    """GPT-2: token and position embeddings, blocks, norm, tied head."""
 
     TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "wte.weight"}
 
@@ -75,7 +77,7 @@ class GPT2(Model):
         self.tie_weights()
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """See `Model.forward`."""
+        """Return the final hidden states ``[..., hidden]`` of token ids ``[...]`` and their positions."""
         x = self.wte(input_ids) + self.wpe(positions)  # [..., hidden]
         for block in self.h:
             x = block(x, attention)
@@ -83,12 +85,16 @@ class GPT2(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Remove the prefix ``transformer.``; None for the causal masks that some files hold."""
+        """Return a checkpoint's name without the prefix ``transformer.``; None for causal masks, which
+        some files hold.
+        """
         name = name.removeprefix("transformer.")
         return None if name.endswith((".attn.bias", ".attn.masked_bias")) else name
 
     @staticmethod
     def transform(name: str, tensor: Tensor) -> Tensor:
-        """Transpose the matrices that GPT-2's own code multiplies from the other side."""
+        """Return a checkpoint's tensor in this model's layout: GPT-2's own code multiplies from the
+        other side.
+        """
         matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
         return tensor.t() if name.endswith(matrices) and tensor.dim() == 2 else tensor

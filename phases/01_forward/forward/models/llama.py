@@ -17,7 +17,7 @@ from forward.rope import Rope, apply_rope
 
 
 class LlamaAttention(nn.Module):
-    """The projections before and after attention, and RoPE."""
+    """Llama's attention layer: the projections before and after attention, and RoPE."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """One layer: attention, then the MLP, each on a normalized copy and added back."""
+    """A block of Llama: attention, then the MLP, each on a normalized copy and added back."""
 
     attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
 
@@ -75,7 +75,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(Model):
-    """Embedding, blocks, norm, head."""
+    """Llama: embedding, blocks, norm, head."""
 
     TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}
     block_class: ClassVar[type[LlamaBlock]] = LlamaBlock
@@ -93,7 +93,10 @@ class Llama(Model):
         self.tie_weights()
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """See `Model.forward`. Cosines and sines are computed once a step, the last norm after all layers."""
+        """Return the final hidden states ``[..., hidden]`` of token ids ``[...]`` and their positions.
+
+        Cosines and sines are computed once a step, the last norm after all layers.
+        """
         x = self.embed_tokens(input_ids)  # [..., hidden]
         cos_sin = self.rope(positions)  # once a step, not once a layer
         for layer in self.layers:
@@ -102,7 +105,9 @@ class Llama(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Remove Hugging Face's prefix ``model.``; None for frequencies, which `Rope` computes."""
+        """Return a checkpoint's name without the prefix ``model.``; None for RoPE's frequencies, which
+        are computed.
+        """
         if name.endswith("rotary_emb.inv_freq"):
             return None  # old checkpoints stored the frequencies that `Rope` computes
         return name.removeprefix("model.")

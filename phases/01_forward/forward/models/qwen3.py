@@ -16,7 +16,7 @@ from forward.models.llama import Llama, LlamaAttention, LlamaBlock
 
 
 class Qwen3Attention(LlamaAttention):
-    """One norm weight of size D for all query heads, one for all key heads."""
+    """Llama's attention with a norm of query heads and one of key heads, each with a weight of size D."""
 
     norm_class: ClassVar[type[nn.Module]] = RMSNorm
 
@@ -26,7 +26,9 @@ class Qwen3Attention(LlamaAttention):
         self.k_norm = self.norm_class(spec.head_dim, config.norm_eps)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `LlamaAttention.project`."""
+        """Return ``q [..., H, D]``, ``k`` and ``v [..., KH, D]`` of ``x [..., hidden]``; q and k are
+        normalized.
+        """
         q, k, v = super().project(x)
         return self.q_norm(q), self.k_norm(k), v
 

@@ -15,22 +15,29 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks, largest
 from triton_paged_attention.tiles import attend
 
 
 @triton.jit
 def value_place(slot, block_stride, slot_stride, P: tl.constexpr):
-    """Return the offset of a token's first value in the cache, and the distance between its values."""
+    """Return a token's offset in the value cache, in numbers, and the distance (1) between its numbers.
+
+    slot: the token's place, block times P plus place in the block. P: tokens of a block.
+    block_stride, slot_stride: numbers from one block or token to the next.
+    """
     return (slot // P) * block_stride + (slot % P) * slot_stride, 1
 
 
 class ValueLayout(NamedTuple):
-    """The layout of values in a block, a seam: device functions, and what a launch does for them.
+    """The layout of values in a block of the cache, and the device functions that read and write them;
+    replaceable.
 
-    attend, place: have the signatures of `tiles.attend` and `value_place`.
-    fit: returns a configuration (of `tables`) in which they can run, from one and the block size.
-    words: returns values in the type that `attend` loads.
+    attend: device function with the signature of `tiles.attend`, which reads keys and values.
+    place: device function with the signature of `value_place`, which says where a token's values are.
+    fit: returns block sizes with which `attend` can run, given block sizes and the tokens of a block.
+    words: returns a view of the values in the dtype that `attend` loads.
     """
 
     attend: Any = attend
@@ -40,45 +47,53 @@ class ValueLayout(NamedTuple):
 
 
 PLAIN = ValueLayout()
+"""Used where the cache names no other layout."""
 
 
 def attention_arguments(
-    q: Tensor,
-    cache: LayerBlocks,
-    block_tables: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-) -> tuple[tuple[float, ...], dict[str, int]]:
-    """Return the arguments that all attention kernels share: numbers in their order, and constants by name.
-
-    The parameters are those of `decode.paged_decode`.
-    """
-    heads, d = q.shape[1:]
-    _, block_size, kv_heads, _ = cache.k.shape
-    numbers = (scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3])
-    constants = {
-        "H": heads,
-        "GROUP": heads // kv_heads,
-        "D": d,
-        "D_PAD": max(16, triton.next_power_of_2(d)),
-        "P": block_size,
-        "WINDOW": sliding_window or 0,
-        "SOFT_CAP": soft_cap is not None,
+    layer: LayerSpec, cache: LayerBlocks, block_tables: Tensor
+) -> dict[str, Any]:
+    """Return the arguments that all attention kernels share, by name; see `decode.paged_decode`."""
+    block_stride, slot_stride, head_stride, _ = cache.k.stride()
+    return {
+        "scale": layer.scale,
+        "table_stride": block_tables.stride(0),
+        "block_stride": block_stride,
+        "slot_stride": slot_stride,
+        "head_stride": head_stride,
+        "H": layer.num_heads,
+        "GROUP": layer.num_heads // layer.num_kv_heads,
+        "D": layer.head_dim,
+        "D_PAD": max(16, triton.next_power_of_2(layer.head_dim)),
+        "P": cache.k.shape[1],
+        "WINDOW": layer.sliding_window or 0,
     }
-    return numbers, constants
 
 
-def layout_of(cache: LayerBlocks | None) -> ValueLayout:
-    """Return the layout of a layer's values."""
-    return PLAIN if cache is None or cache.layout is None else cache.layout
+def store_arguments(cache: LayerBlocks) -> dict[str, Any]:
+    """Return the arguments that kernels which store keys and values share, by name."""
+    k_scale, v_scale = cache[2:4] if cache.scaled else cache[:2]
+    return {
+        "k_cache": cache.k,
+        "v_cache": cache.v,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "block_stride": cache.k.stride(0),
+        "slot_stride": cache.k.stride(1),
+        "P": cache.k.shape[1],
+        "SCALED": cache.scaled,
+        "LIMIT": largest(cache.k.dtype) if cache.scaled else 0.0,
+        "WHOLE": not cache.k.dtype.is_floating_point,
+        "PLACE": (cache.layout or PLAIN).place,
+    }
 
 
 def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
-    """Describe a layer's cache to the TMA: `[N, P, KH * D]` in tiles of `block_n` tokens of a block and head.
+    """Return a TMA descriptor of a layer's cache `[N, P, KH * D]` in tiles of `block_n` tokens of a block
+    and head.
 
-    With the block as an axis of its own, a tile that begins before its block reads zeros, not the block that
-    lies before it in memory.
+    cache: keys or values `[N, P, KH, D]`. The block is an axis of its own: a tile that begins before its
+        block reads zeros, not the block that lies before it in memory.
     """
     blocks, block_size, kv_heads, d = cache.shape
     row = kv_heads * d
@@ -89,9 +104,9 @@ def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
 
 @triton.jit
 def encode(x, scale, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
-    """Return a tile divided by its scales and rounded to the cache's format, but not converted to its dtype.
+    """Return a tile `x` divided by `scale` and rounded to the cache's format, as float32.
 
-    LIMIT: largest magnitude of the format. WHOLE: it has integers.
+    scale: broadcasts to `x`. LIMIT: largest magnitude of the format. WHOLE: the format has integers.
     """
     x = tl.div_rn(x.to(tl.float32), scale)  # as torch divides
     if WHOLE:
@@ -101,14 +116,18 @@ def encode(x, scale, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def kv_store_kernel(
-    k, v, k_cache, v_cache, slots, k_scale, v_scale, k_stride, v_stride, block_stride,
-    slot_stride,
-    SIZE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr,
-    LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
+    k, v, slots, k_stride, v_stride,
+    k_cache, v_cache, k_scale, v_scale, block_stride, slot_stride,
+    SIZE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
+    SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Store part of one token's key and value heads in its slot. One program per token and part
-    of its heads.
+    """Store part of one token's key and value heads in its slot. One program per token and BLOCK numbers.
+
+    k, v: `[T, KH, D]`, KH D = SIZE; k_stride, v_stride: numbers from a token to the next.
+    k_cache, v_cache: the layer's blocks `[N, P, KH, D]`; block_stride, slot_stride in numbers.
+    slots: `[T]` int64, block times P plus place in the block; negative: the token is not stored.
+    k_scale, v_scale: `[KH]`; with SCALED, numbers are stored divided by them, in a format up to LIMIT
+        (integers if WHOLE). PLACE: where values lie, such as `value_place`.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)
@@ -133,21 +152,15 @@ def kv_store(
     cache: LayerBlocks,
     slots: Tensor,  # [T] int64; negative: this token is padding and is not stored
 ) -> None:
-    """Write every token's key and value heads, `[T, KH, D]`, to its slot of the layer's cache, in the cache's
-    format.
+    """Write each token's key and value heads to its slot of a layer's cache, in the cache's format.
 
-    slots: `[T]` int64; tokens with slot -1 are not stored.
+    k, v: `[T, KH, D]`. cache: the layer's blocks. slots: `[T]` int64; tokens with slot -1 are not stored.
     """
     tokens, kv_heads, d = k.shape
     k, v = (x if x.stride()[1:] == (d, 1) else x.contiguous() for x in (k, v))
     size = kv_heads * d
     block = min(1024, triton.next_power_of_2(size))
-    if tokens:
-        kv_store_kernel[(tokens, triton.cdiv(size, block))](
-            k, v, cache.k, cache.v, slots, *(cache[2:4] if cache.scaled else (k, v)),
-            k.stride(0), v.stride(0), *cache.k.stride()[:2],
-            SIZE=size, D=d, P=cache.k.shape[1], BLOCK=block, SCALED=cache.scaled,
-            LIMIT=largest(cache.k.dtype) if cache.scaled else 0.0,
-            WHOLE=not cache.k.dtype.is_floating_point, PLACE=layout_of(cache).place,
-            num_warps=max(1, block // 256),
-        )  # fmt: skip
+    kv_store_kernel[(tokens, triton.cdiv(size, block))](
+        k, v, slots, k.stride(0), v.stride(0), SIZE=size, D=d, BLOCK=block,
+        **store_arguments(cache), num_warps=max(1, block // 256),
+    )  # fmt: skip

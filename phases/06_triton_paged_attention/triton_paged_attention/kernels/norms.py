@@ -32,7 +32,12 @@ def rms_norm_kernel(
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, ONE_PLUS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one row a program; with ADD, add `delta` first and write the sum to `total`."""
+    """Normalize one row per program; with ADD, add `delta` first and write the sum to `total`.
+
+    out, x, total, delta: `[rows, SIZE]`, contiguous. weight: `[SIZE]`. eps: added to the mean of squares.
+    SIZE_PAD: SIZE rounded up to a power of two. ONE_PLUS: the factor is `1 + weight` (Gemma 3).
+    PDL: wait for the kernel before by programmatic dependent launch.
+    """
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, SIZE_PAD)
     mask = i < SIZE
@@ -53,40 +58,28 @@ def rms_norm_kernel(
     tl.store(out + row + i, normed.to(out.dtype.element_ty), mask=mask)
 
 
-def _launch(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, one_plus: bool
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, delta: Tensor | None, norm: NormWeights) -> tuple[Tensor, Tensor]:
+    """Return `x + delta`, rounded to `x`'s dtype as by two operators, and the norm of that sum.
+
+    delta: as `x`; None: nothing is added.
+    """
     x = x.contiguous()
     size = x.shape[-1]
     out = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     padded = triton.next_power_of_2(size)
-    early = x.numel() == size and dependent_launch(
-        x.device
-    )  # one token: its neighbours start early, too
+    # One token: its neighbours start early, too.
+    early = x.numel() == size and dependent_launch(x.device)
     rms_norm_kernel[(x.numel() // size,)](
-        out, x, total, x if delta is None else delta.contiguous(), weight, eps,
-        SIZE=size, SIZE_PAD=padded, ADD=delta is not None, ONE_PLUS=one_plus,
-        PDL=early, num_warps=min(8, max(1, padded // 256)),
-        **({"launch_pdl": True} if early else {}),
+        out, x, total, x if delta is None else delta.contiguous(), norm.weight, norm.eps,
+        SIZE=size, SIZE_PAD=padded, ADD=delta is not None, ONE_PLUS=norm.one_plus,
+        PDL=early, launch_pdl=early, num_warps=min(8, max(1, padded // 256)),
     )  # fmt: skip
     return total, out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> Tensor:
+def rms_norm(x: Tensor, norm: NormWeights) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32, in `x`'s shape and
     dtype.
-
-    weight, eps, one_plus: see `NormWeights`.
     """
-    return _launch(x, None, weight, eps, one_plus)[1]
-
-
-def add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, one_plus: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return `(x + delta, rms_norm(x + delta))`; the sum is rounded to `x`'s dtype, as by two operators.
-
-    weight, eps, one_plus: see `NormWeights`.
-    """
-    return _launch(x, delta, weight, eps, one_plus)
+    return add_rms_norm(x, None, norm)[1]

@@ -16,14 +16,17 @@ from torch import Tensor, nn
 
 from forward.attention import LayerSpec
 from forward.rope import Rope
-from paged_cache.pool import LayerBlocks, largest
-from triton_paged_attention.kernels.kv_store import encode, layout_of
+from paged_cache.pool import LayerBlocks
+from triton_paged_attention.kernels.kv_store import encode, store_arguments
 
-HEADS_PER_PROGRAM = 8
+HEADS: tl.constexpr = tl.constexpr(8)
+"""Heads of a token that one program takes."""
 
 
 class HeadNorms(NamedTuple):
-    """Weights `[D]` of the query and key norms, epsilon, and whether weights are distances from 1."""
+    """RMSNorms of query and key heads: weights `[D]`, epsilon, and whether the factor is `1 + weight`
+    (Gemma 3).
+    """
 
     q_weight: Tensor
     k_weight: Tensor
@@ -32,10 +35,10 @@ class HeadNorms(NamedTuple):
 
 
 class ProductScales(NamedTuple):
-    """Scales by which a projection's output is still to be multiplied: `rows [T]`, `columns [N]`, both
+    """Scales by which the next kernel multiplies a projection's output: `rows [T]` and `columns [N]`,
     float32.
 
-    dtype: of the scaled product; the output itself may be in any other.
+    dtype: of the scaled product; the unscaled output may be in another.
     """
 
     rows: Tensor
@@ -45,13 +48,17 @@ class ProductScales(NamedTuple):
 
 @triton.jit
 def norm_scale(squares, eps, D: tl.constexpr):
-    """Return the factor of the RMSNorm of a head of `D` numbers, from the sum of their squares."""
+    """Return the RMSNorm's factor `1 / sqrt(squares / D + eps)`; squares: the sum of squares of a
+    head's D numbers.
+    """
     return tl.rsqrt(squares / D + eps)
 
 
 @triton.jit
 def apply_norm_weight(x, scale, weight, ONE_PLUS: tl.constexpr):
-    """Return `x` times the norm's `scale` and weight, rounded as by a norm of its own."""
+    """Return `x * scale * weight` in `x`'s dtype, computed in float32. ONE_PLUS: the factor is `1 +
+    weight`.
+    """
     weight = weight.to(tl.float32)
     if ONE_PLUS:
         weight += 1.0
@@ -60,8 +67,9 @@ def apply_norm_weight(x, scale, weight, ONE_PLUS: tl.constexpr):
 
 @triton.jit
 def rotate(x, y, cos, sin):
-    """Return one half `x` of rotated pairs, given the other half `y`. The minus sign is in the first half's
-    `sin`.
+    """Return one half of rotated pairs, `x cos + y sin`, in `x`'s dtype; `y` is the pairs' other half.
+
+    For the pair's first number, the caller passes `sin` with a minus sign.
     """
     return (x.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
 
@@ -70,7 +78,10 @@ def rotate(x, y, cos, sin):
 def store_head(
     out, at, x, scale, mask, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Write half of each of a token's heads to `out + at`, in the cache's format."""
+    """Write half of each of a token's heads, `x`, to `out + at` where `mask`, in the cache's format.
+
+    SCALED: divide by `scale` first. LIMIT: largest magnitude of the format. WHOLE: it has integers.
+    """
     if SCALED:
         x = encode(x, scale, LIMIT, WHOLE)
     tl.store(out + at, x.to(out.dtype.element_ty), mask=mask)
@@ -78,42 +89,41 @@ def store_head(
 
 @triton.jit
 def norm_rope_kernel(
-    q_out, k_out, v_out, qkv, cos, sin, q_weight, k_weight, slots, rows, columns, k_scale,
-    v_scale, eps,
-    block_stride, slot_stride,
+    q_out, qkv, cos, sin, q_weight, k_weight, slots, rows, columns, eps,
+    k_cache, v_cache, k_scale, v_scale, block_stride, slot_stride,
     H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    P: tl.constexpr,
-    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, STORE: tl.constexpr, HEADS: tl.constexpr,
-    PENDING: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, PENDING: tl.constexpr,
+    P: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
     PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Normalize, rotate and store up to HEADS heads of one token: first the queries, then the keys, then the
-    values.
+    """Normalize, rotate and store up to HEADS heads of one token: queries first, then keys, then values.
 
-    One program per token and group of heads. A thread has both numbers of a rotated pair, so nothing is
-    read twice. PENDING: the projection's output is still to be multiplied by `rows` and `columns`. SCALED:
-    keys and values are stored divided by their scales.
+    One program per token and group of heads; a thread has both numbers of a rotated pair, so each is read
+    once.
+    qkv: `[T, (H + 2 KH) D]`. q_out: `[T, H, D]`. k_cache, v_cache: the layer's blocks `[N, P, KH, D]`,
+        written at `slots [T]`. cos, sin: `[T, D]` float32. q_weight, k_weight: `[D]`, of the norms, read
+        with NORM.
+    PENDING: multiply `qkv` by `rows [T]` and `columns [(H + 2 KH) D]` first.
+    SCALED: divide what is stored by `k_scale` and `v_scale [KH]`. HALF: D / 2.
+    LIMIT, WHOLE: largest magnitude of the cache's format; whether it has integers. PLACE: see `value_place`.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     D: tl.constexpr = 2 * HALF
     Q_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (KH + HEADS - 1) // HEADS
     row = qkv + token * (H + 2 * KH) * D
-    if STORE:
-        slot = tl.load(slots + token)
-        at_token = (slot // P) * block_stride + (slot % P) * slot_stride
-        at_value, step = PLACE(slot, block_stride, slot_stride, P)
-    else:
-        at_token = token * KH * D
-        at_value, step = at_token, 1
+    slot = tl.load(slots + token)
+    at_token = (slot // P) * block_stride + (slot % P) * slot_stride
+    at_value, step = PLACE(slot, block_stride, slot_stride, P)
 
     is_query, is_value = part < Q_PARTS, part >= Q_PARTS + KV_PARTS
     head = (
         part - (0 if is_query else Q_PARTS) - (KV_PARTS if is_value else 0)
     ) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF_PAD)
-    mask = (head < (H if is_query else KH))[:, None] & (i < HALF)[None, :]
-    stored = tl.where(slot >= 0, mask, False) if STORE else mask
+    real = i < HALF
+    mask = (head < (H if is_query else KH))[:, None] & real[None, :]
+    stored = tl.where(slot >= 0, mask, False)
     at = head[:, None] * D + i[None, :]
     part_at = (0 if is_query else H * D) + (KH * D if is_value else 0)
     first = row + part_at
@@ -130,15 +140,15 @@ def norm_rope_kernel(
         scales = v_scale if is_value else k_scale
         head_scale = tl.load(scales + head, mask=head < KH, other=1.0)[:, None]
     if is_value:  # only moved
-        store_head(v_out, at_value + at * step, x, head_scale, stored, SCALED, LIMIT, WHOLE)
+        store_head(v_cache, at_value + at * step, x, head_scale, stored, SCALED, LIMIT, WHOLE)
         store_head(
-            v_out, at_value + (at + HALF) * step, y, head_scale, stored, SCALED, LIMIT, WHOLE
+            v_cache, at_value + (at + HALF) * step, y, head_scale, stored, SCALED, LIMIT, WHOLE
         )
     else:
         if NORM:
             weight = (q_weight if is_query else k_weight) + i[None, :]
-            w_x = tl.load(weight, mask=(i < HALF)[None, :], other=0.0)
-            w_y = tl.load(weight + HALF, mask=(i < HALF)[None, :], other=0.0)
+            w_x = tl.load(weight, mask=real[None, :], other=0.0)
+            w_y = tl.load(weight + HALF, mask=real[None, :], other=0.0)
             full_x, full_y = x.to(tl.float32), y.to(tl.float32)
             scale = norm_scale(tl.sum(full_x * full_x + full_y * full_y, axis=1), eps, D)[
                 :, None
@@ -147,97 +157,88 @@ def norm_rope_kernel(
                 apply_norm_weight(x, scale, w_x, ONE_PLUS),
                 apply_norm_weight(y, scale, w_y, ONE_PLUS),
             )
-        c = tl.load(cos + token * D + i, mask=i < HALF, other=0.0)[None, :]
-        s = tl.load(sin + token * D + HALF + i, mask=i < HALF, other=0.0)[None, :]
+        c = tl.load(cos + token * D + i, mask=real, other=0.0)[None, :]
+        s = tl.load(sin + token * D + HALF + i, mask=real, other=0.0)[None, :]
         turned_x, turned_y = rotate(x, y, c, -s), rotate(y, x, c, s)
         if is_query:
             tl.store(q_out + token * H * D + at, turned_x, mask=mask)
             tl.store(q_out + token * H * D + at + HALF, turned_y, mask=mask)
         else:
             store_head(
-                k_out, at_token + at, turned_x, head_scale, stored, SCALED, LIMIT, WHOLE
+                k_cache, at_token + at, turned_x, head_scale, stored, SCALED, LIMIT, WHOLE
             )
             store_head(
-                k_out, at_token + at + HALF, turned_y, head_scale, stored, SCALED, LIMIT, WHOLE
+                k_cache,
+                at_token + at + HALF,
+                turned_y,
+                head_scale,
+                stored,
+                SCALED,
+                LIMIT,
+                WHOLE,
             )
 
 
 def norm_rope(
-    qkv: Tensor,  # [T, (H + 2 KH) D]
-    cos: Tensor,  # [T, D] float32
-    sin: Tensor,  # [T, D] float32, its first half negated
     spec: LayerSpec,
-    *,
-    norms: HeadNorms | None = None,
-    cache: LayerBlocks | None = None,
-    slots: Tensor | None = None,  # [T] int64
+    qkv: Tensor,  # [T, (H + 2 KH) D]
+    cos_sin: tuple[
+        Tensor, Tensor
+    ],  # T D numbers each, float32; the first half of a sine is negated
+    cache: LayerBlocks,
+    slots: Tensor,  # [T] int64
+    norms: HeadNorms | None,
     pending: ProductScales | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries `[T, H, D]`, keys and values `[T, KH, D]`, the first two normalized and rotated.
+) -> Tensor:
+    """Return queries `[T, H, D]`, normalized and rotated; store keys, treated in the same way, and values.
 
-    qkv: `[T, (H + 2 KH) D]`, the projection's output. cos, sin: `[T, D]` float32.
-    spec: the layer. norms: of query and key heads; None: the family has none.
-    cache, slots: if given, keys and values are stored there, in the cache's format, and the caches are
-        returned for them.
+    spec: the layer. qkv: `[T, (H + 2 KH) D]`, the projection's output. cos_sin: angles, `T D` numbers each.
+    cache, slots: where keys and values are stored, in the cache's format; a negative slot stores nothing.
+    norms: of query and key heads; None: the family has none.
     pending: scales by which `qkv` is to be multiplied first.
     """
-    tokens = len(qkv)
     heads = spec.num_heads
     kv_heads = spec.num_kv_heads
-    d = spec.head_dim
+    half = spec.head_dim // 2
     dtype = qkv.dtype if pending is None else pending.dtype
-    q = torch.empty(tokens, heads, d, dtype=dtype, device=qkv.device)
-    scaled = cache is not None and cache.scaled
-    if cache is None or slots is None:
-        k, v = (
-            torch.empty(tokens, kv_heads, d, dtype=dtype, device=qkv.device) for _ in range(2)
-        )
-        slots = q
-        block_size = 1
-        strides = (0, 0)
-    else:
-        k, v = cache.k, cache.v
-        block_size, strides = k.shape[1], (k.stride(0), k.stride(1))
-    q_weight, k_weight, eps, one_plus = norms if norms is not None else (q, q, 0.0, False)
-    parts = triton.cdiv(heads, HEADS_PER_PROGRAM) + 2 * triton.cdiv(
-        kv_heads, HEADS_PER_PROGRAM
-    )
-    if tokens:
-        norm_rope_kernel[(tokens, parts)](
-            q, k, v, qkv, cos, sin, q_weight, k_weight, slots,
-            *((q, q) if pending is None else pending[:2]),
-            *(cache[2:4] if cache is not None and scaled else (q, q)), eps, *strides,
-            H=heads, KH=kv_heads, HALF=d // 2, HALF_PAD=triton.next_power_of_2(d // 2),
-            P=block_size,
-            NORM=norms is not None, ONE_PLUS=one_plus, STORE=cache is not None,
-            HEADS=HEADS_PER_PROGRAM,
-            PENDING=pending is not None, SCALED=scaled,
-            LIMIT=largest(k.dtype) if scaled else 0.0,
-            WHOLE=not k.dtype.is_floating_point, PLACE=layout_of(cache).place, num_warps=4,
-        )  # fmt: skip
-    return q, k, v
+    q = torch.empty(len(qkv), heads, spec.head_dim, dtype=dtype, device=qkv.device)
+    q_weight, k_weight, eps, one_plus = norms or (q, q, 0.0, False)
+    parts = triton.cdiv(heads, HEADS.value) + 2 * triton.cdiv(kv_heads, HEADS.value)
+    norm_rope_kernel[(len(qkv), parts)](
+        q, qkv, *cos_sin, q_weight, k_weight, slots,
+        *((q, q) if pending is None else pending[:2]), eps,
+        H=heads, KH=kv_heads, HALF=half, HALF_PAD=triton.next_power_of_2(half),
+        NORM=norms is not None, ONE_PLUS=one_plus,
+        PENDING=pending is not None, **store_arguments(cache), num_warps=4,
+    )  # fmt: skip
+    return q
 
 
 @triton.jit
 def angles_kernel(
     cos, sin, positions, frequencies, HALF: tl.constexpr, HALF_PAD: tl.constexpr
 ):
-    """Write one token's cosines and sines. One program per token."""
+    """Write one token's cosines and sines of its RoPE angles. One program per token.
+
+    cos, sin: output `[T, 2 HALF]` float32, both halves equal but for the sign of `sin`.
+    positions: `[T]`. frequencies: `[HALF]`, in radians per position.
+    """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, HALF_PAD)
+    real = i < HALF
     angle = tl.load(positions + token).to(tl.float32) * tl.load(
-        frequencies + i, mask=i < HALF, other=0.0
+        frequencies + i, mask=real, other=0.0
     )
     c, s = tl.cos(angle), tl.sin(angle)
     at = token * 2 * HALF + i
-    tl.store(cos + at, c, mask=i < HALF)
-    tl.store(cos + at + HALF, c, mask=i < HALF)
-    tl.store(sin + at, -s, mask=i < HALF)
-    tl.store(sin + at + HALF, s, mask=i < HALF)
+    tl.store(cos + at, c, mask=real)
+    tl.store(cos + at + HALF, c, mask=real)
+    tl.store(sin + at, -s, mask=real)
+    tl.store(sin + at + HALF, s, mask=real)
 
 
 class FusedRope(nn.Module):
-    """Computes the cosines and sines of positions in one kernel; `forward.rope.Rope` takes eight."""
+    """RoPE whose cosines and sines come from one kernel; phase 01's `Rope` takes eight."""
 
     inverse_frequencies: Tensor
 
@@ -246,15 +247,13 @@ class FusedRope(nn.Module):
         self.register_buffer("inverse_frequencies", rope.inverse_frequencies, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Rope.forward`."""
+        """Return cosines and sines `[T, D]` float32 of `positions [T]`."""
         half = len(self.inverse_frequencies)
-        shape = (*positions.shape, 1, 2 * half)
-        cos, sin = (
-            torch.empty(shape, dtype=torch.float32, device=positions.device) for _ in range(2)
+        cos, sin = torch.empty(
+            2, *positions.shape, 1, 2 * half, dtype=torch.float32, device=positions.device
         )
-        if positions.numel():
-            angles_kernel[(positions.numel(),)](
-                cos, sin, positions.contiguous(), self.inverse_frequencies,
-                HALF=half, HALF_PAD=triton.next_power_of_2(half), num_warps=1,
-            )  # fmt: skip
+        angles_kernel[(positions.numel(),)](
+            cos, sin, positions.contiguous(), self.inverse_frequencies,
+            HALF=half, HALF_PAD=triton.next_power_of_2(half), num_warps=1,
+        )  # fmt: skip
         return cos, sin

@@ -27,14 +27,21 @@ MOST_STACKS = 64
 
 
 class AutomataBackend(Backend):
-    """Compiles a grammar to a `Machine`, whose masks are made lazily and shared by all of its outputs."""
+    """The grammar backend of this phase: compiles a grammar to a pushdown automaton.
+
+    Masks are made when they are first needed, and shared by all outputs with this grammar.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
         self.trie = Trie(vocabulary.tokens)
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Compile a grammar; Lark grammars are refused. See `Backend.compile`."""
+        """Compile a grammar.
+
+        Raises:
+            UserError: it is wrong, too large, or written in Lark.
+        """
         try:
             with within(SECONDS):
                 return AutomataGrammar(Machine(rules_for(grammar), "start"), self)
@@ -43,7 +50,7 @@ class AutomataBackend(Backend):
 
 
 def rules_for(grammar: Grammar) -> dict[str, Node]:
-    """Return the rules of a grammar, by their names; an output follows `start`.
+    """Return the rules of a grammar as syntax trees, by their names; an output follows the rule `start`.
 
     Raises:
         UserError: the grammar is wrong, or of an unknown kind.
@@ -58,7 +65,7 @@ def rules_for(grammar: Grammar) -> dict[str, Node]:
 
 
 class AutomataGrammar(Compiled):
-    """A compiled grammar: its machine, and the masks that were made up to now."""
+    """A compiled grammar: its automaton, and the masks that were made up to now."""
 
     def __init__(self, machine: Machine, backend: AutomataBackend) -> None:
         self.machine, self.backend = machine, backend
@@ -72,9 +79,9 @@ class AutomataGrammar(Compiled):
 
 
 class AutomataMatcher(Matcher):
-    """The matcher of one output.
+    """Follows one output through a compiled grammar, token by token.
 
-    history: the place before the first token, and the place after each; `rollback` drops the last ones.
+    history: the automaton's stacks before the first token, and after each; `rollback` drops the last ones.
     """
 
     def __init__(self, grammar: AutomataGrammar) -> None:
@@ -82,7 +89,7 @@ class AutomataMatcher(Matcher):
         self.history: list[Place] = [grammar.machine.start]
 
     def fill(self, words: Words) -> None:
-        """Write the mask of the next token; see `Matcher.fill`."""
+        """Write the bit mask of tokens that may come next into `words`, int32 `[ceil(V / 32)]`."""
         place = self.history[-1]
         words[:] = self.grammar.masks.mask(place)
         if self.machine.may_end(place):
@@ -90,7 +97,9 @@ class AutomataMatcher(Matcher):
                 words[token >> 5] |= np.uint32(1 << (token & 31)).view(np.int32)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Read the bytes of tokens; see `Matcher.advance`."""
+        """Accept tokens up to the first that is forbidden or ends the output; return how many were
+        accepted.
+        """
         texts = self.grammar.backend.vocabulary.tokens
         for count, token in enumerate(tokens):
             place = self.history[-1]
@@ -102,12 +111,12 @@ class AutomataMatcher(Matcher):
         return len(tokens)
 
     def rollback(self, count: int) -> None:
-        """Undo the last tokens; see `Matcher.rollback`."""
+        """Undo the last `count` tokens that `advance` accepted."""
         del self.history[len(self.history) - count :]
 
     @property
     def problem(self) -> str:
-        """Say which limit of an output is passed; see `Matcher.problem`."""
+        """Return which limit this output has passed, so that it cannot be followed further; empty if none."""
         place = self.history[-1]
         if len(place) > MOST_STACKS:
             return f"more than {MOST_STACKS} ways to read the output"

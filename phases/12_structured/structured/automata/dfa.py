@@ -36,7 +36,9 @@ class Dfa:
 
 
 def compile(node: Node, rules: dict[str, int] | None = None) -> Dfa:
-    """Compile a syntax tree to its smallest automaton; `rules` as in `Nfa`.
+    """Compile a syntax tree to its smallest deterministic automaton.
+
+    rules: the number of each rule that it may call, by its name.
 
     Raises:
         UserError: that takes too many states, or too long.
@@ -53,7 +55,9 @@ def determinize(nfa: Nfa) -> Dfa:
     closures: dict[int, frozenset[int]] = {}
 
     def closure(state: int) -> frozenset[int]:
-        """Return the states that `state` reaches without reading; only those with edges, and the end."""
+        """Return the states that `state` reaches without reading a symbol; only those with edges, and
+        the end.
+        """
         if state not in closures:
             seen, stack = {state}, [state]
             while stack:
@@ -94,7 +98,7 @@ def determinize(nfa: Nfa) -> Dfa:
 
 
 def symbol_classes(nfa: Nfa) -> tuple[list[int], int]:
-    """Number the classes of symbols that no edge tells apart.
+    """Group the symbols that no edge of `nfa` distinguishes into classes.
 
     Returns:
         The class of each symbol, and the number of classes.

@@ -64,7 +64,7 @@ TYPE_OF: dict[type, str] = dict(
 
 
 def rules_of(schema: Any) -> dict[str, Node]:
-    """Return the rules of a schema, by their names; an output follows `start`.
+    """Return the rules of a JSON schema as syntax trees, by their names; an output follows the rule `start`.
 
     Raises:
         UserError: a keyword is wrong or not known; it names it by a JSON pointer.
@@ -73,7 +73,7 @@ def rules_of(schema: Any) -> dict[str, Node]:
 
 
 class _SchemaReader:
-    """Makes the rules of the schema `root`; each method returns the node of a part of it.
+    """Translates the JSON schema `root` to rules of syntax trees; each method translates a part of it.
 
     In all methods `pointer` is the JSON pointer of the part, for errors.
     """
@@ -85,7 +85,10 @@ class _SchemaReader:
         self.rules["start"] = self.value(root, "#")
 
     def rule(self, make: Callable[[Any, str], Node], schema: Any, pointer: str) -> Node:
-        """Return a call of the rule that `make` makes of a part; it is made once for equal parts."""
+        """Return a call of the rule for a part of the schema; equal parts share a rule.
+
+        make: translates the part, when it is first seen.
+        """
         key = f"{make.__name__} {json.dumps(schema)}"
         if key not in self.names:
             name = self.names[key] = f"{make.__name__} {pointer}"
@@ -96,7 +99,7 @@ class _SchemaReader:
         return Call(self.names[key])
 
     def any(self, schema: Any, pointer: str) -> Node:
-        """Return a node that matches any value; one rule serves all schemas that ask for nothing."""
+        """Return a node that matches any JSON value; one rule serves all schemas without a condition."""
         return Alt(tuple(self.typed(kind, {}, "any") for kind in TYPES))
 
     def value(self, schema: Any, pointer: str) -> Node:
@@ -160,7 +163,10 @@ class _SchemaReader:
     def counts(
         self, schema: Mapping[str, Any], unit: str, pointer: str
     ) -> tuple[int, int | None]:
-        """Return the least and the most number of units, `Length` or `Items`; None: no limit."""
+        """Return the least and the most number of characters or items that a schema allows; None: no limit.
+
+        unit: "Length" or "Items", the end of the keywords' names.
+        """
         found = []
         for key in (f"min{unit}", f"max{unit}"):
             value = schema.get(key, 0)

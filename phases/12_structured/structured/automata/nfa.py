@@ -55,13 +55,15 @@ class Nfa:
         return len(self.edges) - 1
 
     def append(self, node: Node, begin: int) -> int:
-        """Add a new state that exactly the texts of `node` lead to from `begin`; return its number."""
+        """Add a new state that is reached from `begin` by exactly the texts that match `node`; return
+        its number.
+        """
         end = self.state()
         self.join(node, begin, end)
         return end
 
     def join(self, node: Node, begin: int, end: int) -> None:
-        """Add edges and states so that exactly the texts of `node` lead from `begin` to `end`."""
+        """Add edges and states, so that exactly the texts that match `node` lead from `begin` to `end`."""
         if isinstance(node, Chars):
             sequences = quoted_bytes(node.ranges) if node.quoted else utf8(node.ranges)
             for sequence in sequences:
@@ -175,7 +177,10 @@ ESCAPES |= {8: b"\\b", 9: b"\\t", 10: b"\\n", 12: b"\\f", 13: b"\\r", 34: b'\\"'
 
 
 def quoted_bytes(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
-    """Yield what `utf8` does, for characters inside a JSON string."""
+    """Yield sequences of byte ranges that match characters in `ranges` as they stand inside a JSON string.
+
+    Quotes, backslashes and control characters are written as escapes.
+    """
     for code, text in ESCAPES.items():
         if any(low <= code <= high for low, high in ranges):
             yield [(byte, byte) for byte in text]

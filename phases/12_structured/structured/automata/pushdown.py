@@ -35,7 +35,7 @@ Place = frozenset[Stack]
 
 
 def rules_that_end(rules: Mapping[str, Node]) -> dict[str, Node]:
-    """Return the rules that have a text of finite length; `a = "x" a` has none."""
+    """Return those of the rules that match some text of finite length; `a = "x" a` matches none."""
     found: dict[str, Node] = {}
     while more := {
         name: node
@@ -64,7 +64,7 @@ def has_text(node: Node, rules: Container[str]) -> bool:
 
 
 class Machine:
-    """The rules of a grammar, compiled to one table of states.
+    """A pushdown automaton: the rules of a grammar, compiled to one table of states.
 
     Args:
         rules: the syntax tree of each rule, by its name.
@@ -77,7 +77,7 @@ class Machine:
         that of state -1.
     calls: of each state, the rules that it may call: (first state of the rule, next state of the caller).
     accepting: of each state, whether its rule may end there.
-    start: the place before the first byte.
+    start: the place (set of stacks) before the first byte.
     """
 
     def __init__(self, rules: Mapping[str, Node], start: str) -> None:
@@ -116,7 +116,8 @@ class Machine:
         self.start: Place = frozenset(self.expand_calls((firsts[numbers[start]],)))
 
     def expand_calls(self, stack: Stack) -> set[Stack]:
-        """Return the stacks that a stack becomes by calls and returns, without reading, itself included.
+        """Return the stacks of states that `stack` becomes by calls and returns without reading, itself
+        included.
 
         Only those are returned from which a byte can be read, and the one at which the output may end.
 
@@ -145,7 +146,9 @@ class Machine:
         return found
 
     def step(self, place: Place, byte: int) -> Place:
-        """Return the place after `place` and one more byte, 0 to 255; empty if the byte cannot come next."""
+        """Return the place (set of stacks) after `place` and one more byte, 0 to 255; empty if it
+        cannot come next.
+        """
         found = set[Stack]()
         for stack in place:
             state = int(self.table[stack[-1], byte])
@@ -154,12 +157,13 @@ class Machine:
         return frozenset(found)
 
     def may_end(self, place: Place) -> bool:
-        """Return True if the text that led to `place` is a whole output."""
+        """Return True if the text that led to `place`, a set of stacks, is a whole output."""
         return any(len(stack) == 1 and self.accepting[stack[0]] for stack in place)
 
 
 class MaskMaker:
-    """Makes the masks of a machine's stacks over a trie of tokens, and keeps them.
+    """Computes the bit masks of tokens that a pushdown automaton allows, over a trie of tokens, and caches
+    them.
 
     A mask depends on the states that one token can remove from the stack and the one below them, mostly on
     the top state alone. A mask is kept under these states, and every stack that ends with them shares it.
@@ -173,7 +177,10 @@ class MaskMaker:
         self._masks: dict[Stack, Words] = {}
 
     def mask(self, place: Place) -> Words:
-        """Return the mask of the tokens that can come next, end tokens aside; it must not be changed."""
+        """Return the bit mask of the tokens that can come next, end tokens left out; it must not be changed.
+
+        place: the set of stacks after the text so far.
+        """
         words = [self._of_stack(stack) for stack in place]
         return words[0] if len(words) == 1 else np.bitwise_or.reduce(words)
 
@@ -190,7 +197,9 @@ class MaskMaker:
         return words
 
     def _make(self, stack: Stack) -> tuple[Words, int]:
-        """Make the mask of a stack; return also the lowest height, in states, to which a token reduces it."""
+        """Return the bit mask of a stack, and the lowest height, in states, to which one token can
+        reduce the stack.
+        """
         self.made += 1
         machine, below = self.machine, stack[:-1]
         states = self.trie.walk(machine.table, stack[-1])
@@ -208,7 +217,9 @@ class MaskMaker:
         return self.trie.mask(reached), lowest
 
     def _explore(self, node: int, stacks: set[Stack], reached: Bools, lowest: int) -> int:
-        """Mark in `reached` the nodes below `node` that one of the stacks there can read.
+        """Mark in `reached` the trie's nodes below `node` that one of the stacks there can read.
+
+        lowest: the least height of a stack, in states, until now.
 
         Returns:
             The least of `lowest` and of the heights of the stacks on the way.

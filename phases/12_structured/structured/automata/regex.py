@@ -107,7 +107,7 @@ class PatternReader:
         self.at = 0
 
     def refuse(self, what: str) -> UserError:
-        """Return an error that names the pattern and the character that is next."""
+        """Return an error that names the pattern, the character that is next, and what is wrong with it."""
         return UserError(f"{self.where} {self.pattern[:60]!r}, character {self.at}: {what}")
 
     def peek(self) -> str:

@@ -27,12 +27,14 @@ STATUS = {
     "left": 499,
 }
 """HTTP status and code of each kind of failure of a group of choices."""
+RETRY_SECONDS = 1
+"""After which a request may be tried again that was refused for the state of the server."""
 MAX_MESSAGE = 1000
 """Characters of an error's message: values are shortened where they are shown, and this bounds the rest."""
 
 
 class ApiError(Exception):
-    """A request that is not answered as it wants.
+    """An error response to an HTTP request.
 
     param: the field that is wrong, if it is one.
     code: a word for programs.
@@ -59,14 +61,15 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers that belong to it."""
+        """Return the headers that belong to the error."""
         retry = [] if self.retry is None else [(b"retry-after", b"%d" % self.retry)]
         return retry + ([(b"connection", b"close")] if self.close else [])
 
 
 @dataclass(frozen=True)
 class ErrorForm:
-    """The form in which a route tells errors: OpenAI's, unless the route's protocol has one of its own.
+    """The JSON form in which a route reports errors: OpenAI's, unless the route's protocol has one of its
+    own.
 
     names: what a field of OpenAI's is called by the route's clients.
     event: an error that ends a stream, around its JSON.
@@ -78,7 +81,7 @@ class ErrorForm:
     shape: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body
 
     def body(self, error: ApiError) -> dict[str, Any]:
-        """Return the object that is sent."""
+        """Return the JSON object of an error, as it is sent."""
         default = "invalid_request_error" if error.status < 500 else "server_error"
         message, param = str(error), error.param
         if param is not None and param in self.names:
@@ -102,5 +105,5 @@ def too_large(limit: int) -> ApiError:
 
 
 def too_many(field: str, count: int, limit: int, what: str) -> ApiError:
-    """Return the error of a field that has too many of something."""
+    """Return the error of a field that has `count` of something (`what`), of which `limit` are allowed."""
     return wrong(field, f"{field} has {count:,} {what}, but may have at most {limit:,}")

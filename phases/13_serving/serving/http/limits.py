@@ -10,7 +10,9 @@ from common.options import option
 
 @dataclass(frozen=True)
 class Limits:
-    """Raises `UserError` for a value out of its own limits."""
+    """Limits of the HTTP server: sizes, counts and seconds. Raises `UserError` for a value out of its
+    range.
+    """
 
     max_body_bytes: int = option(4 << 20, "bytes of a request's body")
     max_header_bytes: int = option(64 << 10, "bytes of a request's address and headers")
@@ -39,7 +41,7 @@ class Limits:
     grace_seconds: float = option(30.0, "seconds that open streams get after SIGTERM")
 
     def __post_init__(self) -> None:
-        """Check."""
+        """Raise `UserError` for a value out of its range."""
         for item in fields(self):
             check, low, high = (
                 (integer, 1, 1 << 40) if item.type == "int" else (number, 0.0, 1e9)

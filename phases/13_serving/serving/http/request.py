@@ -8,13 +8,15 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from serving.completion import ChoiceGroup
 from serving.http.errors import ApiError, ErrorForm, too_large
 from serving.http.limits import Limits
+
+if TYPE_CHECKING:
+    from serving.completion import ChoiceGroup
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -37,7 +39,9 @@ _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def encode_json(value: Any) -> bytes:
-    """Return JSON in one line, whatever a reader takes for the end of one: clients split streams by lines."""
+    """Return a value as JSON bytes in one line; characters that some readers take for a line end are
+    escaped.
+    """
     data = _encode(value)
     if b"\xe2\x80" in data or b"\xc2\x85" in data:
         for character, escaped in _LINE_ENDS.items():
@@ -46,18 +50,18 @@ def encode_json(value: Any) -> bytes:
 
 
 class ClientDisconnected(Exception):
-    """The client has left before its request was complete."""
+    """Raised when the client has closed the connection before its request was complete."""
 
 
 class HttpRequest:
-    """A request, and what has been sent of its response so far.
+    """An HTTP request, and what has been sent of its response so far.
 
     id: the client's `x-request-id` where it is sane, or one of ours.
-    status: of the answer, 0 before it.
+    status: of the response, 0 before it.
     content_length: the content-length, as it came.
     unread: there may be a body that has not been read.
     sending: when the write that the client has not taken yet began (`time.monotonic()`); 0 if none.
-    group: what is answered, if that is a request for tokens.
+    group: its completions, if it is a request for tokens.
     form: of errors.
     """
 
@@ -84,11 +88,11 @@ class HttpRequest:
 
     @property
     def short_id(self) -> str:
-        """The id without its prefix, as responses have it behind theirs."""
+        """Return the id without its prefix, as responses have it behind theirs."""
         return self.id.removeprefix("req-")
 
     async def body(self) -> bytes:
-        """All of the body.
+        """Read and return the whole body.
 
         Raises:
             ApiError: 413 if it is too large, before it is read where its length is declared; 408 if it is
@@ -123,7 +127,9 @@ class HttpRequest:
             ) from None
 
     async def _next(self) -> MutableMapping[str, Any]:
-        """Receive a part of the body. Raises `ClientDisconnected` when the client has left."""
+        """Receive and return the next ASGI message of the body. Raises `ClientDisconnected` when the
+        client has left.
+        """
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
@@ -140,12 +146,12 @@ class HttpRequest:
                     self.unread = message.get("more_body", False)
 
     async def disconnected(self) -> None:
-        """Return when the client has left. Call it when the body has been read."""
+        """Wait until the client has left. Call it when the body has been read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
-        """Send the status and headers."""
+        """Send the response's status and headers."""
         self.status = status
         every = [*headers, *self.extra, (b"x-request-id", self.id.encode())]
         if self.unread and CLOSE not in every:  # the rest of a body is not worth a connection
@@ -153,7 +159,9 @@ class HttpRequest:
         await self._send({"type": "http.response.start", "status": status, "headers": every})
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """Send a part of the body. It waits for a client that is slow to read; see `sending`."""
+        """Send a part of the response's body; waits for a client that is slow to read. more: it is not
+        the last part.
+        """
         self.sending = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self.sending, self.sent_bytes = 0.0, self.sent_bytes + len(data)
@@ -161,18 +169,18 @@ class HttpRequest:
     async def answer(
         self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)
     ) -> None:
-        """Send a whole answer."""
+        """Send a whole response."""
         await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self.write(b"" if self.method == "HEAD" else body, more=False)
 
     async def json(
         self, value: Any, status: int = 200, headers: Iterable[Header] = ()
     ) -> None:
-        """Send a whole answer of JSON."""
+        """Send a whole response with a value as JSON."""
         await self.answer(status, encode_json(value), [JSON, *headers])
 
     async def fail(self, error: ApiError) -> None:
-        """Send an error: as the answer, or as the last event of a stream that has begun."""
+        """Send an error: as the response, or as the last event of a stream that has begun."""
         body = self.form.body(error)
         if not self.status:
             await self.json(body, error.status, error.headers)
@@ -180,7 +188,7 @@ class HttpRequest:
             await self.write(self.form.event.replace(b"%s", encode_json(body)), more=False)
 
     def hang_up(self) -> None:
-        """Close the connection of a slow reader at once, and forget what it has not read."""
+        """Close the connection of a slow reader at once, and drop what it has not read."""
         if self.group is not None:
             self.group.give_up("slow", "the reader is too slow")
         self.scope.get("state", {}).get("abort", lambda: None)()

@@ -7,15 +7,16 @@ mean something: `SamplingParams`, `Limits`, the engine.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from msgspec import Meta, Struct
-
-from common.sampling.params import MAX_INT
+from msgspec import Struct
 
 
 class StreamOptions(Struct):
-    """include_usage: one more chunk with the usage; continuous_usage_stats: usage in each chunk."""
+    """The field `stream_options`.
+
+    include_usage: one more chunk with the usage; continuous_usage_stats: usage in each chunk.
+    """
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -44,18 +45,13 @@ class GenerationFields(Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
-    cache_salt: str | None = None
     add_special_tokens: bool | None = (
         None  # to a text unless false, to a conversation only if true
     )
 
-    # ours
-    deadline_ms: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
-
 
 class CompletionFields(Struct, kw_only=True):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
     best_of: Literal[1] | None = None
@@ -63,7 +59,7 @@ class CompletionFields(Struct, kw_only=True):
 
 
 class ChatFields(Struct, kw_only=True):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None

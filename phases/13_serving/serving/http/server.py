@@ -40,7 +40,8 @@ CONFIG: dict[str, Any] = {
 
 
 class HttpServer(uvicorn.Server):
-    """Ends in two steps: first nothing new is taken and streams may finish, then the connections go.
+    """The HTTP server (uvicorn), which ends in two steps: first streams may finish, then connections are
+    closed.
 
     Args:
         on_ready: called when the engine is there.
@@ -62,16 +63,18 @@ class HttpServer(uvicorn.Server):
         super().__init__(uvicorn.Config(app, **(CONFIG | config)))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM and SIGINT drain; the second one ends at once."""
+        """Drain at the first SIGTERM or SIGINT; end at once at the second."""
         self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """The first call lets streams finish, within the grace period; the second does not wait."""
-        if self.app.service.draining:
+        """Take no new requests and let streams finish, within the grace period; a second call does not
+        wait.
+        """
+        if self.app.draining:
             self.code = TERMINATED
             self.should_exit = self.force_exit = True
             return
-        self.app.service.draining = True
+        self.app.draining = True
         log.warning(
             "draining: %s may finish, nothing new is taken",
             count(len(self.app.groups), "request"),
@@ -87,9 +90,10 @@ class HttpServer(uvicorn.Server):
         self.app.closing = self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Hang up on slow readers, ten times a second: a timer a write would cost 6 % of a token.
+        """Close the connections of slow readers, ten times a second; announce the engine when it is first
+        ready.
 
-        The first time that the engine is ready it is announced.
+        A timer for each write would cost 6 % of a token. Returns: True if the server should end.
         """
         if self.app.engine.state == "ready" and not self.announced:
             self.announced = True
@@ -100,7 +104,7 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def serve(self, sockets: Any = None) -> None:
-        """Run until a signal, or until the engine cannot be started."""
+        """Serve until a signal comes, or until the engine cannot be started."""
         self._loop = asyncio.get_running_loop()
         engine = self.app.engine.start()
         engine.add_done_callback(self._engine_ended)

@@ -33,7 +33,11 @@ from triton_paged_attention.linear import KINDS, activate
 
 
 class Tile(NamedTuple):
-    """The shape of one program's work; `block_n` outputs are half gates and half ups in the first product."""
+    """Block sizes of a program of `grouped_kernel`.
+
+    rows: tokens of an expert. block_n: outputs; in the first product half gates and half ups. block_k:
+        inputs that are read at a time.
+    """
 
     rows: int
     block_n: int
@@ -54,7 +58,10 @@ OLDER = Tile(128, 128, 64, 8, 4)
 
 
 def tile_for(rows: float, x: Tensor) -> Tile:
-    """Return the tile for so many rows of `x [T, K]` an expert, with the stages that fit in shared memory."""
+    """Return the block sizes for `rows` tokens per expert on average; as many stages as fit in shared memory.
+
+    x: the product's input, for its device and dtype.
+    """
     largest = LARGE if at_least(x.device, HOPPER) else OLDER
     tile = next((tile for most, tile in TABLE if rows <= most), largest)
     stages = shared_memory(x.device) // (
@@ -65,7 +72,11 @@ def tile_for(rows: float, x: Tensor) -> Tile:
 
 @triton.jit
 def gated_unit(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
-    """Return `activation(gate) * up` by KIND, or with LIMIT > 0 the clamped unit of gpt-oss. See `Swiglu`."""
+    """Return `activation(gate) * up` in float32, or with LIMIT > 0 gpt-oss's clamped form.
+
+    KIND: 0 SiLU, 1 GELU (tanh form), 2 GELU (erf). Clamped: gates to at most LIMIT, ups to within it, and
+        `gate * sigmoid(1.702 gate) * (up + 1)`.
+    """
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
@@ -77,9 +88,10 @@ def gated_unit(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def tile_product(a, w, acc, scale, row, k0, columns, SIDE: tl.constexpr):
-    """Return `acc + a @ w`: `a [M, K]`, `w [K, N]` of the weight rows `row [N]`, from input `k0` on.
+    """Return `acc + a @ w`, float32 `[M, N]`, for inputs from `k0` on.
 
-    SIDE: side of a block of weights that share a scale; 0: none do.
+    a: `[M, BLOCK_K]`. w: `[BLOCK_K, N]`, of the weight's rows `row [N]`.
+    scale: one for each block of SIDE x SIDE weights, `[rows / SIDE, columns]`; SIDE 0: there is none.
     """
     if a.dtype != w.dtype:
         w = w.to(a.dtype)  # eight bits are exact in sixteen
@@ -95,9 +107,10 @@ def tile_product(a, w, acc, scale, row, k0, columns, SIDE: tl.constexpr):
 def finish_sums(
     acc, unit, scale, bias, row, inside, ROUNDED: tl.constexpr, CHANNEL: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Scale the sums `acc`, `[N]` or `[M, N]`, and add biases; `row [N]` are the outputs' weight rows.
+    """Multiply the sums `acc`, `[N]` or `[M, N]` float32, by their scales, and add biases.
 
-    unit: factor of an input that was rounded.
+    unit: scale of an input that was rounded to eight bits (ROUNDED). scale: of each weight row (CHANNEL).
+    bias: of each weight row (BIAS). row: `[N]`, the weight rows of the outputs. inside: `[N]`, which exist.
     """
     if ROUNDED:
         acc *= unit
@@ -117,10 +130,15 @@ def grouped_kernel(
     ROUNDED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of rows with `BLOCK_N` of an expert's `N` outputs; one program for each of both.
+    """Multiply a tile of one expert's tokens with `BLOCK_N` of its `N` outputs. One program for each pair.
 
-    UP: compute the first product, gated: rows are read from tokens and written in the order of `order`.
-        Otherwise the second one: rows are read in that order and written by choice.
+    UP, the first product: `x [T, K]` -> `out [T k, N]`, gated, sorted by expert. Otherwise the second one:
+        `x [T k, K]`, sorted by expert -> `out [T k, N]` in the order of choices, times `weights [T, k]`.
+    data: `[E, N, K]`, with UP `[E, 2 N, K]`: gates, then ups. bias: `[E, N]` or `[E, 2 N]`, read if BIAS.
+    scale: of each weight row (CHANNEL) or of SIDE x SIDE blocks; `scale_stride` numbers per expert.
+    x_scale: `[rows of x]`, if the input was rounded (ROUNDED). order, table: of `sort_in_tiles`; most: its
+        tiles.
+    KIND, LIMIT: of `gated_unit`. TOP_K: k, choices per token.
     """
     parts: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
@@ -176,7 +194,12 @@ def grouped_kernel(
 def add_choices_kernel(
     out, parts, chosen, E, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Sum a token's choices among the experts of this rank; one program per token and `BLOCK_N` numbers."""
+    """Sum a token's expert outputs over its choices on this rank. One program per token and `BLOCK_N`
+    numbers.
+
+    out: `[T, SIZE]`. parts: `[T TOP_K, SIZE]`, one row per choice. chosen: `[T, TOP_K]`, numbers of
+        experts; those that are not below `E` are skipped.
+    """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N], tl.float32)
@@ -230,9 +253,10 @@ def scratch_bytes(down: ExpertWeights, top_k: int, itemsize: int, tokens: int) -
 def grouped(
     layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor, tile: Tile | None = None
 ) -> Tensor:
-    """Compute a layer's experts for any number of tokens. An `ExpertKernel`.
+    """Compute a layer's experts by Triton kernels for any number of tokens: `[T, hidden]`, the weighted sums.
 
-    tile: shape of a program's work, for measurements; None takes it from `TABLE`.
+    x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts.
+    tile: block sizes, for measurements; None takes them from `TABLE`.
     """
     (count, hidden, _), (tokens, top_k) = layer.down.data.shape, chosen.shape
     chosen, weights = chosen.contiguous(), weights.contiguous()

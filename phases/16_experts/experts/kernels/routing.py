@@ -27,10 +27,13 @@ def route_kernel(
     E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per token; of equal probabilities the lowest number is first.
+    """Choose a token's TOP_K experts of highest probability, of equal ones the lowest number. One program
+    per token.
 
-    A probability, as the bits of a float that is not negative, is ordered as a whole number is; the expert's
-    number stands behind it, upside down, so one sort of whole numbers decides between equal ones as well.
+    logits: `[T, E]`. weights: output `[T, TOP_K]` float32, probabilities; with NORMALIZE they sum to 1.
+    chosen: output `[T, TOP_K]` int64. E_PAD: E rounded up to a power of two. A probability, as the bits of
+        a float that is not negative, is ordered as a whole number is; the expert's number stands behind
+        it, upside down, so one sort of whole numbers decides between equal ones as well.
     """
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_PAD)
@@ -51,12 +54,19 @@ def route_kernel(
 
 
 def early(device: torch.device) -> dict[str, Any]:
-    """Return launch options that start a kernel while the one before still ends, where the device can."""
+    """Return launch options that start a kernel while the one before still runs, where the device can."""
     return {"PDL": True, "launch_pdl": True} if dependent_launch(device) else {"PDL": False}
 
 
 def route_at_once(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts in one kernel. Arguments and returns are those of `routing.route`."""
+    """Choose each token's `top_k` experts in one kernel.
+
+    logits: `[T, E]` of the router. normalize: let a token's weights sum to 1.
+
+    Returns:
+        weights: `[T, top_k]` float32, the probabilities of the chosen.
+        chosen: `[T, top_k]` int64, of equal probabilities the lowest number first.
+    """
     tokens, count = logits.shape
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
@@ -69,7 +79,11 @@ def route_at_once(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, 
 
 @triton.jit
 def count_kernel(counts, chosen, choices, BLOCK: tl.constexpr):
-    """Count how often an expert was chosen; one program per expert."""
+    """Count how often an expert was chosen. One program per expert.
+
+    counts: output `[E]` int32. chosen: `[choices]`, numbers of experts. BLOCK: choices that are read at a
+        time.
+    """
     i = tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, choices, BLOCK):
@@ -84,7 +98,14 @@ def place_kernel(
     E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write an expert's choices to `order` and its tiles to the table; one more program: empty tiles."""
+    """Write one expert's choices to `order`, and its tiles to the table `tiles`. One program per expert,
+    and one more.
+
+    order: `[choices]` int32, numbers of choices sorted by expert. tiles: `[3, most]` int32: of each tile
+        its expert, its first entry in `order`, and its rows (0: an empty tile, written by the last
+        program).
+    counts: `[E]` int32 of `count_kernel`. chosen: `[choices]`, numbers of experts. ROWS: of a tile.
+    """
     own = tl.program_id(0)
     e = tl.arange(0, E_PAD)
     count = tl.load(counts + e, mask=e < E, other=0)
@@ -121,11 +142,15 @@ def most_tiles(choices: int, experts: int, rows: int) -> int:
 
 
 def sort_in_tiles(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Sort the choices `chosen [T, k]` of experts below `experts`; leave out all others, of other ranks.
+    """Sort the choices of this rank's experts by expert, and split each expert's into tiles of `rows`
+    choices.
+
+    chosen: `[T, k]`, numbers of experts; those that are not below `experts` belong to other ranks and are
+        left out.
 
     Returns:
-        order: `[T k]` int32; what lies behind the choices of the experts that are here is undefined.
-        table: `[3, most]` int32: of each tile the expert, its first place of `order`, and its rows.
+        order: `[T k]` int32, numbers of choices; what lies behind those of this rank is undefined.
+        table: `[3, most]` int32: of each tile the expert, its first entry in `order`, and its rows.
     """
     choices, device = chosen.numel(), chosen.device
     most = most_tiles(choices, experts, rows)

@@ -25,11 +25,11 @@ CHUNK = 64
 
 
 class DeltaTokens(NamedTuple):
-    """The inputs of the rule for `S` tokens, in float32.
+    """The inputs of the gated delta rule for `S` tokens, in float32.
 
     q, k: `[..., S, H, Dk]`, of length 1 (`q`: times the scale). v: `[..., S, H, Dv]`.
     decay: `[..., S, H]`, the logarithm of the share of the state that stays.
-    beta: `[..., S, H]`, 0 to 1.
+    beta: `[..., S, H]`, 0 to 1: the share of the error that is written.
     """
 
     q: Tensor
@@ -45,7 +45,7 @@ class DeltaTokens(NamedTuple):
 
 
 def one_token(state: Tensor, token: DeltaTokens) -> tuple[Tensor, Tensor]:
-    """Apply the delta rule to one token.
+    """Apply the gated delta rule to one token: the state decays, the token corrects it, the query reads it.
 
     Args:
         state: `[..., H, Dk, Dv]`.
@@ -63,7 +63,11 @@ def one_token(state: Tensor, token: DeltaTokens) -> tuple[Tensor, Tensor]:
 
 
 def recurrence(state: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
-    """Apply the delta rule to one token after another: return `[..., S, H, Dv]` and the new state."""
+    """Apply the gated delta rule to one token after another; return outputs `[..., S, H, Dv]` and the new
+    state.
+
+    state: `[..., H, Dk, Dv]`, as it is before the first token.
+    """
     out = torch.empty_like(tokens.v)
     for i in range(out.shape[-3]):
         vectors = (x[..., i, :, :] for x in tokens[:3])
@@ -73,7 +77,10 @@ def recurrence(state: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
 
 
 def scan(state: Tensor, tokens: DeltaTokens, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Apply the delta rule to `chunk` tokens at a time: return what `recurrence` does, but for rounding."""
+    """Apply the gated delta rule to `chunk` tokens at a time; outputs `[..., S, H, Dv]` and the new state.
+
+    state: `[..., H, Dk, Dv]`. The results are those of `recurrence`, but for rounding.
+    """
     length = tokens.v.shape[-3]
     parts = []
     for first in range(0, length, chunk):
@@ -83,10 +90,10 @@ def scan(state: Tensor, tokens: DeltaTokens, chunk: int = CHUNK) -> tuple[Tensor
 
 
 def one_chunk(state: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
-    """Apply the delta rule to a chunk of `C` tokens at once: return `[..., C, H, Dv]` and the new state.
+    """Apply the gated delta rule to `C` tokens at once; return outputs `[..., C, H, Dv]` and the new state.
 
-    A token writes `beta (v - what the state says of k)`, and the state holds the writes of the chunk's tokens
-    before it. So the writes `W [C, Dv]` solve a triangular system, the WY form of the delta rule:
+    A token writes `beta (v - what the state says of k)`, and the state holds the writes of the chunk's
+    tokens before it. So the writes `W [C, Dv]` solve a triangular system, the WY form of the delta rule:
 
         (1 + L) W = beta (v - exp(G) k S),    L[i, j] = beta_i exp(G_i - G_j) k_i . k_j   for j < i
 
@@ -121,7 +128,7 @@ def one_chunk(state: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
 
 
 def causal_conv(x: Tensor, weight: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Mix each channel over the last `W` tokens, then SiLU.
+    """Apply a causal convolution over the last `W` tokens to each channel, and then SiLU.
 
     Args:
         x: `[..., S, C]`.
@@ -139,6 +146,6 @@ def causal_conv(x: Tensor, weight: Tensor, before: Tensor) -> tuple[Tensor, Tens
 
 
 def unit(x: Tensor) -> Tensor:
-    """Scale vectors to length 1, in float32; one near 0 stays near 0."""
+    """Return vectors `x [..., D]` scaled to length 1, in float32; one near 0 stays near 0."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -25,30 +25,35 @@ from hybrid_cache.windows.manager import SingleTypeManager, Table
 
 
 def slot_count(rows: int) -> int:
-    """Return the number of slots for so many rows: each may read one and write one, and keep a snapshot."""
+    """Return the number of state slots for `rows` requests: each may read one and write one, and keep a
+    snapshot.
+    """
     return 3 * rows
 
 
 class SlotPool(LruPool):
-    """A `LruPool` of slots of states, which evicts snapshots by itself.
+    """A pool of state slots, which evicts the oldest snapshots when it has no free slot.
 
     Running requests need at most two thirds of the slots, so there is always one to take.
     """
 
     def take(self, count: int) -> list[int]:
-        """Return `count` slots: free ones, then those of the oldest snapshots."""
+        """Return `count` slots: free ones, then those of the oldest snapshots, which are lost."""
         while self.allocator.free < count:
             self.evict_oldest(self.finished)
         return self.allocator.allocate(count)
 
 
 class StateManager(SingleTypeManager):
-    """Slots of states by page. A slot is the one "block" of a page, from a pool of slots.
+    """The manager of layers that keep a state (Gated DeltaNet): it gives a page a slot for the state after
+    it.
+
+    A slot is the one "block" of a page, from a pool of slots.
 
     Args:
         tables: block tables of all rows.
-        tokens_after: `[pages]` int32, for a step of several tokens that ends in a page: how many of them come
-            after its snapshot boundary. Negative if these are draft tokens; 0 if it saves nothing.
+        tokens_after: `[pages]` int32, for a step of several tokens that ends in a page: how many of them
+            come after its snapshot boundary. Negative if these are draft tokens; 0 if it saves nothing.
         slot_offset: blocks in the pool of keys and values; slots are numbered behind them in copies.
         arguments: `blocks [1, pages]` (slots), `changed` and `sizes` of a `SingleTypeManager`.
 
@@ -70,11 +75,16 @@ class StateManager(SingleTypeManager):
     # Rules of the type.
 
     def first_needed_page(self, start: int) -> int:
-        """Return the table index of the page whose state a step from `start` on reads."""
+        """Return the table index of the page whose state a step reads that begins at token `start`."""
         return max(0, start - 1) // self.block_size
 
     def required_pages(self, start: int, upto: int) -> int:
-        """Return the pages up to the one that a step reads. For those it writes see `assign_slots`."""
+        """Return how many pages of a request's table must have a slot before a step: up to the one that it
+        reads.
+
+        start: its computed tokens. upto: tokens that it reserves room for. `assign_slots` gives slots to
+            pages that the step writes.
+        """
         return self.first_needed_page(start) + 1
 
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
@@ -85,7 +95,9 @@ class StateManager(SingleTypeManager):
     # Snapshots and rollback.
 
     def snapshot_boundary(self, work: Work) -> int:
-        """Return after how many tokens of the request a step saves its state.
+        """Return after how many tokens of its request a step saves the state as a snapshot.
+
+        work: the request and its tokens in the step.
 
         Returns:
             The work's end less its drafts, if these may be rejected. Otherwise the divergence of the row's
@@ -116,11 +128,13 @@ class StateManager(SingleTypeManager):
         return seen
 
     def assign_slots(self, works: Sequence[Work]) -> list[tuple[int, bool]]:
-        """Give slots to the pages that a step's works write.
+        """Allocate state slots for the pages that a step's requests write.
+
+        works: the step's requests and their tokens.
 
         Returns:
-            The pages that the works read, each with True if it keeps its state as a snapshot. They go to
-            `release_slots` once the device knows the slots.
+            The pages that the step reads, each with True if it keeps its state as a snapshot. They go to
+            `release_slots` once the device has the slots.
         """
         read = list[tuple[int, bool]]()
         snapshots = set[int]()
@@ -150,7 +164,7 @@ class StateManager(SingleTypeManager):
         return [(page, whole or page in snapshots) for page, whole in read]
 
     def _write_page(self, work: Work, tokens: int) -> None:
-        """Give a slot to the page that holds the last of the request's first `tokens` tokens."""
+        """Allocate a slot for the page that holds the last of a request's first `tokens` tokens."""
         row = work.row
         at = (tokens - 1) // self.block_size
         page = int(self.tables[row, at])
@@ -164,7 +178,12 @@ class StateManager(SingleTypeManager):
             self.last_decode_page[row] = int(self.tables[row, at - 1])
 
     def _set_tail(self, work: Work, boundary: int, drafting: bool) -> None:
-        """Tell the device how many tokens of a work are behind its snapshot boundary."""
+        """Record for the device how many tokens of a step come after the snapshot boundary in the step's
+        last page.
+
+        work: the request and its tokens. boundary: tokens before it. drafting: those after it are draft
+            tokens.
+        """
         end = work.start + work.count
         last = int(self.tables[work.row, (end - 1) // self.block_size])
         behind = end - boundary if boundary > work.start else 0
@@ -172,19 +191,26 @@ class StateManager(SingleTypeManager):
         self.changed.add(last)
 
     def release_slots(self, read: Sequence[tuple[int, bool]]) -> None:
-        """Take away a step's use of the pages it read. `read`: what `assign_slots` returned."""
+        """Remove a step's use of the pages that it read. read: what `assign_slots` returned."""
         for page, snapshot in read:
             self._drop(page, self.pool.finished if snapshot else None)
 
     # Requests.
 
     def copy_page(self, source: int, target: int) -> list[tuple[int, int]]:
-        """Move a user to a new page. Returns the pair of slots to copy, numbered behind all blocks."""
+        """Let a request use the new page `target` in place of the shared page `source` (copy on write).
+
+        Returns:
+            The pair of slots that the device must copy, numbered behind all KV blocks.
+        """
         pairs = super().copy_page(source, target)
         return [(one + self.slot_offset, other + self.slot_offset) for one, other in pairs]
 
     def release_row(self, row: int, table: Table, committed: int) -> None:
-        """Take a request's use of its state away; snapshots stay."""
+        """Remove an ended request's use of its state slots; snapshots stay cached.
+
+        row: of the request. table: its pages. committed: how many of these the index knows.
+        """
         super().release_row(row, table, committed)
         self.divergence[row], self.last_decode_page[row] = 0, -1
         self.rollback_to.pop(row, None)

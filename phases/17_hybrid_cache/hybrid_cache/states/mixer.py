@@ -19,12 +19,13 @@ from hybrid_cache.states.delta_rule import DeltaTokens, causal_conv, recurrence,
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of a layer of Gated DeltaNet, computed from each token alone.
+    """Inputs of a Gated DeltaNet layer, computed from each token alone.
 
     layer: index among all layers. config: sizes of its heads.
     conv: `[C, W]`, the weights of the convolution.
     mixed: `[..., C]`, queries, keys and values before the convolution.
-    decay: `[..., H]` float32; beta: `[..., H]`; see `DeltaTokens`.
+    decay: `[..., H]` float32, the logarithm of the share of the state that stays.
+    beta: `[..., H]`, 0 to 1: the share of the error that is written.
     """
 
     layer: int
@@ -40,7 +41,7 @@ class DeltaInputs(NamedTuple):
         return self._replace(mixed=mixed, decay=decay, beta=beta)
 
     def tokens(self, mixed: Tensor) -> DeltaTokens:
-        """Return the inputs of the delta rule. mixed: `[..., C]`, the convolution's output for `self.mixed`.
+        """Return the inputs of the delta rule in float32. mixed: `[..., C]`, the convolution's output.
 
         Value head `h` has the query and the key of key head `h // groups`.
         """
@@ -55,15 +56,15 @@ class DeltaInputs(NamedTuple):
 
 
 class Mixer(ABC):
-    """Mixes tokens in layers of Gated DeltaNet: maps a layer's inputs to its outputs."""
+    """Interface of what mixes tokens in Gated DeltaNet layers: it keeps their states between steps."""
 
     @abstractmethod
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """Return `[..., H, Dv]` in the dtype of `inputs.mixed`."""
+        """Return a layer's outputs `[..., H, Dv]` in the dtype of `inputs.mixed`, and update its states."""
 
 
 class WholeSequence(Mixer):
-    """A mixer that computes the whole sequence at every call and keeps nothing, as phase 01 does."""
+    """A `Mixer` that computes the whole sequence at every call and keeps no state, as phase 01 does."""
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
         """Return `[..., S, H, Dv]` for inputs whose last dimension but one is the sequence."""
@@ -74,10 +75,10 @@ class WholeSequence(Mixer):
 
 
 def mixer_of(attention: Attention) -> Mixer:
-    """Return the mixer that belongs to a phase's attention.
+    """Return the `Mixer` of an engine's attention object.
 
     Raises:
-        UserError: the phase has none.
+        UserError: the phase that made it computes no Gated DeltaNet layers.
     """
     if isinstance(attention, Mixer):
         return attention

@@ -13,20 +13,21 @@ from paged_cache.attention import PagedBatch
 
 
 class StatePool:
-    """The states of all layers, in slots, and the mixer over them in plain torch.
+    """The states of all Gated DeltaNet layers, in slots on the device, and the `Mixer` over them in plain
+    torch.
 
     Args:
         config: sizes of the layers' heads.
-        slots: number of slots. There are two more: `null` is always zeros, the state before a text; the last
-            one takes states that nothing reads, those behind draft tokens.
+        slots: number of slots. There are two more: `null` is always zeros, the state before a text; the
+            last one takes states that no request reads, those behind draft tokens.
         pages: number of pages.
         block_size: tokens of a page.
         dtype: of the model, and of the convolution's inputs; states are float32.
 
     recurrent: `[layers, slots + 2, H, Dk, Dv]` float32, in the order of the layers that have states.
     conv: `[layers, slots + 2, W - 1, C]`.
-    page_slots, page_tokens_after: `[pages]` int32, of each page its slot, and how many tokens of a step that
-        ends there come after its snapshot boundary. See `StateManager`.
+    page_slots, page_tokens_after: `[pages]` int32, of each page its slot, and how many tokens of a step
+        that ends there come after its snapshot boundary. See `StateManager`.
     step: `[4, B]` int32, for this step's requests: the slot that is read; the slot that the state at the
         snapshot boundary goes to (-1: none); the slot that the last state goes to (-1: padding); and the
         tokens before the boundary.
@@ -60,17 +61,17 @@ class StatePool:
 
     @staticmethod
     def bytes_per_slot(config: DeltaConfig, dtype: torch.dtype) -> int:
-        """Return the bytes of one slot, a state of all layers and its convolutions' inputs."""
+        """Return the bytes of one slot: a state of every layer, and the inputs that its convolution keeps."""
         each = 4 * np.prod(config.state_shape) + dtype.itemsize * np.prod(config.conv_shape)
         return int(sum(config.layers) * each)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole slots; `sources` and `targets` are their numbers, `[n]` each."""
+        """Copy whole slots on the device, from numbers `sources [n]` to numbers `targets [n]`."""
         self.recurrent[:, targets] = self.recurrent[:, sources]
         self.conv[:, targets] = self.conv[:, sources]
 
     def begin(self, batch: PagedBatch) -> None:
-        """Start a step: fill `step` with the slots of its requests, on the device alone, for CUDA graphs."""
+        """Start a step: write the slots of its requests to `step`, on the device alone, for CUDA graphs."""
         ends, counts = batch.context_lens.long(), batch.query_starts.diff()
         starts = ends - counts
         live = (counts > 0) & (ends > 0)
@@ -92,7 +93,12 @@ class StatePool:
         self.start(batch, torch.stack((source, *parts)).int())
 
     def start(self, batch: PagedBatch, step: Tensor) -> None:
-        """Start a step whose slots `step [4, B]` are known."""
+        """Keep a step's batch and its slots (numbers of stored states), for the calls of `mix` that follow.
+
+        step: `[4, B]` int32, for each request: the slot to read (`null` at a text's beginning), the slot that
+            keeps the state at the last block boundary (-1: none), the slot of the state after the step (-1:
+            none), and how many of the step's tokens lie before that boundary.
+        """
         self.step = step
         self.batch = batch
         self._on_host = None
@@ -103,7 +109,10 @@ class StatePool:
         return batch.block_tables.gather(1, indices.unsqueeze(1)).squeeze(1).long()
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """Return the outputs `[T, H, Dv]` of a ragged batch: decodes at once, each longer work by itself."""
+        """Return a layer's outputs `[T, H, Dv]` for a ragged batch, and store the new states in their slots.
+
+        Requests of one token are computed at once, each longer one by itself.
+        """
         if self._on_host is None:
             self._on_host = self.step.tolist()
         host = self.batch.host
@@ -131,7 +140,11 @@ class StatePool:
     def _advance(
         self, inputs: DeltaInputs, source: int | list[int], into: int | list[int]
     ) -> Tensor:
-        """Compute tokens from the states in slots `source`, and store the states behind them in `into`."""
+        """Compute tokens from the states in slots `source`, and store the states behind them in slots `into`.
+
+        Returns:
+            The outputs `[..., H, Dv]`.
+        """
         recurrent, conv = (
             part[self.index[inputs.layer]] for part in (self.recurrent, self.conv)
         )

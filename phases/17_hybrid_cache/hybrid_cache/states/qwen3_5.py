@@ -24,7 +24,9 @@ from hybrid_cache.states.mixer import DeltaInputs, Mixer, mixer_of
 
 
 class GatedAttention(nn.Module):
-    """Attention whose output is multiplied by a gate, which the query's projection makes as well."""
+    """Qwen3.5's attention, whose output is multiplied by a gate that the query's projection computes as
+    well.
+    """
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
@@ -41,7 +43,10 @@ class GatedAttention(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """Map hidden states `[..., hidden]` to the output, same shape."""
+        """Map hidden states `[..., hidden]` to the layer's output, same shape.
+
+        cos_sin: RoPE's cosines and sines. attention: the engine's attention over its KV cache.
+        """
         heads = self.spec.num_heads
         keys = self.spec.num_kv_heads
         size = self.spec.head_dim
@@ -65,7 +70,7 @@ def rotate_first_dimensions(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor
 
 
 class GatedDeltaNet(nn.Module):
-    """A layer of Gated DeltaNet: projections, decay and gate around the mixer."""
+    """A Gated DeltaNet layer: projections, decay and output gate around a `Mixer`, which keeps the state."""
 
     def __init__(self, config: ModelConfig, delta: DeltaConfig, layer: int) -> None:
         super().__init__()
@@ -87,7 +92,9 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(values, hidden, bias=False)
 
     def forward(self, x: Tensor, mixer: Mixer) -> Tensor:
-        """Map hidden states `[..., hidden]` to the layer's output, same shape; only `mixer` mixes tokens."""
+        """Map hidden states `[..., hidden]` to the layer's output, same shape. Only `mixer` combines
+        different tokens.
+        """
         decay = -self.A_log.float().exp() * F.softplus(
             self.in_proj_a(x).float() + self.dt_bias.float()
         )
@@ -101,7 +108,9 @@ class GatedDeltaNet(nn.Module):
 
 
 class Qwen35Block(nn.Module):
-    """One layer: attention or Gated DeltaNet, then the MLP; each reads a normalized copy and is added."""
+    """A block of Qwen3.5: attention or Gated DeltaNet, then the MLP; each reads a normed input and adds
+    its output.
+    """
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
@@ -118,7 +127,10 @@ class Qwen35Block(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention, mixer: Mixer
     ) -> Tensor:
-        """Map hidden states `[..., hidden]` to the output, same shape."""
+        """Map hidden states `[..., hidden]` to the block's output, same shape.
+
+        cos_sin: RoPE's cosines and sines. attention: the engine's attention. mixer: its Gated DeltaNet.
+        """
         normed = self.input_layernorm(x)
         if self.keeps_state:
             x = x + self.linear_attn(normed, mixer)
@@ -148,7 +160,9 @@ class Qwen35(Model):
         self.tie_weights()
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """See `Model.forward`."""
+        """Return the final hidden states `[..., hidden]` of token ids and their positions; see
+        `Model.forward`.
+        """
         mixer = mixer_of(attention)
         x = self.embed_tokens(input_ids)  # [..., hidden]
         cos, sin = self.rope(positions)
@@ -159,7 +173,9 @@ class Qwen35(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Strip the prefix of a checkpoint's name; None for weights of images and multi-token prediction."""
+        """Return a checkpoint's name without its prefix; None for weights of images and multi-token
+        prediction.
+        """
         if name.startswith(("mtp.", "model.visual.", "visual.")):
             return None
         for prefix in ("model.language_model.", "language_model.", "model."):

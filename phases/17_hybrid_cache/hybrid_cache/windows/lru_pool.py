@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class LruPool:
-    """Blocks `0 .. count - 1` for all managers that take from this pool.
+    """The free list of blocks `0 .. count - 1`, shared by all managers that take from this pool.
 
-    A block is free, pinned (a running request needs it), or idle (it stays for a prefix hit until its room is
-    needed).
+    A block is free, pinned (a running request needs it), or idle (it stays for a prefix hit until its room
+    is needed).
 
     Args:
         count: number of blocks.
@@ -38,22 +38,26 @@ class LruPool:
 
     @property
     def available(self) -> int:
-        """Number of blocks that are free or idle."""
+        """Return the number of blocks that are free or idle."""
         return self.allocator.count - self.pinned
 
     @property
     def admissible(self) -> int:
-        """Number of blocks that a new request may pin."""
+        """Return the number of blocks that a new request may pin, the watermark left out."""
         return self.available - (self._reserve if self.pinned else 0)
 
     def take(self, count: int) -> list[int]:
-        """Return `count` free blocks. Raises `AssertionError` if there are fewer."""
+        """Take `count` free blocks and return their numbers.
+
+        Raises:
+            AssertionError: there are fewer.
+        """
         blocks = self.allocator.allocate(count)
         self.fresh += blocks
         return blocks
 
     @staticmethod
     def evict_oldest(idle: dict[tuple[SingleTypeManager, int], None]) -> None:
-        """Free the blocks of the oldest page in `skipped` or `finished`."""
+        """Free the blocks of the oldest page in `idle`, which is `skipped` or `finished`."""
         manager, page = next(iter(idle))
         manager.evict(page)

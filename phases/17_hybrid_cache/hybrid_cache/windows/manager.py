@@ -21,7 +21,9 @@ Table = NDArray[np.int32]
 
 
 class ManagerSizes(NamedTuple):
-    """Sizes of an engine: most running requests, tokens of a page, and most tokens of a request in a step."""
+    """Sizes of an engine: most running requests, tokens of a page, and most tokens of one request in a
+    step.
+    """
 
     rows: int
     block_size: int
@@ -29,11 +31,11 @@ class ManagerSizes(NamedTuple):
 
 
 class SingleTypeManager(ABC):
-    """Blocks of one type of layers. A type says which pages of a request it needs.
+    """Allocator of blocks for one type of layers, such as those with a sliding window.
 
-    A request needs a range of its table: from the first page that its next query reads to the last page that
-    it may write. Its pages there have a block in each group. A page that no running request needs keeps its
-    blocks for prefix hits, and loses them when the pool needs room.
+    A type says which pages of a request it needs: a range of its table, from the first page that its next
+    query reads to the last page that it may write. Its pages there have a block in each group. A page that
+    no running request needs keeps its blocks for prefix hits, and loses them when the pool needs room.
 
     Args:
         groups: layers of each group.
@@ -71,17 +73,17 @@ class SingleTypeManager(ABC):
 
     @abstractmethod
     def required_pages(self, start: int, upto: int) -> int:
-        """Return how many pages, counted from the table's begin, a request must have got blocks for.
+        """Return how many pages from the start of a request's block table must have blocks before a step.
 
-        start: its computed tokens. upto: tokens that the scheduler reserves room for.
+        start: the request's computed tokens. upto: tokens that the scheduler reserves room for.
         """
 
     @abstractmethod
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
-        """Return the largest `n` such that a request can begin behind the first `n` of these pages."""
+        """Return the largest `n` such that a request can begin behind the first `n` of these cached pages."""
 
     def max_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request of so many tokens needs at once."""
+        """Return the most blocks that a request of `tokens` tokens needs at once."""
         starts = range(0, tokens + 1, self.block_size)
         return len(self.groups) * max(
             self.required_pages(at, tokens) - self.first_needed_page(at) for at in starts
@@ -90,29 +92,44 @@ class SingleTypeManager(ABC):
     # Requests. `table` is the request's row of the block tables.
 
     def num_blocks_to_admit(self, pages: Sequence[int], start: int, upto: int) -> int:
-        """Return how many blocks a new request pins that begins behind these cached pages."""
+        """Return how many blocks a new request would pin that begins behind these cached pages.
+
+        start: tokens of its prefix hit. upto: tokens that it reserves room for.
+        """
         first, end = self.first_needed_page(start), self.required_pages(start, upto)
         pinned = sum(self.users[page] > 0 for page in pages[first:])
         return len(self.groups) * (max(0, end - first) - pinned)
 
     def attach_hit(self, row: int, table: Table, start: int) -> None:
-        """Let a new request use the pages of its prefix hit, `start` tokens, that it needs."""
+        """Count a new request as a user of the pages of its prefix hit that this type of layers needs.
+
+        row: of the request. table: its pages. start: tokens of the hit.
+        """
         self._use_range(row, table, self.first_needed_page(start), start // self.block_size)
 
     def fork(self, child: int, table: Table, tokens: int) -> None:
-        """Let the request in row `child` use what it needs of the first `tokens` tokens in its `table`."""
+        """Count the request in row `child` as a user of what it needs of the first `tokens` tokens in
+        `table`.
+        """
         self._use_range(
             child, table, self.first_needed_page(tokens), -(-tokens // self.block_size)
         )
 
     def num_blocks_to_allocate(self, row: int, table: Table, start: int, upto: int) -> int:
-        """Return how many blocks a request lacks up to `upto`, with those for a copy of a shared page."""
+        """Return how many blocks a request still needs for its first `upto` tokens, copies of shared pages
+        included.
+
+        row: of the request. table: its pages. start: its computed tokens.
+        """
         end, at = self.ranges[row][1], start // self.block_size
         shared = at < end and self.users[table[at]] > 1
         return len(self.groups) * (max(0, self.required_pages(start, upto) - end) + shared)
 
     def allocate_blocks(self, row: int, table: Table, start: int, upto: int) -> int:
-        """Give blocks to all required pages. Returns the number of tokens that there is room for."""
+        """Allocate blocks for all pages that a request requires; return for how many tokens there is room.
+
+        row: of the request. table: its pages. start: its computed tokens. upto: tokens to reserve room for.
+        """
         first, end = self.ranges[row]
         required = max(end, self.required_pages(start, upto))
         for page in table[end:required].tolist():
@@ -123,7 +140,7 @@ class SingleTypeManager(ABC):
     def remove_skipped_blocks(
         self, row: int, table: Table, start: int, committed: int
     ) -> None:
-        """Give back the blocks of pages that no query at `start` or later reads.
+        """Free the blocks of pages that no query of this request at `start` or later reads.
 
         Those of the first `committed` pages, which the index knows, stay for prefix hits while there is room.
         """
@@ -134,16 +151,21 @@ class SingleTypeManager(ABC):
         self.ranges[row] = now, end
 
     def copy_page(self, source: int, target: int) -> list[tuple[int, int]]:
-        """Move a user from page `source` to the new page `target`. Returns the blocks to copy, as pairs."""
+        """Let a request use the new page `target` in place of the shared page `source` (copy on write).
+
+        Returns:
+            The pairs of blocks that the device must copy.
+        """
         self._drop(source, None)
         self._change(target, users=1, blocks=self.pool.take(len(self.groups)))
         both = self.blocks[:, source].tolist(), self.blocks[:, target].tolist()
         return list(zip(*both, strict=True))
 
     def replace_page(self, row: int, at: int, own: int, shared: int) -> None:
-        """Let a request use the page `shared` in the place of its `own`, which holds the same tokens.
+        """Let the request in row `row` use the page `shared` in place of its `own`, which holds the same
+        tokens.
 
-        If the shared page has lost its blocks, it gets the request's.
+        at: index of the page in its table. If the shared page has lost its blocks, it gets the request's.
         """
         if self.has_blocks(own) and not self.has_blocks(shared):
             blocks = self.blocks[:, own].tolist()
@@ -157,7 +179,9 @@ class SingleTypeManager(ABC):
             self._drop(own, None)
 
     def release_row(self, row: int, table: Table, committed: int) -> None:
-        """Take a request's use of its pages away; of `committed` ones blocks stay for prefix hits."""
+        """Remove an ended request's use of its pages; blocks of the first `committed` ones stay for
+        prefix hits.
+        """
         first, end = self.ranges[row]
         for at, page in enumerate(table[first:end].tolist(), first):
             self._drop(page, self.pool.finished if at < committed else None)
@@ -166,18 +190,22 @@ class SingleTypeManager(ABC):
     # Pages.
 
     def has_blocks(self, page: int) -> bool:
-        """Return True if a page has blocks."""
+        """Return True if a page has blocks of this type of layers."""
         return bool(self.blocks[0, page] != self.pool.null)
 
     def evict(self, page: int) -> None:
-        """Free the blocks of a page that no running request needs."""
+        """Free the blocks of a cached page that no running request needs."""
         self._unlist(page)
         if self.has_blocks(page):
             self.pool.allocator.release(self.blocks[:, page].tolist())
             self._change(page, blocks=[self.pool.null] * len(self.groups))
 
     def check(self) -> list[int]:
-        """Return every block in use. Raises `AssertionError` if a page needs blocks that it does not have."""
+        """Return every block that this type of layers has in use.
+
+        Raises:
+            AssertionError: a page needs blocks that it does not have.
+        """
         for page, users in enumerate(self.users):
             if users and not self.has_blocks(page):
                 raise AssertionError(f"page {page} has {users} users, but no blocks")
@@ -194,7 +222,9 @@ class SingleTypeManager(ABC):
         self._change(page, users=1)
 
     def _drop(self, page: int, idle: dict[tuple[SingleTypeManager, int], None] | None) -> None:
-        """Take a user away. After the last one blocks become idle in the list `idle`, or free (None)."""
+        """Remove one user of a page. After the last one its blocks become idle in the list `idle`, or
+        free (None).
+        """
         self._change(page, users=-1)
         if self.users[page] == 0 and self.has_blocks(page):
             if idle is None:
@@ -203,12 +233,12 @@ class SingleTypeManager(ABC):
                 idle[self, page] = None
 
     def _unlist(self, page: int) -> None:
-        """A page is no longer idle."""
+        """Remove a page from the lists of idle pages, because a request uses it again or it is evicted."""
         self.pool.skipped.pop((self, page), None)
         self.pool.finished.pop((self, page), None)
 
     def _change(self, page: int, users: int = 0, blocks: Sequence[int] | None = None) -> None:
-        """Add to a page's users, or set its blocks, and count pinned blocks anew."""
+        """Add `users` to a page's users, or set its blocks, and count pinned blocks anew."""
         before = self.users[page] > 0 and self.has_blocks(page)
         self.users[page] += users
         assert self.users[page] >= 0, f"page {page} has {self.users[page]} users"
@@ -220,23 +250,25 @@ class SingleTypeManager(ABC):
 
 
 class FullAttentionManager(SingleTypeManager):
-    """Layers whose queries see all keys: every page keeps its blocks as long as a request uses it."""
+    """The manager of layers whose queries see all keys: a page keeps its blocks as long as a request
+    uses it.
+    """
 
     def first_needed_page(self, start: int) -> int:
-        """Return 0: a query reads all pages."""
+        """Return 0: a query reads all pages of its request."""
         return 0
 
     def required_pages(self, start: int, upto: int) -> int:
-        """Return the pages of all tokens up to `upto`."""
+        """Return how many pages the first `upto` tokens have; all of them must have blocks."""
         return -(-upto // self.block_size)
 
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
-        """Return the number of all pages: what the index finds has its blocks."""
+        """Return the number of these cached pages: what the index finds has its blocks."""
         return len(pages)
 
 
 class SlidingWindowManager(SingleTypeManager):
-    """Layers whose queries see the last `window` keys, their own included."""
+    """The manager of layers whose queries see the last `window` keys, their own included."""
 
     def __init__(self, window: int, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -247,15 +279,19 @@ class SlidingWindowManager(SingleTypeManager):
         return max(0, start - self.window + 1) // self.block_size
 
     def required_pages(self, start: int, upto: int) -> int:
-        """Return the pages of a window and a step, so a long prompt takes no blocks for what comes later.
+        """Return how many pages must have blocks before a step: up to the end of a window and a step from
+        `start`.
 
-        A request gets as many at once as it will ever need, so it never stops half way for lack of blocks.
+        So a long prompt takes no blocks for what comes later. A request gets as many at once as it will
+        ever need, so it never stops half way for want of blocks.
         """
         tokens = min(upto, max(start, self.window - 1) + self.step_tokens)
         return -(-tokens // self.block_size)
 
     def max_blocks(self, tokens: int) -> int:
-        """Return the blocks of all pages that a window and a step touch, which may begin within a page."""
+        """Return the most blocks that a request needs at once: of all pages that a window and a step
+        touch.
+        """
         span = self.window - 1 + self.step_tokens
         pages = (span + self.block_size - 2) // self.block_size + 1
         return len(self.groups) * min(-(-tokens // self.block_size), pages)

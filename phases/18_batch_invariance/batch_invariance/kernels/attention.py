@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forward.attention import LayerSpec
 from paged_cache import LayerBlocks
 from triton_paged_attention.kernels.kv_store import attention_arguments
 from triton_paged_attention.tiles import (
@@ -23,7 +24,6 @@ from triton_paged_attention.tiles import (
     lookup,
     no_keys,
     raw_scores,
-    unit,
 )
 
 ONE: tl.constexpr = tl.constexpr(0x3F800000)
@@ -87,9 +87,9 @@ def chunked_attention_kernel(
     context_lens, query_starts, requests,  # without TILED
     chunk_acc, chunk_m, chunk_total, arrived,  # with SPLIT, see `Scratch`
     k_scale, v_scale, sinks,  # [KH], [KH], [H]
-    scale, soft_cap, table_stride, block_stride, slot_stride, head_stride, most_chunks,
+    scale, table_stride, block_stride, slot_stride, head_stride, most_chunks,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr,
     TILED: tl.constexpr, RAGGED: tl.constexpr, SUBSET: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     SCALED: tl.constexpr, SINKS: tl.constexpr,
@@ -144,7 +144,7 @@ def chunked_attention_kernel(
         all_total = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALED:
         scale = scale * tl.load(k_scale + kv_head)
-    factor = unit(scale, soft_cap, SOFT_CAP)
+    factor = scale * LOG2_E
     slot = (item * tl.num_programs(0) + kv_head) * most_chunks
 
     table = block_tables + request * table_stride
@@ -157,7 +157,7 @@ def chunked_attention_kernel(
             k_cache, v_cache, block, start, key, high, kv_head, block_stride, slot_stride,
             head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
         )  # fmt: skip
-        s = raw_scores(query, keys.to(query.dtype), scale, soft_cap, SOFT_CAP)
+        s = raw_scores(query, keys.to(query.dtype))
         if WINDOW > 0:
             s = hide(s, key, position, start, high, True, WINDOW, False)
         elif start + BLOCK_N > first_position + 1:  # some row may not see all of these keys
@@ -229,14 +229,11 @@ def chunked_attention(
     q: Tensor,  # [T, H, D]
     cache: LayerBlocks,  # [N, P, KH, D]
     block_tables: Tensor,  # [B, max_blocks] int32
+    layer: LayerSpec,
     *,
     chunk: int,
     block_n: int,
     launch: Launch,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,  # [H]
     tiles: Tensor | None = None,
     context_lens: Tensor | None = None,  # [B] int32
     query_starts: Tensor | None = None,  # [B + 1] int32
@@ -248,7 +245,7 @@ def chunked_attention(
     """Return causal attention of query tokens over the paged cache, `q [T, H, D]` -> `[T, H, D]`.
 
     Args:
-        q, cache, block_tables, scale, sliding_window, soft_cap, sinks: see `decode.paged_decode`.
+        q, cache, block_tables, layer: as in `triton_paged_attention.decode.paged_decode`.
         chunk, block_n: keys of a chunk and of a tile, which decide the bits.
         launch: how it is computed. It is not split where the scratch memory lacks rows.
         tiles: `[n, 4]` int32, see `triton_paged_attention.prefill.query_tiles`; None: each request, or each
@@ -256,18 +253,16 @@ def chunked_attention(
         scratch: for launches that are split.
         out: result; allocated if None. Rows in no tile are not written.
     """
-    numbers, constants = attention_arguments(
-        q, cache, block_tables, scale, sliding_window, soft_cap
-    )
+    arguments = attention_arguments(layer, cache, block_tables)
     out = torch.empty_like(q) if out is None else out
-    kv_heads, group = cache.k.shape[2], constants["GROUP"]
+    kv_heads, group = layer.num_kv_heads, arguments["GROUP"]
     listed = tiles if tiles is not None else requests if requests is not None else context_lens
     assert listed is not None
     items = len(listed)
     if items == 0:
         return out
     rows = triton.next_power_of_2(max_queries) * group if tiles is None else launch.block_m
-    most_chunks = triton.cdiv(block_tables.shape[1] * constants["P"], chunk)
+    most_chunks = triton.cdiv(block_tables.shape[1] * arguments["P"], chunk)
     splits = min(launch.splits, most_chunks)
     if scratch is None or items * kv_heads * most_chunks * rows > scratch.rows:
         splits = 1
@@ -280,11 +275,11 @@ def chunked_attention(
         listed if tiles is None else tiles, listed if context_lens is None else context_lens,
         listed if query_starts is None else query_starts,
         listed if requests is None else requests, *memory,
-        *(cache[2:4] if cache.scaled else (out, out)), out if sinks is None else sinks,
-        *numbers, most_chunks, **constants,
+        *(cache[2:4] if cache.scaled else (out, out)), out if layer.sinks is None else layer.sinks,
+        most_chunks=most_chunks, **arguments,
         TILED=tiles is not None, RAGGED=query_starts is not None, SUBSET=requests is not None,
         SPLIT=splits > 1, ROWS=rows, BLOCK_M=launch.block_m, BLOCK_N=block_n, CHUNK=chunk,
-        SCALED=cache.scaled, SINKS=sinks is not None, num_warps=launch.num_warps,
+        SCALED=cache.scaled, SINKS=layer.sinks is not None, num_warps=launch.num_warps,
         num_stages=launch.num_stages, enable_fp_fusion=False, **options,
     )  # fmt: skip
     return out

@@ -58,10 +58,6 @@ class ChunkedTriton(TritonPagedAttention):
         batch, q = self.batch, q.contiguous()
         out = torch.empty_like(q)
         shared: dict[str, Any] = {
-            "scale": layer.scale,
-            "sliding_window": layer.sliding_window,
-            "soft_cap": layer.soft_cap,
-            "sinks": layer.sinks,
             "chunk": self.chunk,
             "block_n": self.block_n,
             "out": out,
@@ -73,6 +69,7 @@ class ChunkedTriton(TritonPagedAttention):
                 q,
                 cache,
                 batch.block_tables,
+                layer,
                 **shared,
                 launch=self.decode_launch(len(listed)),
                 context_lens=batch.context_lens,
@@ -86,6 +83,7 @@ class ChunkedTriton(TritonPagedAttention):
                 q,
                 cache,
                 batch.block_tables,
+                layer,
                 **shared,
                 launch=self.prompt_launch(),
                 tiles=self._tiles,

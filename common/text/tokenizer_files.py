@@ -1,0 +1,196 @@
+"""Read the files of a model's tokenizer: `tokenizer.json`, and those beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from common.errors import UserError, library_errors, shown
+from common.files import decoded, read_bytes
+from common.models.fields import MOST_BYTES
+from common.text.template_sandbox import SOURCE_CHARACTERS
+
+MOST_TOKENIZER_BYTES = 1 << 27
+"""Largest `tokenizer.json`: published ones with 260,000 tokens have 33 million bytes."""
+MOST_TEMPLATE_BYTES = 4 * SOURCE_CHARACTERS
+MOST_TEMPLATES = 64
+"""Most files in `additional_chat_templates`."""
+
+
+def load_backend(folder: Path) -> tokenizers.Tokenizer:
+    """Return the library's tokenizer of a model's folder, which neither cuts prompts nor pads them.
+
+    Raises:
+        UserError: there is no usable `tokenizer.json`.
+    """
+    path = folder / "tokenizer.json"
+    raw = read_optional(path, MOST_TOKENIZER_BYTES)
+    if raw is None:
+        raise UserError(f"the model folder {folder} has no tokenizer.json")
+    with library_errors(str(path)):
+        _refuse_growth(path, raw)
+        backend = tokenizers.Tokenizer.from_buffer(raw)
+    backend.no_truncation()  # some published files would cut prompts or pad them
+    backend.no_padding()
+    tokens = backend.get_vocab_size(with_added_tokens=False)
+    size = read_json(folder / "config.json").get("vocab_size")
+    if isinstance(size, int) and tokens > size:  # fewer are common: embeddings are padded
+        raise UserError(
+            f"{path} has {tokens:,} tokens, but the model of config.json has {size:,}"
+        )
+    return backend
+
+
+def bos_token(
+    folder: Path, special_tokens: Mapping[str, Any], backend: tokenizers.Tokenizer
+) -> int | None:
+    """Return the id of the token that begins a text; None if the model has none.
+
+    special_tokens: see `named_tokens`.
+    """
+    if "bos_token" not in special_tokens:
+        found = read_json(folder / "config.json").get("bos_token_id")
+        return found if isinstance(found, int) else None
+    named = special_tokens["bos_token"]
+    token = content_of(named)
+    if token is not None and not isinstance(token, str):
+        words = f"bos_token of {folder / 'tokenizer_config.json'} is {shown(named)}"
+        raise UserError(f"{words}, but must be a string, or an object with a content")
+    return None if token is None else backend.token_to_id(token)
+
+
+def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sources of a model's chat templates by name; a single one is `default`.
+
+    Template files come before configurations.
+
+    config: what `tokenizer_config.json` holds.
+    """
+    source = config.get("chat_template")
+    if source is None:
+        source = read_json(folder / "chat_template.json").get("chat_template")
+    found = {"default": source}
+    if isinstance(
+        source, list
+    ):  # several by name, of which `default` is for conversations without tools
+        entries = [entry for entry in source if isinstance(entry, dict)]
+        found = {str(entry.get("name")): entry.get("template") for entry in entries}
+    more = list(islice(folder.glob("additional_chat_templates/*.jinja"), MOST_TEMPLATES + 1))
+    if len(more) > MOST_TEMPLATES:
+        place = folder / "additional_chat_templates"
+        raise UserError(
+            f"{place} has more than {MOST_TEMPLATES} templates, but may have no more"
+        )
+    for path in [*more, folder / "chat_template.jinja"]:
+        raw = read_optional(path, MOST_TEMPLATE_BYTES)
+        if raw is not None:
+            name = path.stem if path in more else "default"
+            found[name] = decoded(raw, f"the chat template {path}")
+    return found
+
+
+class _Brief(msgspec.Struct):
+    """The part of `tokenizer.json` that can be read in less than a second: all but the vocabulary.
+
+    normalizer, decoder: steps before and after encoding, each of which may be a sequence.
+    added_tokens: tokens beside the vocabulary.
+    """
+
+    normalizer: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+    added_tokens: list[dict[str, Any]] = []
+
+
+MOST_GROWTH = 64
+"""Most times by which all replacements of a `tokenizer.json` together may lengthen a text."""
+
+
+def _refuse_growth(path: Path, raw: bytes) -> None:
+    """Raise `UserError` if replacements in a `tokenizer.json` lengthen a text more than `MOST_GROWTH` times.
+
+    path: for the message. raw: the file's content.
+    """
+    steps = msgspec.json.decode(raw, type=_Brief)
+    for kind, several in (("normalizer", "normalizers"), ("decoder", "decoders")):
+        growth, parts = 1, [getattr(steps, kind)]
+        while parts:
+            part = parts.pop() or {}
+            parts += part.get(several) or []
+            if part.get("type") == "Replace":
+                length = len((part.get("pattern") or {}).get("String") or "") or 1
+                growth *= max(1, -(-len(part.get("content") or "") // length))
+        if growth > MOST_GROWTH:
+            raise UserError(
+                f"the {kind} of {path} makes a text up to {growth:,} times as long, but may make it "
+                f"{MOST_GROWTH} times as long"
+            )
+
+
+def eos_of_tokenizer(folder: Path) -> int | None:
+    """Return the id of the end-of-sequence token that the tokenizer's files name; None if they name none.
+
+    It need not be the one of `config.json`. All of `tokenizer.json` is loaded only if the token is not
+    among those added to the vocabulary.
+    """
+    token = content_of(
+        named_tokens(folder, read_json(folder / "tokenizer_config.json")).get("eos_token")
+    )
+    if not isinstance(token, str):
+        return None
+    raw = read_optional(folder / "tokenizer.json", MOST_TOKENIZER_BYTES)
+    if raw is None:
+        return None
+    with suppress(msgspec.MsgspecError, RecursionError):  # loading it below says what is wrong
+        for added in msgspec.json.decode(raw, type=_Brief).added_tokens:
+            if added.get("content") == token and isinstance(added.get("id"), int):
+                return int(added["id"])
+    return load_backend(folder).token_to_id(token)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty where there is no such file."""
+    raw = read_optional(path, MOST_BYTES)
+    if raw is None:
+        return {}
+    try:
+        content = json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError, too
+        raise UserError(f"{path} is not valid JSON ({error})") from None
+    return content if isinstance(content, dict) else {}
+
+
+def read_optional(path: Path, most: int) -> bytes | None:
+    """Return the bytes of a file in a model's folder, at most `most`; None if there is none. Raises
+    `UserError`.
+    """
+    try:
+        return read_bytes(path, most)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return special tokens by name: `bos_token`, `eos_token`, and names of the model's own.
+
+    `special_tokens_map.json` is read as `transformers` does: it is older than `added_tokens_decoder`, and
+    if a configuration has that, the file only adds to it.
+    """
+    found = read_json(folder / "special_tokens_map.json")
+    own = {name: token for name, token in config.items() if name.endswith("_token")}
+    found = found | own if "added_tokens_decoder" in config else own | found
+    more = config.get("extra_special_tokens")
+    return more | found if isinstance(more, dict) else found
+
+
+def content_of(token: Any) -> Any:
+    """Return the text of a special token, which a configuration holds as a string or as an object."""
+    return token.get("content") if isinstance(token, dict) else token

@@ -1,0 +1,199 @@
+"""Phase 19 against phase 08: the first token of a prefix that was evicted, and after a restart."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import engine_of
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.measure import Sample, alternate, summarize
+from benchmarks.plotting import bars, lines, panels, save
+from benchmarks.roofline import ceilings
+from benchmarks.targets import load_target
+from benchmarks.workloads import Workload, uniform
+from common.device import synchronize
+from common.sampling.params import SamplingParams
+from moving_blocks.cache import OffloadingCache
+from moving_blocks.tiers import TieredConnector
+from paged_cache import PagedEngine
+
+PHASE = "19_moving_blocks"
+BEFORE = "08_prefix_cache"
+CPU_LENGTHS = (128, 512, 2000)
+GPU_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+RESTART = 2000
+"""Tokens of the conversation that a restarted server answers."""
+BLOCKS = 2.5
+"""Room of the cache and of host memory, in prompts of the longest length."""
+
+
+def run(options: BenchOptions) -> Evidence:
+    """First tokens of evicted prompts of many lengths; on a CPU also those of a server that has restarted."""
+    bench = Bench(options)
+    runs = bench.evicted()
+    if options.device.type == "cpu":
+        runs += bench.restarted()
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
+
+
+class Bench:
+    """One model and how its engines are measured."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options = options
+        self.name = options.model or "smollm2"
+        self.model = load_target(options)
+        lengths: tuple[int, ...] = (
+            GPU_LENGTHS if options.device.type == "cuda" else CPU_LENGTHS
+        )
+        lengths = lengths[:1] if options.quick else lengths
+        longest = self.model.config.max_position_embeddings - 16
+        self.lengths = [length for length in lengths if length <= longest]
+
+    def engine(self, number: str, **more: Any) -> PagedEngine:
+        """Make the engine of a phase with room for the longest prompt."""
+        longest = max(self.lengths)
+        each = self.model.config.kv_bytes_per_token(self.model.dtype)
+        room = int(BLOCKS * longest * each)
+        sizes: dict[str, Any] = {
+            "max_rows": 8,
+            "max_len": longest + 16,
+            "cache_bytes": room,
+            **more,
+        }
+        if self.options.device.type == "cuda":
+            sizes["step_tokens"] = 8192
+        if number == "19":
+            sizes["host_bytes"] = room
+        return engine_of(number, self.model, **sizes)
+
+    # A prompt whose blocks had to leave the cache.
+
+    def evicted(self) -> list[Run]:
+        """Let each prompt be computed, evicted, and asked for again."""
+        engines = {BEFORE: self.engine("08"), PHASE: self.engine("19")}
+        runs: list[Run] = []
+        for length in self.lengths:
+            work = uniform(f"evicted-{length}", 1, length, 1)
+            kept = alternate(
+                {name: partial(self.again, engine, work) for name, engine in engines.items()},
+                self.options.repeats,
+            )
+            runs += [
+                summarize(
+                    name,
+                    work,
+                    samples,
+                    model=self.name,
+                    dtype=self.model.dtype,
+                    options={"tokens": length, "after": "eviction"},
+                )
+                for name, samples in kept.items()
+            ]
+        return runs
+
+    def again(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
+        """Return the time to the first token of a prompt that was evicted just before."""
+        prompt = work.cold(repeat).prompts[0]
+        first_token(engine, prompt)
+        engine.cache.forget()
+        finish_copies(engine)
+        synchronize(self.options.device)
+        return first_token(engine, prompt)
+
+    # A conversation that an earlier process has had.
+
+    def restarted(self) -> list[Run]:
+        """Start an engine that has nothing in memory, and ask it for the conversation."""
+        length = min(RESTART, max(self.lengths))
+        work = uniform(f"restart-{length}", 1, length, 1)
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "blocks")
+            earlier = self.engine("19", disk_folder=path)
+            for prompt in work.prompts:
+                first_token(earlier, prompt)
+            finish_copies(earlier)
+            made: dict[str, Callable[[], PagedEngine]] = {
+                BEFORE: partial(self.engine, "08"),
+                PHASE: partial(self.engine, "19", disk_folder=path),
+            }
+            kept = alternate(
+                {name: partial(self.start, make, work) for name, make in made.items()},
+                self.options.repeats,
+            )
+        return [
+            summarize(
+                name,
+                work,
+                samples,
+                model=self.name,
+                dtype=self.model.dtype,
+                options={"tokens": length, "after": "restart"},
+            )
+            for name, samples in kept.items()
+        ]
+
+    def start(self, make: Callable[[], PagedEngine], work: Workload, repeat: int) -> Sample:
+        """Return the time to the first token of a new engine, and the time that the engine took to start."""
+        started = time.perf_counter()
+        engine = make()
+        seconds = time.perf_counter() - started
+        return {**first_token(engine, work.prompts[0]), "start_ms_p50": 1e3 * seconds}
+
+
+def first_token(engine: PagedEngine, prompt: list[int]) -> Sample:
+    """Serve one prompt for one token: its time, and the share of its tokens that was not computed."""
+    started = time.perf_counter()
+    (request,) = engine.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    while not engine.idle:
+        engine.step()
+    assert request.first_token is not None, request.error
+    return {
+        "ttft_ms_p50": 1e3 * (request.first_token - started),
+        "cache_hit_fraction": request.cached_tokens / len(prompt),
+    }
+
+
+def finish_copies(engine: PagedEngine) -> None:
+    """Wait until everything that is to be saved is saved, and is in files where there are any."""
+    if not isinstance(engine.cache, OffloadingCache):
+        return
+    connector = engine.cache.connector
+    assert isinstance(connector, TieredConnector)
+    connector.poll()
+    while connector.busy or (connector.disk is not None and connector.disk.pending):
+        time.sleep(0.001)
+        connector.poll()
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """First tokens over the length of an evicted prompt, and after a restart where that was measured."""
+    again, restarted = evidence.find(after="eviction"), evidence.find(after="restart")
+    figure, axes = panels(2 if restarted else 1)
+    lines(again, x="tokens", metric="ttft_ms_p50", axes=axes[0], log_x=True, log_y=True)
+    longest = max(each.options["tokens"] for each in again)
+    axes[0].set_title(
+        f"First token of an evicted prompt: {gain(evidence, 'eviction', longest):.1f} times as soon "
+        f"at {longest:,} tokens"
+    )
+    axes[0].set_xlabel("tokens of the prompt")
+    if restarted:
+        bars(restarted, "ttft_ms_p50", axes=axes[1])
+        tokens = restarted[0].options["tokens"]
+        axes[1].set_title(
+            f"First token after a restart: {gain(evidence, 'restart', tokens):.1f} times as soon"
+        )
+    save(figure, out, evidence)
+
+
+def gain(evidence: Evidence, after: str, tokens: int) -> float:
+    """Return how many times as soon the first token comes as in phase 08."""
+    before, now = (evidence.one(name, after=after, tokens=tokens) for name in (BEFORE, PHASE))
+    return before.median("ttft_ms_p50") / now.median("ttft_ms_p50")

@@ -1,0 +1,88 @@
+"""The engine's calls of the connector: before a request enters the waiting line, and after each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from common.request import Request
+from common.sampling.params import SamplingParams
+from common.sampling.sampler import TokenBitmask
+from continuous.engine import Engine
+from continuous.seams import GrammarManager, Loop
+from continuous.work import Work
+from moving_blocks.connector import NO_CONNECTOR, ConnectorScheduler
+
+WAIT = 2e-4
+"""Seconds that a step sleeps if nothing is left but copies."""
+
+
+class AdmissionGate(GrammarManager):
+    """Phase 04's admission seam: a request waits outside of the line for its grammar, then for its blocks.
+
+    All that is about grammars goes to `inner`.
+
+    connector: asked about blocks, once it is there.
+    """
+
+    def __init__(self, inner: GrammarManager) -> None:
+        self.inner = inner
+        self.connector: ConnectorScheduler = NO_CONNECTOR
+
+    def ready(self, request: Request) -> bool:
+        """Return True if a request has its grammar and its blocks, or need not wait for them.
+
+        The samples of a prompt come together, and the first one's blocks are those of all.
+        """
+        if not self.inner.ready(request):
+            return False
+        return bool(request.sample) or self.connector.ready(request)
+
+    def check(self, params: SamplingParams) -> None:
+        """See `GrammarManager.check`."""
+        self.inner.check(params)
+
+    def wait_until_compiled(self, params: SamplingParams) -> None:
+        """See `GrammarManager.wait_until_compiled`."""
+        self.inner.wait_until_compiled(params)
+
+    def needs_mask(self, works: Sequence[Work]) -> bool:
+        """See `GrammarManager.needs_mask`."""
+        return self.inner.needs_mask(works)
+
+    def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
+        """See `GrammarManager.begin`."""
+        return self.inner.begin(works, sampled)
+
+    def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
+        """See `GrammarManager.fill_bitmask`."""
+        return self.inner.fill_bitmask(works)
+
+    def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
+        """See `GrammarManager.pop_failed_requests`."""
+        return self.inner.pop_failed_requests()
+
+
+class ConnectorLoop(Loop):
+    """A `Loop` that polls the connector behind each step of another loop.
+
+    While copies are on their way it is not idle: the engine goes on stepping, and nothing is held for ever.
+
+    connector: polled, once it is there.
+    """
+
+    def __init__(self, inner: Loop) -> None:
+        self.inner = inner
+        self.connector: ConnectorScheduler = NO_CONNECTOR
+
+    @property
+    def idle(self) -> bool:
+        """True if no step and no copy is on its way."""
+        return self.inner.idle and not self.connector.busy
+
+    def advance(self, engine: Engine) -> None:
+        """Advance the inner loop, then take in the copies that have finished."""
+        self.inner.advance(engine)
+        self.connector.poll()
+        if engine.scheduler.idle and self.inner.idle and self.connector.busy:
+            time.sleep(WAIT)

@@ -1,0 +1,125 @@
+"""Phase 08's cache, which tells the connector which blocks are full, leave, or are written to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.request import Request
+from moving_blocks.connector import NO_CONNECTOR, ConnectorScheduler
+from moving_blocks.names import BlockName, chain
+from prefix_cache import PrefixCache, PrefixIndex
+from prefix_cache.index import Key, block_keys
+
+
+class OffloadingCache(PrefixCache):
+    """A `PrefixCache` whose blocks may be saved and loaded.
+
+    The index pins and finds blocks as before. What is new here is their names: a row's are made when its
+    blocks are committed.
+
+    Args:
+        index: finds blocks. sizes: the other arguments of `PrefixCache`, in order.
+
+    connector: what saves and loads; nothing until one is attached.
+    namespace: of all names; see `names.namespace_of`.
+    """
+
+    def __init__(self, index: PrefixIndex, *sizes: int) -> None:
+        rows, max_len, blocks, block_size = sizes
+        super().__init__(rows, max_len, blocks, block_size, index)
+        self.connector: ConnectorScheduler = NO_CONNECTOR
+        self.namespace = b""
+        self._names: list[list[BlockName]] = [[] for _ in self._owned]
+
+    def attach(self, connector: ConnectorScheduler, namespace: bytes) -> None:
+        """Let a connector save and load from now on; the cache is empty."""
+        self.connector, self.namespace = connector, namespace
+
+    def keys_of(self, request: Request) -> list[Key]:
+        """Return the tokens of each full block that a waiting request may share; one token is left over."""
+        return self._keys_of(request)
+
+    def commit(self, request: Request, upto: int) -> None:
+        """Also offer the blocks that are full now to the connector: they are computed, or were loaded."""
+        row, size = request.row, self.block_size
+        first = self._committed[row]
+        super().commit(request, upto)
+        last = self._committed[row]
+        if last <= first:
+            return
+        names = self._names[row]
+        keys = block_keys(request.ids(len(names) * size, last * size), size)
+        names += chain(self.namespace, request.salt, keys, names)
+        self.connector.save_blocks(names[first:last], self.tables[row, first:last].tolist())
+
+    def release(self, request: Request) -> None:
+        """Also tell the connector which blocks have just been used."""
+        names = self._names[request.row]
+        super().release(request)
+        self.connector.request_finished(names)
+        self._names[request.row] = []
+
+    def fork(self, parent: Request, child: Request, tokens: int) -> None:
+        """Also give the child the names of the blocks that it shares."""
+        super().fork(parent, child, tokens)
+        self._names[child.row] = self._names[parent.row][: self._committed[parent.row]]
+
+    def take_blocks(self, count: int) -> list[int]:
+        """Take free blocks; those that are evicted for them are saved before they are written to."""
+        self._evict(count - self.allocator.free)
+        blocks = super().take_blocks(count)
+        self.connector.blocks_allocated(blocks)
+        return blocks
+
+    def forget(self) -> None:
+        """Evict all blocks that no request uses, and reset the statistics. They can be loaded again."""
+        self._evict(self.index.evictable)
+        super().forget()
+
+    def _evict(self, count: int) -> None:
+        if count > 0:
+            evicted = self.index.evict(count)
+            self.stats.evicted_blocks += len(evicted)
+            self.connector.blocks_evicted(evicted)
+            self.allocator.release(evicted)
+
+    def take_moves(self, works: Any) -> Any:
+        """Start saves that this step must not overtake: the runner asks before it launches anything."""
+        self.connector.before_step()
+        return super().take_moves(works)
+
+    def users(self) -> list[int]:
+        """Also: blocks that a load writes to."""
+        return super().users() + self.connector.held_blocks()
+
+    # For loads.
+
+    def begin_load(
+        self, keys: list[Key], salt: str, count: int
+    ) -> tuple[object, list[int], list[int]]:
+        """Pin the blocks of `keys`, which are cached, and take `count` blocks that follow them.
+
+        Returns:
+            A cursor at the end of the cached blocks, these blocks, and the blocks to load into. The caller is
+            a user of all of them.
+        """
+        cached = self.index.match(keys, salt).blocks
+        cursor = self.index.attach(keys, salt)
+        self.allocator.retain(cached)
+        blocks = self.take_blocks(count)
+        # A fresh block may be wiped before the next step. A loaded one must not be.
+        loaded = set(blocks)
+        self._fresh = [block for block in self._fresh if block not in loaded]
+        return cursor, cached, blocks
+
+    def end_load(self, cursor: object, keys: list[Key], blocks: list[int]) -> set[int]:
+        """Insert loaded blocks behind a cursor, and unpin all from there to the start; see `begin_load`.
+
+        Returns:
+            The blocks that are in the index now. It may have had some of the keys already: another request
+            has computed them meanwhile. The caller still is a user of all blocks.
+        """
+        cursor, _, new = self.index.extend(cursor, keys, blocks)
+        self.allocator.retain(new)
+        self.index.detach(cursor)
+        return set(new)

@@ -1,0 +1,255 @@
+"""The third tier: a file for each block, which any process of this user finds by the block's name.
+
+A file is believed only if everything in it is right: its size, the names in its header, its tokens, and
+the checksum over all of it. Whatever else is found is a miss: the tokens are computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkstemp
+
+import xxhash
+
+from common.errors import UserError
+from moving_blocks.names import DIGEST_BYTES, BlockName
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"ladder block 1\r\n\0"
+"""Begins every file."""
+SUFFIX = ".kv"
+TEMPORARY = ".tmp"
+STALE_SECONDS = 3600.0
+"""Age of a temporary file that no living process writes any more."""
+PAUSE_SECONDS = 60.0
+"""After a write that failed, such as on a full disk, no other is tried for so long."""
+ROOM = 0.9
+"""Share of the budget that stays in use when files are evicted: not every write then has to look for one."""
+NO_LINKS = os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags of `open`: a symbolic link is no block, and a pipe must not make the reader wait."""
+
+
+class DamagedFile(Exception):
+    """Raised for a file that is not what its name says."""
+
+
+class BlockFiles:
+    """The files of one folder.
+
+    Several processes may use a folder at the same time: files appear under their names only when they are
+    complete, and each process finds out by looking that one was removed.
+
+    used: bytes of all files. known: digests that were seen.
+
+    Args:
+        folder: made if it is not there. It must belong to this user alone, since its files become text.
+        budget: most bytes of all files. The least recently used are removed for new ones.
+        block_bytes: keys and values of one block.
+
+    Raises:
+        UserError: the folder cannot be used, or the budget has no room for one block.
+    """
+
+    def __init__(self, folder: Path, budget: int, block_bytes: int) -> None:
+        self.folder = folder
+        self.budget = budget
+        self.block_bytes = block_bytes
+        self._paused_until = 0.0
+        own_folder(folder)
+        if budget < block_bytes + 4096:
+            raise UserError(
+                f"disk_bytes is {budget}, but one block takes {block_bytes + 4096} bytes"
+            )
+        self.used = 0
+        self.known: set[bytes] = set()
+        self.scan()
+
+    def path(self, digest: bytes) -> Path:
+        """Return the path of a block's file."""
+        return self.folder / (digest.hex() + SUFFIX)
+
+    def contains(self, digest: bytes) -> bool:
+        """Return True if there is a file of this name, whatever is in it."""
+        if digest not in self.known and self.path(digest).is_file():
+            self.known.add(digest)  # another process wrote it
+        return digest in self.known
+
+    def read(self, name: BlockName, target: memoryview) -> bool:
+        """Read a block's keys and values into `target`.
+
+        Returns:
+            False if the file was removed or is not what its name says; `target` may then hold anything. The
+            log has one line about it.
+        """
+        path = self.path(name.digest)
+        try:
+            self._read(path, name, target)
+        except (OSError, DamagedFile) as error:
+            self.known.discard(name.digest)
+            log.warning("a block of the cache is computed again: %s: %s", path.name, error)
+            if isinstance(error, DamagedFile):
+                remove(path)
+            return False
+        return True
+
+    def _read(self, path: Path, name: BlockName, target: memoryview) -> None:
+        descriptor = os.open(path, os.O_RDONLY | NO_LINKS)
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            header = header_of(name, len(target))
+            size = len(header) + DIGEST_BYTES + len(target)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+                raise DamagedFile(f"it has {found.st_size} bytes, but must have {size}")
+            if file.read(len(header)) != header:
+                raise DamagedFile("its header names another block")
+            checksum = file.read(DIGEST_BYTES)
+            if file.readinto(target) != len(target):
+                raise DamagedFile("it has become shorter")
+            if checksum_of(header, target) != checksum:
+                raise DamagedFile("its checksum is wrong")
+
+    def write(self, name: BlockName, source: memoryview) -> bool:
+        """Write a block's file, unless it is there.
+
+        The bytes go to a temporary name, to the disk, and only then to the file's own name: a reader
+        sees all of it or nothing.
+
+        Returns:
+            False if it could not be written; the log has one line about it.
+        """
+        path = self.path(name.digest)
+        header = header_of(name, len(source))
+        size = len(header) + DIGEST_BYTES + len(source)
+        if name.digest in self.known or time.monotonic() < self._paused_until:
+            return False
+        temporary = path
+        try:
+            self._make_room(size)
+            descriptor, temporary_name = mkstemp(TEMPORARY, dir=self.folder)
+            temporary = Path(temporary_name)
+            with open(descriptor, "wb") as file:
+                file.writelines((header, checksum_of(header, source), source))
+                file.flush()
+                os.fsync(descriptor)
+                now = time.time_ns()  # the file system's own clock is coarse
+                os.utime(descriptor, ns=(now, now))
+            os.replace(temporary, path)
+        except OSError as error:
+            if temporary != path:
+                remove(temporary)
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
+            log.warning(
+                "blocks are not written for %d seconds: %s: %s",
+                PAUSE_SECONDS,
+                path.name,
+                error,
+            )
+            return False
+        self.known.add(name.digest)
+        self.used += size
+        return True
+
+    def scan(self) -> list[tuple[int, int, Path]]:
+        """Look at all files anew: sum up their bytes, and remove what a dead process left half written.
+
+        Returns:
+            When each file was last used, in ns, its bytes and its path.
+        """
+        files: list[tuple[int, int, Path]] = []
+        names: set[bytes] = set()
+        for path in list(self.folder.iterdir()):
+            try:
+                found = path.lstat()
+            except OSError:
+                continue  # another process has just removed it
+            old = time.time() - found.st_mtime > STALE_SECONDS
+            if path.suffix == TEMPORARY and old and stat.S_ISREG(found.st_mode):
+                remove(path)
+            elif (digest := digest_in(path)) is not None and stat.S_ISREG(found.st_mode):
+                names.add(digest)
+                files.append((found.st_mtime_ns, found.st_size, path))
+        self.known = names
+        self.used = sum(size for _, size, _ in files)
+        return files
+
+    def _make_room(self, size: int) -> None:
+        """Remove the least recently used files until `size` more bytes are within the budget."""
+        if self.used + size <= self.budget:
+            return
+        goal = min(int(ROOM * self.budget), self.budget - size)
+        for _, bytes_, path in sorted(self.scan()):
+            if self.used <= goal:
+                break
+            remove(path)
+            self.known.discard(bytes.fromhex(path.stem))
+            self.used -= bytes_
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Count the files of one sequence as used just now, the last one first: without the blocks before it,
+        a block is of no use, and so it is evicted before them.
+        """
+        now = time.time_ns()
+        for later, digest in enumerate(reversed(digests)):
+            if digest in self.known:
+                try:
+                    os.utime(self.path(digest), ns=(now + later, now + later))
+                except OSError:  # another process has evicted it
+                    self.known.discard(digest)
+
+
+def own_folder(folder: Path) -> None:
+    """Make a folder, or check that it is of this user alone.
+
+    Raises:
+        UserError: it is a link or no folder, of another user, or others may read it.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise UserError(
+            f"disk_folder is {str(folder)!r}, but cannot be used: {error.strerror}"
+        ) from None
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not own or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UserError(
+            f"disk_folder is {str(folder)!r}, but must be a folder of your own that no other user can read: "
+            "chmod 700"
+        )
+
+
+def header_of(name: BlockName, size: int) -> bytes:
+    """Return the first bytes of a block's file. size: bytes of keys and values."""
+    lengths = len(name.key).to_bytes(8, "little") + size.to_bytes(8, "little")
+    return MAGIC + name.digest + name.parent + lengths + name.key
+
+
+def checksum_of(header: bytes, content: memoryview) -> bytes:
+    """Return the checksum of a file."""
+    state = xxhash.xxh3_128(header)
+    state.update(content)
+    return bytes(state.digest())
+
+
+def digest_in(path: Path) -> bytes | None:
+    """Return the digest that a file is named by; None if its name is none of a block."""
+    if path.suffix != SUFFIX or len(path.stem) != 2 * DIGEST_BYTES:
+        return None
+    try:
+        return bytes.fromhex(path.stem)
+    except ValueError:
+        return None
+
+
+def remove(path: Path) -> None:
+    """Remove a file if it is there and can be removed."""
+    try:
+        path.unlink()
+    except OSError:
+        return

@@ -1,0 +1,124 @@
+"""Threads that read and write the files of blocks, so that no step waits for a disk."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread, current_thread
+from time import monotonic
+
+from moving_blocks.disk import BlockFiles
+from moving_blocks.host import HostBlock
+from moving_blocks.names import BlockName
+
+log = logging.getLogger(__name__)
+
+READERS = 2
+"""Threads that read. They copy from the file cache and make checksums, both without Python's lock."""
+
+MOST_CALLS = 1000
+"""Calls that wait for the writing thread, beyond which ages of files are not noted."""
+STOP_SECONDS = 5.0
+"""How long the end of an engine waits for files that are still to be written."""
+
+
+@dataclass
+class DiskJob:
+    """A block that is read into its slot, or written from it.
+
+    ok: whether that went well. seconds: how long it took. Both count once the job has finished.
+    """
+
+    block: HostBlock
+    reading: bool
+    ok: bool = False
+    seconds: float = 0.0
+
+
+Call = Callable[[], None]
+"""What a thread does; None in its place ends the thread."""
+
+
+class DiskTier:
+    """Reads and writes blocks beside the engine's thread.
+
+    pending: jobs that `take_finished` has not returned yet.
+    """
+
+    def __init__(self, files: BlockFiles) -> None:
+        self.files = files
+        self.pending = 0
+        self._finished: deque[DiskJob] = deque()
+        self._reads: SimpleQueue[Call | None] = SimpleQueue()
+        self._writes: SimpleQueue[Call | None] = SimpleQueue()
+        self._threads: list[tuple[SimpleQueue[Call | None], Thread]] = []
+        for queue in [self._reads] * READERS + [self._writes]:
+            # Python ends without waiting for a disk that does not answer.
+            thread = Thread(target=work_on, args=(queue,), daemon=True)
+            thread.start()
+            self._threads.append((queue, thread))
+        weakref.finalize(self, stop, self._threads)
+
+    def read(self, name: BlockName, block: HostBlock, view: memoryview) -> None:
+        """Begin to read a block into its slot."""
+        self.pending += 1
+        job = DiskJob(block, reading=True)
+        self._reads.put(partial(run, job, self.files.read, name, view, self._finished))
+
+    def write(self, name: BlockName, block: HostBlock, view: memoryview) -> None:
+        """Begin to write a block, whose slot must not change until the job is finished."""
+        self.pending += 1
+        job = DiskJob(block, reading=False)
+        self._writes.put(partial(run, job, self.files.write, name, view, self._finished))
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Count blocks of one sequence as used, behind the writes so far; skipped by a disk that is slow."""
+        if self._writes.qsize() < MOST_CALLS:
+            self._writes.put(partial(self.files.touch, digests))
+
+    def take_finished(self) -> list[DiskJob]:
+        """Return the jobs that have finished since the last call."""
+        jobs: list[DiskJob] = []
+        while self._finished:
+            jobs.append(self._finished.popleft())
+            self.pending -= 1
+        return jobs
+
+
+def run(
+    job: DiskJob,
+    action: Callable[[BlockName, memoryview], bool],
+    name: BlockName,
+    view: memoryview,
+    finished: deque[DiskJob],
+) -> None:
+    """Carry out a job in a thread, and report it."""
+    started = monotonic()
+    try:
+        job.ok = action(name, view)
+    finally:
+        job.seconds = monotonic() - started
+        finished.append(job)
+
+
+def work_on(queue: SimpleQueue[Call | None]) -> None:
+    """Do one thing after the other until None comes."""
+    while (call := queue.get()) is not None:
+        try:
+            call()
+        except Exception:  # a thread that ended would leave all later jobs undone
+            log.exception("a block could not be moved")
+
+
+def stop(threads: Sequence[tuple[SimpleQueue[Call | None], Thread]]) -> None:
+    """End threads behind the jobs that they still have, or leave them to a disk that does not answer."""
+    for queue, _ in threads:
+        queue.put(None)
+    for _, thread in threads:
+        if thread is not current_thread():
+            thread.join(STOP_SECONDS)

@@ -1,0 +1,160 @@
+"""Moving blocks as a feature of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from common.device import free_memory
+from common.errors import UserError, choice, integer, number, text
+from common.options import option
+from hybrid_cache import Hybrid, LayerGroups
+from moving_blocks.admission import AdmissionGate, ConnectorLoop
+from moving_blocks.cache import OffloadingCache
+from moving_blocks.connector import ConnectorWorker
+from moving_blocks.disk import BlockFiles
+from moving_blocks.disk_tier import DiskTier
+from moving_blocks.host import HostTier
+from moving_blocks.mover import CopyWorker, StreamWorker
+from moving_blocks.names import digest_of, namespace_of
+from moving_blocks.rule import LoadRule, PrefillCost, measure_rule
+from moving_blocks.tiers import TieredConnector
+from paged_cache import EngineBuilder, Feature, PagedAttention, PagedEngine
+from parallel import Parallel
+from prefix_cache import INDEXES, Prefix
+
+HOST_BYTES = {"cuda": 4 << 30, "cpu": 1 << 28, "mps": 1 << 28}
+"""The second tier, unless the caller says otherwise, or a quarter of the free memory is less."""
+OFFLOAD = ("auto", "evicted", "computed")
+
+
+@dataclass(frozen=True)
+class MovingBlocks(Feature):
+    """Blocks that leave the cache go to host memory and to files, and come back when they are wanted."""
+
+    name: ClassVar[str] = "moving_blocks"
+    phase: ClassVar[int] = 19
+
+    host_bytes: int | None = option(None, "bytes of host memory for blocks of the cache")
+    disk_folder: str | None = option(
+        None, "folder of files with blocks, which a restarted server finds; none by default"
+    )
+    disk_bytes: int = option(4 << 30, "most bytes of these files; the oldest go first")
+    offload: str = option(
+        "auto",
+        "when a block goes to host memory: evicted, computed, or auto (computed if there is a disk_folder)",
+    )
+    prefill_rate: float | None = option(
+        None,
+        "tokens a second of a short prompt, to choose load or recompute; measured by default",
+    )
+    load_rate: float | None = option(
+        None, "gigabytes a second from host memory; measured by default"
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.host_bytes is not None:
+            integer("host_bytes", self.host_bytes, low=1)
+        if self.disk_folder is not None and not text("disk_folder", self.disk_folder):
+            raise UserError("disk_folder is '', but must name a folder")
+        integer("disk_bytes", self.disk_bytes, low=1)
+        choice("offload", self.offload, OFFLOAD)
+        for name, rate in (("prefill_rate", self.prefill_rate), ("load_rate", self.load_rate)):
+            if rate is not None:
+                number(name, rate, low=0.0, high=1e12, above_low=True)
+
+    def install(self, builder: EngineBuilder) -> None:
+        """Put in the cache, the gate before the waiting line, and the loop; attach tiers at the end.
+
+        Raises:
+            UserError: the engine has parts whose blocks cannot be moved, and an option asks for it.
+        """
+        if why := self.why_not(builder):
+            self._refuse(why)
+            return
+        prefix = builder.feature(Prefix)
+        assert prefix is not None
+        index = INDEXES[prefix.index]()
+        builder.cache.decorate(self, lambda plain: partial(OffloadingCache, index))
+        gate = AdmissionGate(builder.grammar_manager.part)
+        builder.grammar_manager.decorate(self, lambda inner: gate)
+        loop = ConnectorLoop(builder.loop.part)
+        builder.loop.decorate(self, lambda inner: loop)
+        builder.warmups.append(partial(self._attach, gate, loop))
+
+    @staticmethod
+    def why_not(builder: EngineBuilder) -> str:
+        """Return what an engine has whose blocks cannot be moved; empty if there is nothing."""
+        if builder.feature(Prefix) is None:
+            return "prefix_cache is off"
+        hybrid = builder.feature(Hybrid) is not None
+        if hybrid and not LayerGroups.of(builder.model.config).full_attention_only:
+            return "the model has layers with windows or states (hybrid_cache)"
+        if any(each.name == Parallel.name for each in builder.recipe.features):
+            parallel = builder.feature(Parallel)
+            if parallel is None or parallel.tensor_parallel > 1:
+                return "the model is split over ranks (tensor_parallel)"
+        return ""
+
+    def _refuse(self, why: str) -> None:
+        for item in fields(self):
+            value = vars(self)[item.name]
+            if value != item.default:
+                raise UserError(f"{item.name} is {value!r}, but blocks cannot be moved: {why}")
+
+    def _attach(self, gate: AdmissionGate, loop: ConnectorLoop, engine: PagedEngine) -> None:
+        """Make the tiers of a complete engine, and let its parts use them."""
+        cache, attention = engine.cache, engine.runner.attention
+        assert isinstance(cache, OffloadingCache)
+        assert isinstance(attention, PagedAttention)
+        pool = attention.pool
+        block_bytes = pool.data[:, :, 0].numel() * pool.data.element_size()
+        device = pool.data.device
+        disk = None
+        if self.disk_folder is not None:
+            files = BlockFiles(
+                Path(self.disk_folder).expanduser(), self.disk_bytes, block_bytes
+            )
+            disk = DiskTier(files)
+        host = HostTier(self.slots(block_bytes, device), block_bytes, device)
+        make = StreamWorker if device.type == "cuda" else CopyWorker
+        worker = make(pool, host.memory)
+        rule = self._rule(engine, worker, len(host.memory), block_bytes)
+        computed = self.offload == "computed" or (self.offload == "auto" and disk is not None)
+        connector = TieredConnector(
+            cache, engine.scheduler, worker, host, disk, rule, save_computed=computed
+        )
+        # Host memory ends with this process, which has one model.
+        namespace = digest_of() if disk is None else namespace_of(engine.runner.model, pool)
+        cache.attach(connector, namespace)
+        gate.connector = loop.connector = connector
+
+    def slots(self, block_bytes: int, device: torch.device) -> int:
+        """Return how many blocks host memory has room for. Raises `UserError` if it is none."""
+        free = free_memory("cpu")[0]
+        wanted = self.host_bytes or min(HOST_BYTES[device.type], free // 4)
+        if not block_bytes <= wanted <= free:
+            raise UserError(
+                f"host_bytes is {wanted}, but must be at least {block_bytes}, which one block takes, and at "
+                f"most {free}, which are free"
+            )
+        return wanted // block_bytes
+
+    def _rule(
+        self, engine: PagedEngine, worker: ConnectorWorker, slots: int, block_bytes: int
+    ) -> LoadRule:
+        """Return the rule with the given rates; without both of them, time a prompt and a copy."""
+        if self.prefill_rate is None or self.load_rate is None:
+            rule = measure_rule(engine, worker, slots, block_bytes)
+        else:
+            rule = LoadRule(PrefillCost.of(engine.config), block_bytes, 1.0, 1.0)
+        if self.prefill_rate is not None:
+            rule.compute_rate = self.prefill_rate * rule.cost.per_token
+        if self.load_rate is not None:
+            rule.host_rate = self.load_rate * 1e9
+        return rule

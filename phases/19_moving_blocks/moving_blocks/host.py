@@ -1,0 +1,99 @@
+"""The second tier: slots of host memory, of which the least recently used are given to other blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paged_cache.pool import zeros
+
+
+@dataclass(eq=False, slots=True)
+class HostBlock:
+    """A block in host memory.
+
+    digest: its name. slot: where it is.
+    loadable: False while it is read from a disk. failed: that reading has failed.
+    pins: copies and requests that need it to stay.
+    """
+
+    digest: bytes
+    slot: int
+    loadable: bool = True
+    failed: bool = False
+    pins: int = 0
+
+
+class HostTier:
+    """Blocks by their digest, in `count` slots.
+
+    memory: `[count, block_bytes]` uint8, pinned for a GPU: a kernel reads and writes it over the bus.
+    """
+
+    def __init__(self, count: int, block_bytes: int, device: torch.device) -> None:
+        if device.type == "cuda":
+            self.memory = torch.zeros(count, block_bytes, dtype=torch.uint8, pin_memory=True)
+        else:
+            self.memory = zeros((count, block_bytes), torch.device("cpu"), torch.uint8)
+        self._free = list(range(count - 1, -1, -1))
+        self._blocks: dict[bytes, HostBlock] = {}
+        self._unpinned: OrderedDict[bytes, HostBlock] = OrderedDict()  # oldest first
+
+    def get(self, digest: bytes) -> HostBlock | None:
+        """Return the block of a name, or None."""
+        return self._blocks.get(digest)
+
+    def allocate(self, digest: bytes) -> HostBlock | None:
+        """Return a block with a slot and one pin; None if all other blocks are pinned.
+
+        A free slot is taken first, then that of the least recently used block without pins.
+        """
+        if self._free:
+            slot = self._free.pop()
+        elif self._unpinned:
+            oldest, block = self._unpinned.popitem(last=False)
+            del self._blocks[oldest]
+            slot = block.slot
+        else:
+            return None
+        block = self._blocks[digest] = HostBlock(digest, slot, pins=1)
+        return block
+
+    def pin(self, blocks: Iterable[HostBlock]) -> None:
+        """Keep blocks where they are until `unpin`."""
+        for block in blocks:
+            self._unpinned.pop(block.digest, None)
+            block.pins += 1
+
+    def unpin(self, blocks: Sequence[HostBlock]) -> None:
+        """Take a pin from each block, the last one first, so that a sequence's end is evicted before its
+        beginning.
+
+        A block that could not be read gives its slot back with its last pin.
+        """
+        for block in reversed(blocks):
+            block.pins -= 1
+            if block.pins:
+                continue
+            if block.failed:
+                self._free.append(block.slot)
+            else:
+                self._unpinned[block.digest] = block
+
+    def fail(self, block: HostBlock) -> None:
+        """Remove a block that could not be read: the next look-up does not find it."""
+        block.failed = True
+        del self._blocks[block.digest]
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Count blocks of one sequence as used just now, the last one first."""
+        for digest in reversed(digests):
+            if digest in self._unpinned:
+                self._unpinned.move_to_end(digest)
+
+    def view(self, block: HostBlock) -> memoryview:
+        """Return the bytes of a block's slot."""
+        return self.memory[block.slot].numpy().data

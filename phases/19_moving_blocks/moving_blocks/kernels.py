@@ -1,0 +1,73 @@
+"""One launch that copies blocks of all layers between the pool and pinned host memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 32
+"""Thread blocks of a launch. They keep the bus busy, and leave most of the GPU to the step beside them."""
+WORDS = 4096
+"""Words of eight bytes that a program copies at a time."""
+
+
+@triton.jit
+def move_kernel(
+    pool,  # [parts, N, width]
+    host,  # [slots, parts, width], pinned
+    index,  # [2, count]: blocks, then slots
+    count,
+    pool_blocks,
+    parts,
+    width,
+    TO_HOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy `count` blocks, each in `parts` pieces of `width` words that lie apart in the pool."""
+    chunks = tl.cdiv(width, BLOCK)
+    total = count * parts * chunks
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        offsets = (item % chunks) * BLOCK + tl.arange(0, BLOCK)
+        part = ((item // chunks) % parts).to(tl.int64)
+        at = item // (chunks * parts)
+        block = tl.load(index + at)
+        slot = tl.load(index + count + at)
+        in_pool = pool + (part * pool_blocks + block) * width + offsets
+        in_host = host + (slot * parts + part) * width + offsets
+        inside = offsets < width
+        if TO_HOST:
+            tl.store(in_host, tl.load(in_pool, mask=inside), mask=inside)
+        else:
+            tl.store(in_pool, tl.load(in_host, mask=inside), mask=inside)
+
+
+def move(
+    pool: Tensor, host: Tensor, index: Tensor, *, to_host: bool, programs: int = PROGRAMS
+) -> None:
+    """Copy blocks between a pool and host memory on the current stream.
+
+    Args:
+        pool: `[parts, N, width]` of any dtype, contiguous.
+        host: `[slots, parts, width]` of the same dtype, pinned and contiguous.
+        index: `[2, count]` int64 on the pool's device: the blocks, then their slots.
+        to_host: from the pool to the host, or back.
+        programs: thread blocks of the launch.
+    """
+    word = torch.uint8 if pool.shape[2] * pool.element_size() % 8 else torch.int64
+    source, target = pool.view(word), host.view(word)
+    parts, blocks, width = source.shape
+    block = min(WORDS, triton.next_power_of_2(width))
+    move_kernel[(programs,)](
+        source,
+        target,
+        index,
+        index.shape[1],
+        blocks,
+        parts,
+        width,
+        TO_HOST=to_host,
+        BLOCK=block,
+        num_warps=8,
+    )

@@ -1,0 +1,156 @@
+"""Load or recompute: do blocks arrive sooner than they are computed?
+
+Two rates decide, which are measured when the engine starts and corrected by every copy: how fast this engine
+computes a prompt, and how fast blocks come in. The lesson draws them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+from chunked_prefill import ChunkedScheduler
+from common.models.config import ModelConfig
+from common.sampling.params import SamplingParams
+from continuous.stats import Stats
+from moving_blocks.connector import ConnectorWorker
+from paged_cache import PagedEngine
+
+PROBE_TOKENS = {"cpu": 64, "cuda": 4096}
+"""Tokens of the prompt that is timed at the start, where a request may be so long."""
+PROBE_BYTES = 1 << 25
+"""Most bytes of the copy that is timed at the start."""
+DISK_RATE = 1e9
+"""Bytes a second that a disk is taken to give until it has been read."""
+KEEP = 0.7
+"""Share of an old rate in the new one, at each measurement."""
+WAIT_SECONDS = 2e-4
+"""What a load costs the host besides the copy."""
+MARGIN = 1.1
+"""A load must be this many times as fast as computing: both times are estimates."""
+
+
+@dataclass(frozen=True)
+class PrefillCost:
+    """Floating-point operations of a prompt.
+
+    per_token: of the products with weights. per_pair: of attention, for each key that a query sees, over all
+    layers.
+    """
+
+    per_token: float
+    per_pair: float
+
+    @staticmethod
+    def of(config: ModelConfig) -> PrefillCost:
+        """Count the operations of a model; of experts, those of the ones that a token goes through."""
+        heads = config.num_heads + 2 * config.num_kv_heads
+        attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
+        inner = config.intermediate_size
+        if config.experts is not None:
+            inner = config.experts.top_k * config.experts.intermediate_size
+        weights = config.num_layers * (attention + 3 * config.hidden_size * inner)
+        return PrefillCost(
+            2.0 * weights, 4.0 * config.num_layers * config.num_heads * config.head_dim
+        )
+
+    def between(self, start: int, end: int) -> float:
+        """Return the operations of the tokens `start .. end - 1`, which see all tokens before them."""
+        return self.per_token * (end - start) + self.per_pair * (end**2 - start**2) / 2
+
+
+@dataclass
+class LoadRule:
+    """Decides whether to load blocks or to compute their tokens.
+
+    cost: of a prompt. block_bytes: keys and values of a block.
+    compute_rate: operations a second. host_rate, disk_rate: bytes a second.
+    step_seconds: what a step takes at least, also if it computes one token.
+    """
+
+    cost: PrefillCost
+    block_bytes: int
+    compute_rate: float
+    host_rate: float
+    disk_rate: float = DISK_RATE
+    step_seconds: float = 0.0
+
+    def compute_seconds(self, start: int, end: int) -> float:
+        """Return how long the tokens `start .. end - 1` of a prompt take to compute."""
+        return max(self.step_seconds, self.cost.between(start, end) / self.compute_rate)
+
+    def load_seconds(self, blocks: int, from_disk: int = 0) -> float:
+        """Return how long so many blocks take to come, `from_disk` of them from files."""
+        each = self.block_bytes
+        return (
+            WAIT_SECONDS + blocks * each / self.host_rate + from_disk * each / self.disk_rate
+        )
+
+    def should_load(
+        self, start: int, loaded: int, end: int, blocks: int, from_disk: int = 0
+    ) -> bool:
+        """Return True if loading is faster than computing.
+
+        Args:
+            start: tokens of the prompt in the cache. loaded: those after the load. end: all tokens.
+            blocks, from_disk: see `load_seconds`.
+        """
+        saved = self.compute_seconds(start, end) - self.compute_seconds(loaded, end)
+        return MARGIN * self.load_seconds(blocks, from_disk) < saved
+
+    def on_read(self, blocks: int, seconds: float) -> None:
+        """Correct the disk's rate by blocks that were read in so many seconds."""
+        measured = blocks * self.block_bytes / max(seconds, 1e-9)
+        self.disk_rate = KEEP * self.disk_rate + (1 - KEEP) * measured
+
+
+def measure_rule(
+    engine: PagedEngine, worker: ConnectorWorker, slots: int, block_bytes: int
+) -> LoadRule:
+    """Time a prompt and a copy on a complete engine that serves nothing yet."""
+    cost = PrefillCost.of(engine.config)
+    device = engine.runner.model.device.type
+    tokens = max(1, min(PROBE_TOKENS.get(device, 64), engine.max_len - 2))
+    if not isinstance(engine.scheduler, ChunkedScheduler):
+        tokens = min(tokens, engine.scheduler.step_tokens)
+    while tokens > 1 and not engine.cache.holds(tokens + 1):
+        tokens //= 2
+    step_seconds = time_prompt(engine, 1)
+    seconds = time_prompt(engine, tokens)
+    blocks = max(1, min(slots, engine.cache.allocator.count, PROBE_BYTES // block_bytes))
+    vars(engine.stats).update(vars(Stats()))  # from zero
+    engine.cache.forget()
+    return LoadRule(
+        cost,
+        block_bytes,
+        compute_rate=cost.between(0, tokens) / seconds,
+        host_rate=blocks * block_bytes / time_copy(worker, blocks),
+        step_seconds=step_seconds,
+    )
+
+
+def time_prompt(engine: PagedEngine, tokens: int) -> float:
+    """Return the seconds until the first token of a prompt, the better of two."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    prompt = [(3 * token) % engine.config.vocab_size for token in range(tokens)]
+    times: list[float] = []
+    for salt in ("probe 1", "probe 2"):  # the second must not find the first's blocks
+        started = perf_counter()
+        engine.add(prompt, params, salt=salt)
+        while not engine.idle:
+            engine.step()
+        times.append(perf_counter() - started)
+    return min(times)
+
+
+def time_copy(worker: ConnectorWorker, blocks: int) -> float:
+    """Return the seconds of a load of so many blocks, the better of two."""
+    numbers = range(blocks)
+    times: list[float] = []
+    for _ in range(2):
+        started = perf_counter()
+        transfer = worker.start_load(numbers, numbers)
+        while not transfer.done():
+            continue
+        times.append(perf_counter() - started)
+    return min(times)

@@ -1,0 +1,387 @@
+"""The scheduler's half of the connector: host memory as a second tier, and files behind it as a third.
+
+Only host memory is copied to and from the GPU. A block on a disk is read into a slot of host memory first,
+by a thread, and nothing in the engine waits for it but the request that wants it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+from common.request import Request
+from continuous.scheduler import Scheduler
+from moving_blocks.cache import OffloadingCache
+from moving_blocks.connector import ConnectorScheduler, ConnectorWorker, Transfer
+from moving_blocks.disk_tier import READERS, DiskTier
+from moving_blocks.host import HostBlock, HostTier
+from moving_blocks.names import BlockName, chain
+from moving_blocks.rule import LoadRule
+
+
+@dataclass
+class TierStats:
+    """Counts since the start, in blocks, but for `expired_requests`.
+
+    saved, loaded: copied to and from host memory. read, unread: that came from files, or could not.
+    written: to files.
+    expired_requests: that stopped waiting because computing would have been as fast.
+    """
+
+    saved: int = 0
+    loaded: int = 0
+    read: int = 0
+    unread: int = 0
+    written: int = 0
+    expired_requests: int = 0
+
+
+@dataclass(eq=False)
+class Load:
+    """Blocks on their way from host memory into the cache.
+
+    cursor: behind the cached blocks before them, which it pins. cached: these blocks.
+    names, blocks, sources: of each block. finished: that the cache has them.
+    """
+
+    cursor: object
+    cached: list[int]
+    names: list[BlockName]
+    blocks: list[int]
+    sources: list[HostBlock]
+    transfer: Transfer
+    finished: bool = False
+
+
+@dataclass(eq=False)
+class Save:
+    """Blocks on their way to host memory."""
+
+    names: list[BlockName]
+    blocks: list[int]
+    targets: list[HostBlock]
+    transfer: Transfer
+
+
+@dataclass(eq=False)
+class WaitingRequest:
+    """A request outside of the waiting line.
+
+    names: of its full blocks, from the first on, as far as they are in some tier.
+    rank: what its place in the line will be.
+    pinned: its blocks in host memory, those that are still being read included.
+    budget: seconds that it may still wait for blocks; computing them would take as long.
+    deadline: when it stops waiting for what is on its way. load: that it waits for.
+    """
+
+    request: Request
+    names: list[BlockName]
+    rank: tuple[float, ...]
+    pinned: list[HostBlock] = field(default_factory=list)
+    budget: float = 0.0
+    deadline: float = 0.0
+    reading: bool = False
+    load: Load | None = None
+
+
+@dataclass(eq=False)
+class TieredConnector(ConnectorScheduler):
+    """Saves blocks to host memory and files, and loads them for requests before they enter the line.
+
+    cache: whose blocks they are.
+    scheduler: of the engine; says whether a request would be admitted now.
+    worker: copies. host: the second tier. disk: the third, if there is one.
+    rule: says when loading is faster than computing.
+    save_computed: save blocks as soon as they are computed, not only when they are evicted.
+    clock: in seconds.
+    waiting: requests outside of the waiting line. loads, saves: on their way.
+    """
+
+    cache: OffloadingCache
+    scheduler: Scheduler
+    worker: ConnectorWorker
+    host: HostTier
+    disk: DiskTier | None
+    rule: LoadRule
+    save_computed: bool = False
+    clock: Callable[[], float] = monotonic
+    stats: TierStats = field(default_factory=TierStats)
+    waiting: dict[Request, WaitingRequest] = field(default_factory=dict)
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    _need_room: list[WaitingRequest] = field(default_factory=list)  # by rank
+    _name_of: dict[int, BlockName] = field(default_factory=dict)  # of cached blocks
+    _to_save: dict[int, BlockName] = field(default_factory=dict)  # since the last step
+    _saving: set[int] = field(default_factory=set)  # blocks that copies read
+    _overwritten: bool = False  # the next step writes to one of them
+
+    @property
+    def busy(self) -> bool:
+        """True while copies are on their way, or saves have not been started."""
+        return bool(self.loads or self.saves or self._to_save)
+
+    # Admission.
+
+    def get_num_new_matched_tokens(self, request: Request) -> int:
+        """See `ConnectorScheduler.get_num_new_matched_tokens`; whether it is faster is another question."""
+        found = self._num_cached(request)
+        names, _ = self._find_names(request, found)
+        return (len(names) - found) * self.cache.block_size
+
+    def ready(self, request: Request) -> bool:
+        """See `ConnectorScheduler.ready`.
+
+        A request waits for its blocks no longer than they would take to compute. Then it enters the line, and
+        what has not come is computed.
+        """
+        wait = self.waiting.get(request) or self._begin(request)
+        now = self.clock()
+        if wait.load is not None:
+            if not wait.load.finished and now < wait.deadline:
+                return False
+            self.stats.expired_requests += not wait.load.finished
+            return self._enter_line(wait)
+        if wait.reading:
+            missing = any(not (block.loadable or block.failed) for block in wait.pinned)
+            if missing and now < wait.deadline:
+                return False
+            self.stats.expired_requests += missing
+            wait.reading = False
+            wait.budget -= now - (wait.deadline - wait.budget)
+        if self._need_room and self._need_room[0].rank < wait.rank:
+            return False  # no request overtakes one that waits for room
+        found = self._num_cached(request)
+        count = self._num_loadable(wait, found)
+        if not count:
+            return self._enter_line(wait)
+        if any(wait.names[found] in load.names for load in self.loads):
+            return False  # it comes with another request's blocks
+        if not self._has_room(request):
+            if wait not in self._need_room:
+                insort(self._need_room, wait, key=lambda each: each.rank)
+            return False
+        wait.load = self._start_load(wait, found, count)
+        wait.deadline = now + wait.budget
+        if not self.scheduler.running:  # no other request has to wait with it
+            self.worker.wait_for_load(wait.load.transfer)
+        elif not wait.load.transfer.done():
+            return False
+        self._finish_load(wait.load)
+        return self._enter_line(wait)
+
+    def _begin(self, request: Request) -> WaitingRequest:
+        """Look for a request's blocks, and begin to read those that are on a disk if that is faster."""
+        self._start_saves()  # what is evicted, but not copied yet, is found as well
+        found = self._num_cached(request)
+        names, from_disk = self._find_names(request, found)
+        rank = self.scheduler.policy(request)
+        wait = WaitingRequest(request, names, rank)
+        self.waiting[request] = wait
+        size, end = self.cache.block_size, len(request.tokens)
+        count = len(names) - found
+        loaded = len(names) * size
+        wait.budget = self.rule.compute_seconds(found * size, end)
+        if not self.rule.should_load(found * size, loaded, end, count, from_disk):
+            return wait
+        for name in names[found:]:
+            block = self.host.get(name.digest)
+            if block is not None:
+                self.host.pin([block])
+            elif self.disk is not None and (block := self.host.allocate(name.digest)):
+                block.loadable = False
+                self.host.pin([block])  # once more: the thread outlives the request
+                self.disk.read(name, block, self.host.view(block))
+            else:
+                break
+            wait.pinned.append(block)
+        wait.reading = True
+        wait.deadline = self.clock() + wait.budget
+        return wait
+
+    def _enter_line(self, wait: WaitingRequest) -> bool:
+        """Forget a request that waits no longer. Returns True."""
+        self.host.unpin(wait.pinned)
+        if wait in self._need_room:
+            self._need_room.remove(wait)
+        del self.waiting[wait.request]
+        return True
+
+    def _num_cached(self, request: Request) -> int:
+        """Return how many blocks of a request the cache has."""
+        return self.cache.lookup(request) // self.cache.block_size
+
+    def _find_names(self, request: Request, found: int) -> tuple[list[BlockName], int]:
+        """Return the names of a request's blocks, as far as each is in some tier, and how many of them are to
+        be read from a disk.
+
+        found: how many blocks the cache has. Names behind the first block that is nowhere are not made.
+        """
+        names: list[BlockName] = []
+        from_disk = 0
+        for name in chain(self.cache.namespace, request.salt, self.cache.keys_of(request)):
+            if name.position >= found:
+                block = self.host.get(name.digest)
+                if block is None and not self._is_on_disk(name):
+                    break
+                from_disk += block is None or not block.loadable
+            names.append(name)
+        return names, from_disk
+
+    def _is_on_disk(self, name: BlockName) -> bool:
+        return self.disk is not None and self.disk.files.contains(name.digest)
+
+    def _num_loadable(self, wait: WaitingRequest, found: int) -> int:
+        """Return how many blocks behind the cached ones to load now: 0 if computing them is faster."""
+        count = 0
+        for name in wait.names[found:]:
+            block = self.host.get(name.digest)
+            if block is None or not block.loadable:
+                break
+            count += 1
+        size = self.cache.block_size
+        loaded, end = (found + count) * size, len(wait.request.tokens)
+        return count if self.rule.should_load(found * size, loaded, end, count) else 0
+
+    def _has_room(self, request: Request) -> bool:
+        """Return True if the request would be admitted now, beside those whose loads are on their way."""
+        rows = self.scheduler.rows.free > len(self.loads)
+        return rows and not self.scheduler.waiting and self.cache.fits(request)
+
+    # Loads.
+
+    def _start_load(self, wait: WaitingRequest, found: int, count: int) -> Load:
+        names = wait.names[found : found + count]
+        sources = [
+            block for name in names if (block := self.host.get(name.digest)) is not None
+        ]
+        self.host.pin(sources)
+        keys = [name.key for name in wait.names[:found]]
+        cursor, cached, blocks = self.cache.begin_load(keys, wait.request.salt, count)
+        self._start_saves()  # of what has just been evicted: the load writes there
+        transfer = self.worker.start_load(blocks, [block.slot for block in sources])
+        load = Load(cursor, cached, names, blocks, sources, transfer)
+        self.loads.append(load)
+        return load
+
+    def _finish_load(self, load: Load) -> None:
+        """Give loaded blocks to the cache, where every request finds them.
+
+        If later steps wait for the copy, the device may be copying still: then the slots stay pinned.
+        """
+        load.finished = True
+        keys = [name.key for name in load.names]
+        new = self.cache.end_load(load.cursor, keys, load.blocks)
+        for name, block in zip(load.names, load.blocks, strict=True):
+            if block in new:
+                self._name_of[block] = name
+        self.cache.allocator.release([*load.cached, *load.blocks])
+        self.stats.loaded += len(load.blocks)
+
+    def held_blocks(self) -> list[int]:
+        """See `ConnectorScheduler.held_blocks`."""
+        loads = [load for load in self.loads if not load.finished]
+        return [block for load in loads for block in [*load.cached, *load.blocks]]
+
+    # Saves.
+
+    def save_blocks(self, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
+        """See `ConnectorScheduler.save_blocks`."""
+        for name, block in zip(names, blocks, strict=True):
+            self._name_of[block] = name
+            if self.save_computed:
+                self._to_save[block] = name
+
+    def blocks_evicted(self, blocks: Sequence[int]) -> None:
+        """See `ConnectorScheduler.blocks_evicted`."""
+        for block in reversed(blocks):  # from a sequence's beginning on
+            name = self._name_of.pop(block, None)
+            if name is not None and not self.save_computed:
+                self._to_save[block] = name
+
+    def blocks_allocated(self, blocks: Sequence[int]) -> None:
+        """See `ConnectorScheduler.blocks_allocated`."""
+        self._overwritten = self._overwritten or any(
+            block in self._saving or block in self._to_save for block in blocks
+        )
+
+    def before_step(self) -> None:
+        """See `ConnectorScheduler.before_step`."""
+        self._start_saves()
+        if self._overwritten:
+            self.worker.wait_for_saves()
+            self._overwritten = False
+
+    def request_finished(self, names: Sequence[BlockName]) -> None:
+        """See `ConnectorScheduler.request_finished`."""
+        digests = [name.digest for name in names]
+        self.host.touch(digests)
+        if self.disk is not None and digests:
+            self.disk.touch(digests)
+
+    def _start_saves(self) -> None:
+        """Copy what is to be saved and is not in another tier yet, in one launch."""
+        if not self._to_save:
+            return
+        names: list[BlockName] = []
+        blocks: list[int] = []
+        targets: list[HostBlock] = []
+        for block, name in self._to_save.items():
+            if self.host.get(name.digest) is not None or self._is_on_disk(name):
+                continue
+            target = self.host.allocate(name.digest)
+            if target is None:
+                continue
+            names.append(name)
+            blocks.append(block)
+            targets.append(target)
+        self._to_save.clear()
+        if blocks:
+            transfer = self.worker.start_save(blocks, [block.slot for block in targets])
+            self.saves.append(Save(names, blocks, targets, transfer))
+            self._saving.update(blocks)
+            self.stats.saved += len(blocks)
+
+    # What has finished.
+
+    def poll(self) -> None:
+        """Start saves, and take in what has finished since the last step; a step ends with this."""
+        self._start_saves()
+        for load in [each for each in self.loads if each.transfer.done()]:
+            self.loads.remove(load)
+            self.host.unpin(load.sources)
+            if not load.finished:
+                self._finish_load(load)
+        for save in [each for each in self.saves if each.transfer.done()]:
+            self._finish_save(save)
+        if self.disk is not None:
+            self._poll_disk(self.disk)
+        for wait in list(self.waiting.values()):
+            if wait.request.finish_reason is not None:  # aborted
+                self._enter_line(wait)
+
+    def _finish_save(self, save: Save) -> None:
+        self.saves.remove(save)
+        self._saving = {block for each in self.saves for block in each.blocks}
+        for name, block in zip(save.names, save.targets, strict=True):
+            # Blocks that are still to be written must leave room for others.
+            if self.disk is not None and self.disk.pending <= len(self.host.memory) // 2:
+                self.host.pin([block])
+                self.disk.write(name, block, self.host.view(block))
+        self.host.unpin(save.targets)
+
+    def _poll_disk(self, disk: DiskTier) -> None:
+        jobs = disk.take_finished()
+        read = [job for job in jobs if job.reading]
+        for job in read:
+            if job.ok:
+                job.block.loadable = True
+                self.stats.read += 1
+            else:
+                self.host.fail(job.block)
+                self.stats.unread += 1
+        if read:
+            self.rule.on_read(len(read), sum(job.seconds for job in read) / READERS)
+        self.stats.written += sum(job.ok for job in jobs if not job.reading)
+        self.host.unpin([job.block for job in jobs])

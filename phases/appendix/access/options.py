@@ -1,0 +1,46 @@
+"""Options of a server's access policy: host names and origins, as a command line gives them."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+from common.errors import UserError
+from phases.appendix.access.policy import ANY
+
+HOST = r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?"
+ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+"
+
+
+def hosts(given: str | None) -> tuple[str, ...]:
+    """Read host names with commas between them. Raises `UserError` for what is no name."""
+    return _listed("--allowed-hosts", given, HOST, "a host is a name without a port")
+
+
+def origins(given: str | None) -> tuple[str, ...]:
+    """Read origins likewise. Raises `UserError` for what is none: a browser would never send it."""
+    return _listed(
+        "--allowed-origins", given, ORIGIN, "an origin is scheme://host or scheme://host:port"
+    )
+
+
+def _listed(flag: str, given: str | None, pattern: str, what: str) -> tuple[str, ...]:
+    found = tuple(name.strip().lower() for name in (given or "").split(",") if name.strip())
+    if given is not None and not found:
+        raise UserError(f"{flag} is empty, but must have at least 1 entry")
+    for name in found:
+        if name != ANY and not re.fullmatch(pattern, name):
+            raise UserError(f"{flag} has {name!r}, but {what}, or {ANY}")
+    return found
+
+
+def names_of(host: str, allowed: tuple[str, ...], *, keys: bool) -> frozenset[str]:
+    """Return the names that a server is reached by, `*` for any.
+
+    host: the one that it listens on.
+    allowed: further ones; where there are some, they also bind a server with keys.
+    keys: whether clients need one. A web page has none, so any name will do.
+    """
+    if ANY in allowed or (keys and not allowed):
+        return frozenset({ANY})
+    return frozenset({"localhost", host.lower(), socket.gethostname().lower(), *allowed})

@@ -1,0 +1,37 @@
+"""When a request is served, and beside whom: its priority, its deadline, and who may share its blocks."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from common.sampling.params import MAX_INT
+from serving.http.errors import wrong
+from serving.parsed import ParsedRequest
+
+
+class SchedulingFields(Struct, kw_only=True):
+    """Fields about the line of requests: vLLM's, and a deadline of ours."""
+
+    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
+    cache_salt: str | None = None
+    deadline_ms: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+
+
+class SchedulingHandler:
+    """Hands them to the engine; the deadline counts from the beginning of the request."""
+
+    fields = SchedulingFields
+    names = frozenset(SchedulingFields.__struct_fields__)
+
+    def read(self, given: SchedulingFields, request: ParsedRequest) -> None:
+        """See `FieldHandler`. Raises `ApiError` for a priority in a server that knows none."""
+        policy = request.ready.policy
+        if given.priority and policy != "priority":
+            rest = f"must be 0: the server's policy is {policy}"
+            raise wrong("priority", f"priority is {given.priority}, but {rest}")
+        request.priority = given.priority or 0
+        request.salt = given.cache_salt or ""
+        if given.deadline_ms is not None:
+            request.seconds = given.deadline_ms / 1e3

@@ -1,0 +1,26 @@
+"""Connections of the proxy in front of replicas, which Ray's server makes."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import lru_cache
+
+from phases.appendix.connections.connection import Connection
+from replicas.gate import LIMITS
+from serving.http.limits import Limits
+
+PROXY = f"{__name__}:ProxyConnection"
+
+
+class ProxyConnection(Connection):
+    """A connection with the limits of all replicas."""
+
+    def read_limits(self) -> Limits:
+        """See `Connection`."""
+        return _limits(os.environ.get(LIMITS, "{}"))
+
+
+@lru_cache(1)
+def _limits(given: str) -> Limits:
+    return Limits(**json.loads(given))
