@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import batch_invariance
 import batching
 import chunked_prefill
 import continuous
@@ -101,6 +102,9 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
     ),
     "17 small blocks": lambda model: hybrid_cache.load(
         model, max_rows=8, step_tokens=50, block_size=3
+    ),
+    "18 batch_invariance": lambda model: batch_invariance.load(
+        model, max_rows=8, step_tokens=64
     ),
 }
 """Engines with `add`, `step` and `abort`."""
