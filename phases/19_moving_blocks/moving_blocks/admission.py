@@ -68,21 +68,21 @@ class ConnectorLoop(Loop):
 
     While copies are on their way it is not idle: the engine goes on stepping, and nothing is held for ever.
 
-    connector: polled, once it is there.
+    gate: has the connector, once it is there.
     """
 
-    def __init__(self, inner: Loop) -> None:
+    def __init__(self, inner: Loop, gate: AdmissionGate) -> None:
         self.inner = inner
-        self.connector: ConnectorScheduler = NO_CONNECTOR
+        self.gate = gate
 
     @property
     def idle(self) -> bool:
         """True if no step and no copy is on its way."""
-        return self.inner.idle and not self.connector.busy
+        return self.inner.idle and not self.gate.connector.busy
 
     def advance(self, engine: Engine) -> None:
         """Advance the inner loop, then take in the copies that have finished."""
         self.inner.advance(engine)
-        self.connector.poll()
-        if engine.scheduler.idle and self.inner.idle and self.connector.busy:
+        self.gate.connector.poll()
+        if engine.scheduler.idle and self.inner.idle and not self.idle:
             time.sleep(WAIT)

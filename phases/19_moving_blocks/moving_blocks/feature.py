@@ -83,9 +83,9 @@ class MovingBlocks(Feature):
         builder.cache.decorate(self, lambda plain: partial(OffloadingCache, index))
         gate = AdmissionGate(builder.grammar_manager.part)
         builder.grammar_manager.decorate(self, lambda inner: gate)
-        loop = ConnectorLoop(builder.loop.part)
+        loop = ConnectorLoop(builder.loop.part, gate)
         builder.loop.decorate(self, lambda inner: loop)
-        builder.warmups.append(partial(self._attach, gate, loop))
+        builder.warmups.append(partial(self._attach, gate))
 
     @staticmethod
     def why_not(builder: EngineBuilder) -> str:
@@ -107,7 +107,7 @@ class MovingBlocks(Feature):
             if value != item.default:
                 raise UserError(f"{item.name} is {value!r}, but blocks cannot be moved: {why}")
 
-    def _attach(self, gate: AdmissionGate, loop: ConnectorLoop, engine: PagedEngine) -> None:
+    def _attach(self, gate: AdmissionGate, engine: PagedEngine) -> None:
         """Make the tiers of a complete engine, and let its parts use them."""
         cache, attention = engine.cache, engine.runner.attention
         assert isinstance(cache, OffloadingCache)
@@ -132,7 +132,7 @@ class MovingBlocks(Feature):
         # Host memory ends with this process, which has one model.
         namespace = digest_of() if disk is None else namespace_of(engine.runner.model, pool)
         cache.attach(connector, namespace)
-        gate.connector = loop.connector = connector
+        gate.connector = connector
 
     def slots(self, block_bytes: int, device: torch.device) -> int:
         """Return how many blocks host memory has room for. Raises `UserError` if it is none."""
