@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.cache import CacheManager
+from continuous.cache import RowCache
 from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import RequestRows
@@ -252,7 +252,7 @@ def machine_of_rows(rng: random.Random) -> tuple[Engine, FakeRunner]:
     policy, overlap = POLICIES[rng.choice(list(POLICIES))], rng.random() < 0.5
 
     def make(table: RequestRows) -> Scheduler:
-        return Scheduler(table, CacheManager(), step_tokens=MAX_LEN, policy=policy)
+        return Scheduler(table, RowCache(), step_tokens=MAX_LEN, policy=policy)
 
     return fake_engine(make, rng.randrange(1, 7), overlap=overlap)
 

@@ -124,7 +124,7 @@ class Bench:
     def case(self, model: str, contexts: list[int], block: int, **more: Any) -> Case:
         """Blocks of this size with the heads of a model."""
         heads, kv_heads = HEADS[model]
-        sizes = {"heads": heads, "kv_heads": kv_heads, "block_size": block}
+        sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "block_size": block}
         return make_case(contexts, dtype=self.options.dtype, **sizes, **more)
 
     def measure(

@@ -40,7 +40,13 @@ def record() -> list[Step]:
     model = load_model("random:tiny", device="cpu", dtype="float32")
     options: dict[str, Any] = {"kernels": True, "graphs": True, "sampling": "torch"}
     engine: Any = cuda_graphs.load(
-        model, overlap=False, max_rows=SIZE, max_len=32, graph_tokens=32, **options
+        model,
+        overlap=False,
+        max_rows=SIZE,
+        max_len=32,
+        graph_tokens=0,
+        step_tokens=32,
+        **options,
     )
     for at, (prompt, output) in enumerate(zip(PROMPTS, OUTPUTS, strict=True)):
         params = SamplingParams(max_tokens=output, ignore_eos=True)

@@ -24,7 +24,7 @@ from paged_cache import PagedEngine
 
 PHASE = "19_moving_blocks"
 BEFORE = "08_prefix_cache"
-CPU_LENGTHS = (128, 512, 2000)
+CPU_LENGTHS = (128, 512)
 GPU_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 RESTART = 2000
 """Tokens of the conversation that a restarted server answers."""
@@ -56,10 +56,12 @@ class Bench:
         lengths = lengths[:1] if options.quick else lengths
         longest = self.model.config.max_position_embeddings - 16
         self.lengths = [length for length in lengths if length <= longest]
+        self.restart = min(RESTART, longest) if not options.quick else self.lengths[0]
+        self.longest = max(*self.lengths, self.restart)
 
     def engine(self, number: str, **more: Any) -> PagedEngine:
         """Make the engine of a phase with room for the longest prompt."""
-        longest = max(self.lengths)
+        longest = self.longest
         each = self.model.config.kv_bytes_per_token(self.model.dtype)
         room = int(BLOCKS * longest * each)
         sizes: dict[str, Any] = {
@@ -112,7 +114,7 @@ class Bench:
 
     def restarted(self) -> list[Run]:
         """Start an engine that has nothing in memory, and ask it for the conversation."""
-        length = min(RESTART, max(self.lengths))
+        length = self.restart
         work = uniform(f"restart-{length}", 1, length, 1)
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "blocks")

@@ -189,10 +189,13 @@ def block(phase: Phase) -> str:
     asked = [one for one in questions() if one.phase is phase]
     if asked:
         each = " and ".join(
-            f"{'predict' if 'p' in one.id else 'measure'} {one.id} ({one.points} points)"
+            f"{one.id} ({'predict' if 'p' in one.id else 'measure'}, {one.points} points)"
             for one in asked
         )
-        lines += ["", f"Also {each}. `ladder course answer {asked[0].id}` shows a question."]
+        lines += [
+            "",
+            f"Answer {each}. `ladder course answer {asked[0].id}` shows the question.",
+        ]
     return "\n".join(lines) + "\n"
 
 

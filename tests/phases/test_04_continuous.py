@@ -26,7 +26,7 @@ from common.interrupts import uninterrupted
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.attention import group
-from continuous.cache import CacheManager
+from continuous.cache import RowCache
 from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import RequestRows
@@ -56,9 +56,7 @@ def fake(
     rows: int = 4, *, step_tokens: int = 64, policy: str = "fcfs", overlap: bool = False
 ) -> Any:
     def scheduler(table: RequestRows) -> Scheduler:
-        return Scheduler(
-            table, CacheManager(), step_tokens=step_tokens, policy=POLICIES[policy]
-        )
+        return Scheduler(table, RowCache(), step_tokens=step_tokens, policy=POLICIES[policy])
 
     return fake_engine(scheduler, rows, overlap=overlap)
 

@@ -12,7 +12,7 @@ from common.options import route
 from common.text import llm
 from common.text.tokenizer import Tokenizer
 from continuous.attention import RowAttention
-from continuous.cache import CacheManager, RowStore
+from continuous.cache import RowCache, RowStore
 from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import RequestRows
@@ -59,9 +59,7 @@ def load(
     count = _rows(sizes, each, length, free_memory(loaded.device)[0])
     rows = RequestRows(count, length, loaded.device)
     store = RowStore(loaded.config, count, length, device=loaded.device, dtype=loaded.dtype)
-    scheduler = Scheduler(
-        rows, CacheManager(), step_tokens=steps, policy=POLICIES[sizes.policy]
-    )
+    scheduler = Scheduler(rows, RowCache(), step_tokens=steps, policy=POLICIES[sizes.policy])
     return Engine(scheduler, Runner(loaded, RowAttention(store), rows), tokenizer)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from common.models.config import ModelConfig
 from common.request import Request
 
 
-class CacheManager:
+class CacheManager(Protocol):
     """The host's side of a cache: which requests have room. It moves no data and never waits for the device.
 
     The scheduler calls it in this order. Admission: `fits`, `lookup`, then the first `reserve`, which must
@@ -16,7 +18,7 @@ class CacheManager:
     set to what `lookup` returned. In each step: `reserve` before any token is scheduled, and `commit` when
     the step has succeeded. At the end: `release`, once, and then the row is freed.
 
-    This one has room for the longest request in every row, so a request that has a row has room.
+    What a class does not define is that of a cache which always has room.
     """
 
     def holds(self, tokens: int) -> bool:
@@ -43,12 +45,19 @@ class CacheManager:
 
     def commit(self, request: Request, upto: int) -> None:
         """Record that the request's first `upto` tokens are known and computed: others may share them now."""
+        return None
 
     def release(self, request: Request) -> None:
         """Free all cache memory of `request`."""
+        return None
 
     def check(self) -> None:
         """Raise `AssertionError` if the counts of what is in use contradict each other."""
+        return None
+
+
+class RowCache(CacheManager):
+    """A cache with room for the longest request in every row, so a request that has a row has room."""
 
 
 class RowStore:

@@ -30,12 +30,7 @@ from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
-from continuous.seams import (
-    NO_GRAMMAR_MANAGER,
-    SEQUENTIAL_LOOP,
-    GrammarManager,
-    Loop,
-)
+from continuous.seams import NO_GRAMMAR_MANAGER, SEQUENTIAL_LOOP, GrammarManager, Loop
 from continuous.stats import Stats, marked
 from continuous.work import Output, Work
 
@@ -91,9 +86,8 @@ class Engine:
         self._ids = count()
         self._seeds = random.Random()
         self.inbox: deque[Callable[[], None]] = deque()
-        self._waiting_for_grammar: deque[list[Request]] = (
-            deque()
-        )  # their grammars are being compiled
+        # Their grammars are being compiled.
+        self._waiting_for_grammar: deque[list[Request]] = deque()
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()

@@ -76,7 +76,7 @@ class PromptExecutor:
 
     order: ClassVar[int] = 0
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: PagedRunner) -> None:
         self.runner = runner
         self.others = runner.executors
         self._asked: dict[Request, tuple[str, Mean | PromptLogprobs]] = {}
