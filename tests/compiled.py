@@ -26,6 +26,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
+from batch_invariance.kernels.attention import chunked_attention_kernel
+from batch_invariance.kernels.product import TILES, product_kernel
 from experts.kernels.grouped import LARGE, OLDER, TABLE, add_choices_kernel, grouped_kernel
 from experts.kernels.routing import count_kernel, place_kernel, route_kernel
 from experts.kernels.small_batch import SHAPES, small_batch_expert_kernel
@@ -97,7 +99,7 @@ Kernel = tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
 def main() -> None:
     """The kernels that are asked for."""
     wanted = sys.argv[1:]
-    kinds = {"--quant": few_bits, "--experts": experts, "--delta": delta}
+    kinds = {"--quant": few_bits, "--experts": experts, "--delta": delta, "--chunks": chunks}
     kernels = next(kinds[kind] for kind in wanted if kind in kinds)
     for capability in map(int, filter(str.isdigit, wanted)):
         for name, kernel, constants, warps, stages, types in kernels(capability):
@@ -221,6 +223,37 @@ def delta(capability: int) -> Iterator[Kernel]:
     ):
         own = {key: value for key, value in constants.items() if key in kernel.arg_names}
         yield name, kernel, own, warps, 1, more
+
+
+def chunks(capability: int) -> Iterator[Kernel]:
+    """Attention over chunks of keys, of prompts and of one token, and products in every tile."""
+    types = dict.fromkeys(("tiles", "block_tables", "context_lens", "requests"), "*i32")
+    types |= dict.fromkeys(
+        ("chunk_acc", "chunk_m", "chunk_total", "k_scale", "v_scale"), "*fp32"
+    )
+    types |= dict.fromkeys(("table_stride", "most_chunks", "rows"), "i32")
+    around = {
+        "H": 16, "GROUP": 2, "P": 64, "WINDOW": 0, "RAGGED": False, "SUBSET": False,
+        "CHUNK": 256, "SCALED": False, "SINKS": False,
+    }  # fmt: skip
+    for d, rows, keys, stages in ((64, 128, 64, 2), (128, 128, 64, 3), (256, 64, 32, 2)):
+        head = around | {"D": d, "D_PAD": d, "BLOCK_N": keys}
+        tiled = {"TILED": True, "SPLIT": False, "ROWS": rows, "BLOCK_M": rows}
+        yield f"prompts, {d}", chunked_attention_kernel, head | tiled, 8, stages, types
+        for split in (False, True):
+            one = {"TILED": False, "SPLIT": split, "ROWS": 2, "BLOCK_M": 16}
+            yield (
+                f"one token, {d}, {split=}",
+                chunked_attention_kernel,
+                head | one,
+                4,
+                3,
+                types,
+            )
+    for tile in TILES:
+        sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+        own = sizes | {"BIAS": False, "N": 4096, "K": 4096}
+        yield f"{tile}", product_kernel, own, tile.num_warps, tile.num_stages, types
 
 
 if __name__ == "__main__":

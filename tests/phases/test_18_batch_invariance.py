@@ -21,6 +21,7 @@ from forward.attention import LayerSpec
 from forward.loading import load_model
 from forward.model import Model
 from paged_cache import LayerBlocks, PagedEngine
+from tests.compiling import spilled
 
 pytestmark = pytest.mark.timeout(240)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -445,3 +446,9 @@ def test_a_draw_does_not_ask_how_many_rows_there_are(kernels: Any) -> None:
 
 def test_the_chunk_is_whole_tiles_of_every_head_size() -> None:
     assert all(CHUNK % keys == 0 for keys in (16, 32, 64))
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu(kernels: Any) -> None:
+    found = spilled(90, "--chunks")
+    assert found and max(found) <= 64, "what a program works with stays in registers"
