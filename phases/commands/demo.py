@@ -110,6 +110,8 @@ ELSEWHERE = {
     15: "ladder serve --replicas 2",
     16: "ladder serve Qwen/Qwen3-30B-A3B --phase 16",
     17: "ladder run 17 --model gemma3-270m",
+    18: "ladder serve --phase 18",
+    19: "ladder serve --phase 19 --disk-folder blocks",
 }
 
 
