@@ -64,9 +64,7 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def free_memory(device: torch.device | str) -> tuple[int, int]:
-    """Return the free bytes and all bytes of the device's memory; what PyTorch caches of a GPU
-    counts as free.
-    """
+    """Return (free bytes, all bytes) of the device's memory; what PyTorch caches of a GPU counts as free."""
     if torch.device(device).type != "cuda":
         memory = psutil.virtual_memory()
         return memory.available, memory.total

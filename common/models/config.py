@@ -255,7 +255,7 @@ class ModelConfig:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Prefix the `UserError` of a block with the file's path."""
+    """Return a context that puts the file's path before the message of a `UserError` raised in it."""
     try:
         yield
     except UserError as error:
@@ -263,8 +263,8 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], known: Mapping[str, Any] = hf.ONLY) -> None:
-    """Raise `UserError` if a field of ``raw`` has another value than the one in ``known`` that is computed
-    here.
+    """Raise `UserError` if a field of ``raw`` (a ``config.json``) differs from the one value in ``known``
+    that is computed here.
     """
     for name, only in known.items():
         if raw.get(name) not in (None, only):

@@ -106,7 +106,7 @@ class Tokenizer:
         Args:
             messages: dictionaries with `role` and `content`.
             add_generation_prompt: whether to end with the words that open the assistant's turn.
-            add_special_tokens: begin as `encode` does, where the template does not.
+            add_special_tokens: add the token that begins a text, if the template has not.
             variables: passed on to the template, such as `tools` or `enable_thinking=False`.
 
         Raises:

@@ -94,7 +94,7 @@ def facts_of(model: str | Path | Model) -> ModelConfig:
     """Return the configuration of a loaded model, or of a model by its name, as its `config.json` says it.
 
     Raises:
-        UserError: there is no such model, or see `ModelConfig.from_folder`.
+        UserError: there is no such model, or its `config.json` describes none that we have.
     """
     if isinstance(model, Model):
         return model.config
@@ -111,7 +111,7 @@ def config_of(name: str | Path) -> ModelConfig:
     matrix for both.
 
     Raises:
-        UserError: see `facts_of` and `load_weights`.
+        UserError: there is no such model, or its configuration or weights cannot be used.
     """
     config = facts_of(name)
     if str(name).startswith(RANDOM):
@@ -123,7 +123,9 @@ def config_of(name: str | Path) -> ModelConfig:
 
 
 def refuse_quantized(config: ModelConfig, folder: Path) -> None:
-    """Raise `UserError` if a checkpoint is quantized; called where no feature reads quantized weights."""
+    """Raise `UserError` if the checkpoint in `folder` is quantized by its `config`; called where no feature
+    reads quantized weights.
+    """
     if config.quantization is not None:
         method = brief(config.quantization["quant_method"])
         raise UserError(

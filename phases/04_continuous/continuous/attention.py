@@ -79,7 +79,8 @@ class Group:
     def mask(self, window: int | None, columns: int, device: torch.device) -> Tensor | None:
         """Return the mask `[G, 1, queries, columns]` of visible keys; None if every query sees every key.
 
-        window: tokens that a query sees; None: all. columns: keys. Made once a step and sliding window.
+        window: tokens that a query sees; None: all. columns: keys. Made once in a step for each sliding
+            window.
         """
         if window not in self.masks:
             contexts, lens = (
@@ -166,9 +167,9 @@ def group(
 def attend_masked(
     layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """`forward.attend` in one fused call, which never writes the scores to memory.
+    """Return a layer's attention `[G, H, S, D]` by one fused call, which never writes the scores to memory.
 
-    `q [G, H, S, D]`, `k` and `v [G, KH, C, D]`, `mask [G or 1, 1, S, C]` boolean -> `[G, H, S, D]`.
+    q: `[G, H, S, D]`. k, v: `[G, KH, C, D]`. mask: `[G or 1, 1, S, C]` bool, True: visible; None: all keys.
     The fused call has no sinks; layers with them take the long way.
     """
     if layer.sinks is not None:
@@ -193,8 +194,7 @@ def avoid_plans_per_shape() -> None:
 
 
 def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:
-    """Return groups of the requests that have no cached tokens, by length, and the indices of the other
-    requests.
+    """Return the requests without cached tokens in `Group`s of similar length, and the others' indices.
 
     host: the batch's lengths. A request without cached tokens needs no cache to attend: its keys and
         values are this step's.

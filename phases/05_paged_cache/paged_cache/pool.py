@@ -18,7 +18,7 @@ class LayerBlocks(NamedTuple):
 
     k_scale, v_scale: `[KH]` float32, by which stored numbers are multiplied, or None if the stored numbers
         are the keys and values themselves.
-    layout: another order of values in a block, see `KVFormat`; None: as above.
+    layout: another order of values in a block, which only some kernels know; None: as above.
     """
 
     k: Tensor
@@ -77,7 +77,9 @@ def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def largest(dtype: torch.dtype) -> float:
-    """Return the largest number that scaled keys and values may be stored as; the smallest is minus that."""
+    """Return the largest number that scaled keys and values are stored as in `dtype`; the smallest is minus
+    that.
+    """
     return float((torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max)
 
 
@@ -143,7 +145,7 @@ class BlockPool:
         """Update which blocks each group of layers uses: nothing here, where all layers share one block
         table.
 
-        Phase 17 overrides it. moves: what `PagedCache.take_moves` returned.
+        Phase 17 overrides it. moves: what `PagedCache.take_moves` returned, here None.
         """
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:

@@ -85,7 +85,7 @@ class Preset:
         device: torch.device,
         more: Sequence[type[Feature]] = (),
     ) -> Chosen:
-        """Return the sizes and features that options ask for on a device.
+        """Return the sizes and features that `options` (values by name) ask for on a device.
 
         more: features beyond this preset's; they are off unless an option switches them on.
 

@@ -68,7 +68,8 @@ class LlamaBlock(nn.Module):
     ) -> Tensor:
         """Return ``x [..., hidden]`` plus attention's output, and plus the MLP's output.
 
-        The residual is `x` as it came, not its normalized copy.
+        cos_sin: RoPE's cosines and sines. attention: mixes the tokens. The residual is `x` as it came, not
+            its normalized copy.
         """
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
