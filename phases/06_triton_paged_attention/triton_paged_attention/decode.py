@@ -84,10 +84,11 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute one split of a request's keys for one key/value head; the last split to finish combines all.
 
-    One program per key/value head, split and request; `paged_decode` describes the tensors.
-    partial, lse, arrived: the `Workspace`: outputs, log2 of softmax sums, and counters of finished splits.
-    k_scale, v_scale: `[KH]`, read if SCALED: one scale for the keys and values of a head. Strides are in
-        numbers.
+    One program per key/value head, split and request. out, q: `[T, H, D]`. k_cache, v_cache: `[N, P, KH, D]`.
+    block_tables: `[B, max_blocks]`. context_lens: `[B]`. partial, lse, arrived: workspace for the outputs,
+        log2 of softmax sums, and counters of finished splits. Strides are in numbers.
+    k_scale, v_scale: `[KH]`, read if SCALED: one scale for the keys and values of a head. sinks: `[H]`, if
+        SINKS.
     RAGGED: requests have up to QUERIES query tokens each, at `query_starts`; otherwise one.
     SUBSET: only the requests that `requests` lists. ATTEND: the loop over tiles, such as `tiles.attend`.
     MIN_TILES: fewest tiles of BLOCK_N keys in a split.

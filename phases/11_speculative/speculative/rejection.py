@@ -24,7 +24,7 @@ def verify(
     has the distribution p, whatever q is: min(p, q) comes from drafts, and max(0, p - q) from
     replacements.
 
-    target: `[K + 1, V]` probabilities of the model, for each draft's position and the one behind the last.
+    target: `[K + 1, V]` probabilities of the model, for each draft's position and the one after the last.
     draft: `[K, V]` probabilities that the `drafts` were drawn with.
     """
     for place, token in enumerate(drafts):

@@ -33,7 +33,7 @@ from paged_cache.memory import activation_bytes
 class VerifyGraph(ChunkGraph):
     """A CUDA graph of a step with several tokens a request, which samples at all of its tokens.
 
-    features: how it samples, one of `decode_graph.CAPTURED`.
+    features: how it samples, greedily or with a temperature.
 
     for_host: `[tokens]` int64, in the order of the samples; a special number if logits were NaN. Good
         until the next replay.
@@ -66,8 +66,8 @@ class VerifyGraph(ChunkGraph):
 
 
 def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
-    """Return each token's draft id `[T]`, -1 if it is none; drafts are the last tokens of a request in
-    the step.
+    """Return for each token of a step its id if it is a draft, else -1: `[T]`; drafts are the last tokens of
+    a request in the step.
     """
     drafts: Ints = np.full(len(host.positions), -1)
     for work, end in zip(works, host.query_starts[1:].tolist(), strict=True):

@@ -105,7 +105,8 @@ def norm_rope_kernel(
         with NORM.
     PENDING: multiply `qkv` by `rows [T]` and `columns [(H + 2 KH) D]` first.
     SCALED: divide what is stored by `k_scale` and `v_scale [KH]`. HALF: D / 2.
-    LIMIT, WHOLE: largest magnitude of the cache's format; whether it has integers. PLACE: see `value_place`.
+    LIMIT, WHOLE: largest magnitude of the cache's format; whether it has integers. PLACE: where values lie in
+        a block.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     D: tl.constexpr = 2 * HALF
