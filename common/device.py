@@ -76,7 +76,7 @@ def free_memory(device: torch.device | str) -> tuple[int, int]:
 def device_name(device: torch.device) -> str:
     """Return the vendor's name of the GPU, or of the processor.
 
-    A virtual machine's processor often hides its generation behind a bare "AMD EPYC", so its family and
+    A virtual machine's processor often hides its generation under a bare "AMD EPYC", so its family and
     model numbers are appended.
     """
     if device.type == "cuda":

@@ -112,8 +112,8 @@ def read_text(path: Path, flag: str, most: int) -> str:
 
 
 def decoded(raw: bytes, name: str) -> str:
-    """Return UTF-8 bytes as text, without a byte order mark. Raises `UserError`, which begins with `name`,
-    for others.
+    """Return `raw`, UTF-8, as text without a byte order mark. Raises `UserError`, which begins with `name`,
+    for other bytes.
     """
     try:
         return raw.decode("utf-8-sig")

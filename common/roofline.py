@@ -160,8 +160,8 @@ def decode_work(
 def prefill_work(
     config: ModelConfig, dtype: torch.dtype, prompt_lens: Sequence[int]
 ) -> ComputeCost:
-    """Return the work of prompts computed in one pass: all tokens through the layers, the head for the
-    last ones.
+    """Return the work of prompts of `prompt_lens` tokens computed in one pass: all tokens through the layers,
+    the head for the last ones.
     """
     head = config.vocab_size * config.hidden_size
     tokens = sum(prompt_lens)

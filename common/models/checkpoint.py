@@ -41,16 +41,14 @@ def load_weights(
     place: Callable[[nn.Module, str, Tensor], None] | None = None,
     read: Callable[[str, Any, str], Tensor] | None = None,
 ) -> None:
-    """Replace every parameter and persistent buffer of `model` by the checkpoint's tensor of that name, in
-    place.
+    """Replace all parameters and persistent buffers of `model`, in place, by the checkpoint's tensors of that
+    name.
 
     folder: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
-    device: where the weights go. dtype: of parameters that the model has in 16 bits or more of floating
-        point.
-    rename: returns the model's name for a checkpoint's tensor, or None for a tensor that is to be ignored.
-    transform: given the model's name and the tensor, returns it in the model's layout, such as transposed. It
-        is also called with `meta` tensors, to learn the shape.
-    tied: maps a parameter to the one whose memory it shares, as an output head to the embedding. The
+    device, dtype: of the loaded weights; integers and eight-bit floats keep their dtype.
+    rename: returns the model's name for a checkpoint's tensor, or None to ignore it.
+    transform: given the model's name and the tensor (or a `meta` tensor), returns it in the model's layout.
+    tied: maps a parameter to the one whose memory it shares, such as an output head to the embedding. The
         checkpoint has them under either name, or the same under both.
     place: stores a finished tensor under the model's name, instead of `assign`. Layers that are replaced
         while they are loaded are never all in memory twice.
@@ -124,9 +122,7 @@ def stores_once(
 
 
 def _same_tensor(*stored: tuple[Any, str]) -> bool:
-    """Return True if two tensors, given as (open file, name), are equal; they are
-    memory-mapped, not copied.
-    """
+    """Return True if two tensors, `stored` as (open file, name) each, are equal; they are memory-mapped."""
     one, other = (file.get_tensor(name) for file, name in stored)
     return one.dtype == other.dtype in _FLOATS and torch.equal(one, other)
 

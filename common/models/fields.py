@@ -125,7 +125,7 @@ class Field:
 
     @property
     def limit(self) -> str:
-        """The allowed values as words, for an error message."""
+        """Return the allowed values as words, for an error message."""
         style = {int: ",", float: "g"}.get(self.kind)
         return _KINDS[self.kind] + (
             f" between {self.low:{style}} and {self.high:{style}}" if style else ""

@@ -228,7 +228,8 @@ def _hf_rows(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[Any]:
 
 
 def unpermute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
-    """Reorder the rows of a query or key projection `[heads * D, ...]` from GGUF's order to Hugging Face's.
+    """Return the rows of a query or key projection `[heads * D, ...]` reordered from GGUF's order to Hugging
+    Face's.
 
     RoPE rotates pairs of a head's D values. llama.cpp pairs neighbours (0 and 1, 2 and 3, ...), Hugging Face
     pairs the halves (0 and D/2, 1 and D/2 + 1, ...), so one's row order is a permutation of the other's.

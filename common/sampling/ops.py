@@ -49,8 +49,8 @@ def _signed(value: int) -> int:
 def splitmix64(state: int) -> int:
     """Return the first 64-bit output of SplitMix64 seeded with `state` (one step, then the mixing function).
 
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants
-    as in https://prng.di.unimi.it/splitmix64.c.
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of
+        https://prng.di.unimi.it/splitmix64.c.
     """
     z = (state + _GOLDEN_GAMMA) & _MASK
     z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
@@ -59,7 +59,7 @@ def splitmix64(state: int) -> int:
 
 
 def stream_key(seed: int) -> int:
-    """Turn a request's seed into the int64 under which its random bits are drawn.
+    """Return the int64 key under which the random bits of a request with this seed are drawn.
 
     Output i of SplitMix64 is a function of seed + i * gamma, so two seeds that differ by a multiple of gamma
     share outputs; mixing the seed once makes that a coincidence of one in 2**64 a step.

@@ -194,8 +194,8 @@ class SamplerRows:
         numbers.
 
         prompt_ids, output_ids: its tokens so far, for the penalties; ids must have passed `check_prompt`.
-        seed: overrides that of `params`. A preempted request that comes back with the seed returned here
-            draws what it would have drawn.
+        seed: overrides that of `params`; None: does not. A preempted request that comes back with the seed
+            returned here draws what it would have drawn.
         sample: number of the completion among its prompt's n; shifts the seed of `params`.
         eos_ids: the model's end-of-sequence tokens, which min_tokens holds back.
         """
@@ -347,7 +347,9 @@ class SamplerRows:
         self._history.clear()
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        """Copy an array to the device without waiting for its queued work, on CUDA from pinned memory."""
+        """Return a copy of an array on the device, without waiting for its queued work, on CUDA from pinned
+        memory.
+        """
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)

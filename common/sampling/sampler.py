@@ -65,7 +65,7 @@ class Sampled(NamedTuple):
         return Logprob(float(chosen[place]), tuple(top))
 
     def to_host(self) -> HostSampled:
-        """Start copying to the host, without waiting for it."""
+        """Start copying to the host, and return the copy that is under way (`get` waits for it)."""
         return HostSampled(self)
 
 
@@ -85,7 +85,7 @@ class HostSampled:
     """The tokens and log-probabilities of a `Sampled` on their way to the host; `get` waits for them."""
 
     def __init__(self, sampled: Sampled) -> None:
-        """Queue the copies behind the device's work; with CUDA into pinned memory, so that the host does not
+        """Queue the copies after the device's work; with CUDA into pinned memory, so that the host does not
         wait.
         """
         tokens, logprobs = sampled.for_host, sampled.logprobs
@@ -237,19 +237,15 @@ class Sampler(SamplerRows):
     ) -> Sampled:
         """Return the next token of each row as a `Sampled`, and count it for the penalties.
 
-        With `plan` given, this only queues work for the device. With `plan.for_any_rows()` a CUDA graph can
-        capture it.
-
-        A row without penalties may stand at several positions of the batch, with different steps (several
-        tokens of one request): each is chosen with its own step.
-
-        logits: float32 [B, V]; not changed, except that they are masked in place if there are masks and no
-            request wants log-probabilities.
+        logits: float32 [B, V]; masked in place if there are masks and no request wants log-probabilities.
         rows: int64 [B] on the device, the row of the request at each position in the batch.
-        rows_host: the same on the host, for `plan`; not read if that is given.
+        rows_host: the same on the host; not read if `plan` is given.
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
-        plan: `plan(rows_host)`; computed here if None.
-        allowed: the masks; None: every token may be chosen.
+        plan: `plan(rows_host)`; None: computed here. allowed: the masks; None: every token may be chosen.
+
+        With `plan` given, this only queues work for the device. With `plan.for_any_rows()` a CUDA graph can
+        capture it. A row without penalties may stand at several positions of the batch, with different steps
+        (several tokens of one request): each is chosen with its own step.
         """
         if plan is None:
             plan = self.plan(rows_host)

@@ -91,8 +91,8 @@ class SpecialGuard:
         )
 
     def _positions_to_hide(self, text: str, whole: bool) -> set[int]:
-        """Return the positions of characters to replace so that no special token, or half of one, is left in
-        a text.
+        """Return the positions of characters to replace so that no special token, or half of one unless
+        `whole`, is left in a text.
         """
         positions = set()
         for token in self._special:

@@ -86,8 +86,8 @@ def _describe(source: str) -> dict[str, Any]:
 
 
 def _takes_parts(source: str) -> bool:
-    """Return True if a template renders a content that is a list of texts; those for texts alone fail or
-    print the list.
+    """Return True if a template (its source) renders a content that is a list of texts; those for texts alone
+    fail or print the list.
     """
 
     def written(content: Any) -> str:

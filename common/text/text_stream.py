@@ -43,7 +43,7 @@ class TextStream:
         params: its `stop`, `min_tokens` and `grammar` are used.
         shown: ids of special tokens that stay in the text.
         answer: called with the text each token adds, and True if nothing follows; returns the part that is
-            shown and searched for stop strings. Reasoning, say, is neither.
+            shown and searched for stop strings. Reasoning, say, is neither. None: all is shown.
         """
         # A grammar counts the bytes that tokens have in the middle of a text.
         middle = params.grammar is not None

@@ -205,7 +205,7 @@ class Tokenizer:
 
     @cached_property
     def tool_template(self) -> ChatTemplate:
-        """The chat template for conversations with tools: the model's `tool_use` if it has one, else
+        """Return the chat template for conversations with tools: the model's `tool_use` if it has one, else
         `chat_template`.
         """
         return (
@@ -228,8 +228,8 @@ class Tokenizer:
 
     @cached_property
     def _chat_templates(self) -> dict[str, Any]:
-        """Sources of the model's chat templates by name; a single one is `default`. Template files come
-        before configurations.
+        """Return the sources of the model's chat templates by name; a single one is `default`. Template files
+        come before configurations.
         """
         return chat_templates(self.folder, self._config)
 

@@ -181,8 +181,8 @@ def read_optional(path: Path, most: int) -> bytes | None:
 def named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return special tokens by name: `bos_token`, `eos_token`, and names of the model's own.
 
-    `special_tokens_map.json` is read as `transformers` does: it is older than `added_tokens_decoder`, and
-    if a configuration has that, the file only adds to it.
+    config: what `tokenizer_config.json` holds. `special_tokens_map.json` is older than
+    `added_tokens_decoder`, and if a configuration has that, the file only adds to it.
     """
     found = read_json(folder / "special_tokens_map.json")
     own = {name: token for name, token in config.items() if name.endswith("_token")}

@@ -46,7 +46,7 @@ class Generator:
         dtype: str = "auto",
         tokenizer: Tokenizer | None = None,
     ) -> Self:
-        """Make this phase's engine for a model's name or a loaded model.
+        """Return this phase's engine for a model's name or a loaded model.
 
         device, dtype: where to load it and in which format, such as ``cpu``, ``float32``. tokenizer: for stop
             strings; None: the model folder's, if needed.

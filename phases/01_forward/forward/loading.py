@@ -46,16 +46,14 @@ def load_model(
     seed: int = 0,
     weight_loader: WeightLoader | None = None,
 ) -> Model:
-    """Load a model for inference.
+    """Return a model loaded for inference.
 
-    Args:
-        name: a bundled model (``smollm2``, ``gemma3-270m``), a folder with a Hugging Face checkpoint, a hub
-            id, or ``random:SHAPE`` for random weights of a published shape (`SHAPES`). A loaded model is
-            returned as it is, unless `weight_loader` changes it: then a copy that shares all other layers.
-        device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
-        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-        seed: of random weights. The same seed gives other weights on another kind of device.
-        weight_loader: without it every layer is phase 01's, and a quantized checkpoint is refused.
+    name: a bundled model (``smollm2``, ``gemma3-270m``), a folder with a Hugging Face checkpoint, a hub id,
+        or ``random:SHAPE`` for random weights of a published shape (`SHAPES`). A loaded model is returned as
+        it is, unless `weight_loader` changes it: then a copy that shares all other layers.
+    device: ``auto``, ``cpu``, ``cuda`` or ``mps``. dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+    seed: of random weights. The same seed gives other weights on another kind of device.
+    weight_loader: None: every layer is phase 01's, and a quantized checkpoint is refused.
 
     Raises:
         UserError: there is no such model, or its files do not fit its configuration.

@@ -124,20 +124,17 @@ class Group:
 def group(
     order: Sequence[int], queries: Ints, contexts: Ints, padding: int, rows: Ints | None = None
 ) -> list[Ints]:
-    """Split requests into groups, each padded to its longest query and context, so that little is padded.
+    """Return requests in groups, each padded to its longest query and context, so that little is padded.
 
-    Requests are taken in the given order. One is added to the current group as long as the group's padding
-    stays within `padding` query-key pairs, so every further call saves more padding than it costs.
+    order: indices into the batch, sorted so that neighbours have similar lengths.
+    queries, contexts: `[B]`, numbers of new tokens and of keys. padding: most padded query-key pairs of a
+        group.
+    rows: `[B]`, increasing in this order; if given, one view must cover a group's rows, and rows between them
+        that no request of the group has are padding too. None: rows do not matter.
 
-    Args:
-        order: indices into the batch, sorted so that neighbours have similar lengths.
-        queries, contexts: `[B]`, numbers of new tokens and of keys.
-        padding: most padded query-key pairs of a group.
-        rows: `[B]`, increasing in this order; if given, one view must cover a group's rows, and rows between
-            them that no request of the group has are padding too.
-
-    Returns:
-        The members of each group, as indices into the batch.
+    Returns the members of each group, as indices into the batch. Requests are taken in the given order. One
+    is added to the current group as long as the group's padding stays within `padding` query-key pairs, so
+    every further call saves more padding than it costs.
     """
     groups: list[Ints] = []
     current: list[int] = []

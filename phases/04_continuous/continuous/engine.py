@@ -137,7 +137,7 @@ class Engine:
     def _prepare(
         self, prompt: Sequence[int], params: SamplingParams, index: int
     ) -> list[Request]:
-        """Return the `n` requests of one prompt, checked; parameters as in `add`.
+        """Return the `n` requests of one prompt (token ids), checked; `index` is the caller's number for it.
 
         Raises:
             UserError: they can never be served.
@@ -287,7 +287,7 @@ class Engine:
         return None
 
     def append_tokens(self, pending: Pending, results: Results) -> None:
-        """Append the tokens of a step to their requests, and finish the step in the scheduler.
+        """Append the tokens of the step `pending` to their requests, and finish the step in the scheduler.
 
         results: for each sampled request, the tokens that it gets.
         """

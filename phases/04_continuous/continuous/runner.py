@@ -178,7 +178,7 @@ class Runner:
         return Pending(step.works, sampled, self.verifier)
 
     def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
-        """Return the logits of hidden states `[S, hidden]` that are sampled: `[S, V]` float32."""
+        """Return the logits of hidden states `[S, hidden]` to be sampled by `plan`: `[S, V]` float32."""
         return self.model.logits(hidden)
 
     def refresh(self, works: Sequence[Work]) -> None:

@@ -143,8 +143,8 @@ class Scheduler:
         """Admit requests from the head of the waiting queue while there is room, and schedule their first
         tokens.
 
-        works: gets their works. budget: tokens of the step that are left. before: a rank; only requests of
-            a smaller rank are admitted. No request overtakes the head.
+        works: gets their works. budget: tokens of the step that are left. before: only requests of a smaller
+            rank are admitted; None: all. No request overtakes the head.
 
         Returns:
             What is left of the budget.
@@ -168,8 +168,8 @@ class Scheduler:
         return budget
 
     def _drafts(self, request: Request, end: int, budget: int) -> tuple[int, ...]:
-        """Return draft tokens behind a request's newest token, which this step computes, and reserve cache
-        for them.
+        """Return draft tokens after a request's newest token, which this step computes, and reserve cache for
+        them.
 
         There are none if there is no room, since no request loses its place for a draft; if siblings fork,
         for each goes on in its own way; and with penalties, which count all tokens before one.
@@ -191,7 +191,7 @@ class Scheduler:
         A work that ends before the newest token, known or placeholder, samples none: the request has a step
         more in flight. One that reaches it has sampled requests: the request itself, or what `fork` returns
         where siblings wait for its prompt. Each of these has a step more in flight and a placeholder more.
-        Drafts behind a placeholder are `drafts_forced`: then each of them is a placeholder, too.
+        Drafts after a placeholder are `drafts_forced`: then each of them is a placeholder, too.
         """
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + count + len(drafts)

@@ -28,7 +28,9 @@ class Drafter:
         return False
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Prepare for a step that is about to be scheduled. Returns True if `propose` may be called in it."""
+        """Prepare for a step that is about to be scheduled, given the requests that run. Returns True if
+        `propose` may be called in it.
+        """
         return False
 
     def propose(self, request: Request, most: int) -> Sequence[int]:

@@ -77,8 +77,8 @@ class PagedCache(CacheManager):
         )
 
     def reserve(self, request: Request, upto: int) -> bool:
-        """Grow the request's block table to `upto` tokens; False, with nothing changed, if there are
-        not enough blocks.
+        """Grow the request's block table to `upto` tokens; return False, with nothing changed, if blocks are
+        lacking.
         """
         if upto <= self._writable[request.row]:
             return True
@@ -88,7 +88,7 @@ class PagedCache(CacheManager):
         """Take blocks for a request's first `upto` tokens, and copy a shared block that is about to be
         written.
 
-        The slow path of `reserve`. The device makes the copy before the step's writes, see `take_copies`.
+        The slow path of `reserve`. The device makes the copy before the step's writes.
 
         Returns:
             False, with nothing changed, if there are not enough blocks.

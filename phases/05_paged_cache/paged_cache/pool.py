@@ -52,13 +52,15 @@ class KVFormat:
         return model_dtype if self.dtype is None else self.dtype
 
     def exact(self, model_dtype: torch.dtype) -> bool:
-        """Return True if the stored numbers are those that the model computed, not rounded."""
+        """Return True if the stored numbers are those that a model of `model_dtype` computed, not rounded."""
         return self.scales is None and self.dtype_for(model_dtype) == model_dtype
 
     def bytes_per_block(
         self, config: ModelConfig, block_size: int, model_dtype: torch.dtype
     ) -> int:
-        """Return the bytes that one block of `block_size` tokens takes, over all layers."""
+        """Return the bytes that one block of `block_size` tokens takes, over all layers of a model of
+        `model_dtype`.
+        """
         return block_size * config.kv_bytes_per_token(self.dtype_for(model_dtype))
 
 
@@ -66,7 +68,7 @@ def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return keys or values `x [..., KH, D]` as they are stored: divided by `scale [KH]`, within `dtype`'s
     range.
 
-    Without a scale only the dtype changes.
+    scale: None: only the dtype changes.
     """
     if scale is None:
         return x.to(dtype)
@@ -138,7 +140,7 @@ class BlockPool:
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        """Return the bytes that one block takes over all layers, in the model's own dtype."""
+        """Return the bytes that one block of `block_size` tokens takes over all layers, stored as `dtype`."""
         return KVFormat().bytes_per_block(config, block_size, dtype)
 
     def regroup(self, moves: Any) -> None:
@@ -149,7 +151,9 @@ class BlockPool:
         """
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, from source to target of each pair, in every layer."""
+        """Copy whole blocks, from source to target of each of the `pairs` of block numbers, in every
+        layer.
+        """
         sources, targets = (
             torch.tensor(side, device=self.data.device) for side in zip(*pairs, strict=True)
         )

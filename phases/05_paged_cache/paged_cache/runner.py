@@ -84,7 +84,9 @@ class PagedRunner(Runner):
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """See `Runner.forward`; the first executor that supports the step runs it."""
+        """See `Runner.forward`: return a step's hidden states, computed by the first executor that supports
+        it.
+        """
         for executor in self.executors:
             if (ticket := executor.supports(works, masked)) is not None:
                 self.last = executor.run(works, ticket)

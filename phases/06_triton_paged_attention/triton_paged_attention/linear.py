@@ -18,7 +18,7 @@ KINDS = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2}
 
 @triton.jit
 def activate(gate, KIND: tl.constexpr):
-    """Return the activation of a float32 tile: KIND 0 is SiLU, 1 GELU (tanh form), 2 GELU (erf)."""
+    """Return the activation of `gate`, a float32 tile: KIND 0 is SiLU, 1 GELU (tanh form), 2 GELU (erf)."""
     if KIND == 0:
         result = gate * tl.sigmoid(gate)
     elif KIND == 1:

@@ -130,10 +130,10 @@ def attend(
         blocks.
     table: pointer to the request's block table. Strides in numbers. P: tokens of a block.
     MASK: which tiles have keys that a row may not see. "none": `high - low` is a multiple of BLOCK_N, and
-        every row sees every key. "edge": this is so up to `whole`, and only the tiles behind are masked.
+        every row sees every key. "edge": this is so up to `whole`, and only the tiles after it are masked.
         "all": any tile may.
 
-    By TMA, a tile that would reach past `high` is moved back to end there: what lies behind may be
+    By TMA, a tile that would reach past `high` is moved back to end there: what lies after it may be
     anything, and 0 times NaN is NaN. Its first keys then are of the tile before, or, before the block's
     beginning, zeros.
 

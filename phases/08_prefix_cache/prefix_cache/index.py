@@ -13,7 +13,9 @@ Key = bytes
 
 
 def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> list[Key]:
-    """Return the keys of the full blocks of `tokens`, in order; a partial block at the end has none."""
+    """Return the keys (the tokens) of the full blocks of `block_size` tokens, in order, without a partial
+    last one.
+    """
     width = 4 * block_size
     raw = np.asarray(tokens, np.int32).tobytes()
     return [raw[at : at + width] for at in range(0, len(raw) - width + 1, width)]

@@ -87,7 +87,7 @@ class Layout:
         """Write a batch, padding included, into the array `flat [size]` of a graph's inputs.
 
         host: the batch. members: requests for the decode kernel. tiles: `[n, 4]`, query tiles of the others.
-        drafts: `[T]`, draft tokens that are in no row yet, -1: none.
+        drafts: `[T]`, draft tokens that are in no row yet, -1: none there; None: no drafts at all.
         """
         others = {
             "members": members,

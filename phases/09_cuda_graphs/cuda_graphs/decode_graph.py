@@ -53,8 +53,8 @@ class GraphContext:
         """Fill in `batch` on the device, in place, from each token's row and position.
 
         rows, at: `[T]`, row and position; position -1: padding. decodes: every token is a request of its
-            own, so context lengths and block tables are filled in, too. drafts: `[T]`, tokens that are in
-            no row yet, -1: none.
+            own, so context lengths and block tables are filled in, too. drafts: `[T]`, tokens that are in no
+            row yet, -1: none there; None: no drafts.
         """
         gather_inputs(
             rows, at, self.rows.tokens, self.tables.data, self.block_size,

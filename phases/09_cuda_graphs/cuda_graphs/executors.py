@@ -44,7 +44,7 @@ class DecodeGraphExecutor:
         self._staging = Staging(3 * self.sizes[-1], runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all decode graphs, largest first; call `part` with each one's name, to show progress."""
+        """Capture all decode graphs, largest first; by `capturer`; call `part` with each one's name."""
         for size, features in product(reversed(self.sizes), KINDS):
             part(f"{size} requests")
             given = self._staging.device[: 3 * size].view(3, size)
@@ -128,7 +128,7 @@ class ChunkGraphExecutor:
         self._staging = Staging(largest, runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all chunk graphs, largest first; call `part` with each one's name, to show progress."""
+        """Capture all chunk graphs, largest first; by `capturer`; call `part` with each one's name."""
         for (tokens, requests), layout in reversed(self._layouts.items()):
             part(f"{tokens} tokens of {requests} requests")
             given = self._staging.device[: layout.size]
@@ -173,8 +173,8 @@ def replay_chunk(
 ) -> tuple[Sequence[Work], HostBatch]:
     """Send a step's inputs and replay its chunk graph.
 
-    staging: sends the inputs. graph: the one to replay. drafts_of: returns each token's draft `[T]`, -1:
-        none.
+    staging: sends the inputs. graph: the one to replay. drafts_of: returns each token's draft `[T]`, -1: none
+        there; None: no drafts.
 
     Returns:
         The works (each the tokens of one request) in the order of the batch, and the batch's layout on the

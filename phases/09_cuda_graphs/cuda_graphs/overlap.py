@@ -123,7 +123,9 @@ def unfinished(engine: Engine, works: list[Work]) -> list[Work]:
 
 
 def by_request(pending: Pending, results: Results) -> dict[Request, list[int]]:
-    """Return the sampled token ids of a step by request; tokens of NaN logits are left out."""
+    """Return the sampled token ids (`results`) of the step `pending` by request; tokens of NaN logits are
+    left out.
+    """
     sampled_requests = (request for work in pending.works for request in work.sampled_requests)
     pairs = zip(sampled_requests, results, strict=True)
     return {request: [token for token, _ in given if token >= 0] for request, given in pairs}

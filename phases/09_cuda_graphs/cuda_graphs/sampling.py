@@ -42,7 +42,7 @@ _UNIT = tl.constexpr(NOISE_UNIT)
 
 @triton.jit
 def shift_right(z, BITS: tl.constexpr):
-    """Return an int64 shifted right, with zeros from the left."""
+    """Return the int64 `z` shifted right by BITS, with zeros from the left."""
     return (z >> BITS) & ((_ONE << (64 - BITS)) - 1)
 
 
@@ -95,10 +95,11 @@ def first_best(x, ids):
 def chunk_race(x, column, hot, key, step, first, NATIVE: tl.constexpr):
     """Return a chunk's largest logit of `x`, and the sampled token's -E / weight and column.
 
-    -E is the noise of a token, whose id is `first + column`; hot is the row's temperature, 0 if it is greedy.
-    A weight is exp((logit - largest of the chunk) / temperature), so it never overflows and needs no other
-    chunk. The sampled token has the largest -E / weight, and of equals the smallest column. In a greedy row,
-    or where the chunk's largest is not finite, it is the argmax, and its -E / weight is minus infinity.
+    -E is the noise of a token, whose id is `first + column`; hot is the row's temperature, 0: greedy. key,
+    step: of its random numbers. NATIVE: by the fast logarithm. A weight is exp((logit - largest of the chunk)
+    / temperature), so it never overflows and needs no other chunk. The sampled token has the largest -E /
+    weight, and of equals the smallest column. In a greedy row, or where the chunk's largest is not finite, it
+    is the argmax, and its -E / weight is minus infinity.
     """
     largest = tl.max(tl.where(x == x, x, _INF))  # NaN must not get lost
     best = -float("inf")

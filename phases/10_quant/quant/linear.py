@@ -39,7 +39,7 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, scheme: Scheme, name: str) -> QuantLinear:
-        """Return a quantized layer for a plain one: its weight is rounded to the nearest numbers of `scheme`.
+        """Return a quantized layer for `linear`: its weight is rounded to the nearest numbers of `scheme`.
 
         name: of the layer, for messages.
         """

@@ -122,7 +122,8 @@ def words_fit(scheme: Scheme) -> bool:
 
 
 def to_words(weight: QuantizedWeight) -> Tensor:
-    """Pack four-bit numbers `[N, K]` into the words that kernels read: int32 `[N, 16 ceil(K / 128)]`.
+    """Return a weight's four-bit numbers `[N, K]` packed into the words that kernels read: int32
+    `[N, 16 ceil(K / 128)]`.
 
     Sixteen words hold 128 inputs in the order of `SPAN`; beyond K the number is 8, which stands for 0.
     """

@@ -251,7 +251,7 @@ class DraftController:
         return not self.adaptive or gained > cost.fixed * rows
 
     def add_tries(self, request: Request, drafts: int, accepted: int) -> None:
-        """Count a request's drafts of a step, and how many were accepted; those behind the first wrong one
+        """Count a request's drafts of a step, and how many were accepted; those after the first wrong one
         were not tried.
 
         No draft at all counts as a wrong one: a drafter that finds nothing gains nothing.

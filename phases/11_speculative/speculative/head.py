@@ -154,7 +154,7 @@ class Head(Model):
 
 
 def head_weight(large: Model) -> Tensor:
-    """Return the weight of a model's output head, `[V, hidden]`, dequantized if it is quantized."""
+    """Return the weight of the output head of `large`, `[V, hidden]`, dequantized if it is quantized."""
     layer: Any = large.get_submodule("lm_head")
     layer = getattr(layer, "linear", layer)
     weight: Tensor | QuantizedWeight = layer.weight

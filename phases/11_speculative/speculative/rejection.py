@@ -41,5 +41,5 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def draw(p: Tensor, generator: torch.Generator) -> int:
-    """Return a token drawn from the probabilities `p [V]`."""
+    """Return the id of a token drawn from the probabilities `p [V]`."""
     return int(torch.multinomial(p, 1, generator=generator))

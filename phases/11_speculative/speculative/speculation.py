@@ -130,7 +130,9 @@ class SpeculativeRunner(Drafter):
         self.source.attach(engine)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Make drafts for all requests whose tokens are known; return True if there are any."""
+        """Make drafts for all running requests whose tokens are known; return True if there are any
+        drafts.
+        """
         self.guesses = {}
         lengths = self.control.decide(running)
         if lengths is None:

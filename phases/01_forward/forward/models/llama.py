@@ -42,7 +42,8 @@ class LlamaAttention(nn.Module):
         """Return attention's output ``[..., hidden]`` for ``x [..., hidden]``; only ``attention`` mixes
         tokens.
 
-        Queries and keys are rotated after `project`, which families override; values are not.
+        cos_sin: RoPE's cosines and sines. Queries and keys are rotated after `project`, which families
+            override; values are not.
         """
         q, k, v = self.project(x)
         out = attention(self.spec, apply_rope(q, cos_sin), apply_rope(k, cos_sin), v)
