@@ -150,10 +150,11 @@ class EngineProcess(EngineClient):
             return reading.result() if reading.done() else None
 
     async def _read(self, socket: zmq.asyncio.Socket) -> Exception:
-        """Give the engine process's messages from `socket` to their completions until one shows a failure.
+        """Give the tokens in the engine process's messages from `socket` to their sinks, until the engine
+        fails.
 
         Returns:
-            The error that ended this: the engine failed, died, or was silent for too long.
+            The error with which the engine says that it cannot be made.
         """
         while True:
             message = report(await socket.recv())
