@@ -69,8 +69,7 @@ COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?"
 
 
 def parse(pattern: str, where: str = "regex") -> Node:
-    """Parse a regular expression that must match a whole text; return its syntax tree. `\d` and such are
-    ASCII.
+    """Parse a regular expression that must match a whole text; return its syntax tree. Classes are ASCII.
 
     where: what an error calls the pattern.
 

@@ -79,7 +79,8 @@ class WholeSequence(Mixer):
 
 
 def mixer_of(attention: Attention) -> Mixer:
-    """Return the `Mixer` of an engine's attention object, which is that object itself.
+    """Return the `Mixer` of an engine's attention object: the object itself, or for one without a KV cache a
+    `WholeSequence`.
 
     Raises:
         UserError: the object's class computes no Gated DeltaNet layers.
