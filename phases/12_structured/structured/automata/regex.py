@@ -247,7 +247,7 @@ class PatternReader:
     def class_part(self) -> Ranges:
         """Parse a character, an escape or a range of a class; return the code points that it matches.
 
-        Beside an escape of several characters, `-` stands for itself: `[\w-.]`.
+        Beside an escape of several characters, `-` stands for itself: `[\\w-.]`.
         """
         low = self.class_item()
         if self.peek() != "-" or self.pattern[self.at + 1 : self.at + 2] in ("]", ""):
