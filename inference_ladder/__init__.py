@@ -22,7 +22,12 @@ if (
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LLM`, of phase 09, or `SamplingParams`: PyTorch is not imported before it is needed."""
+    """Return the attribute `LLM`, of phase 09, or `SamplingParams`, imported now: so PyTorch is imported
+    late.
+
+    Raises:
+        AttributeError: any other `name`.
+    """
     if name == "LLM":
         from cuda_graphs import LLM
 

@@ -23,8 +23,8 @@ from structured.pool import Compilation, GrammarPool
 class Constraint:
     """A request's position in its grammar: a matcher, and how many output tokens it has accepted.
 
-    accepted: number of output tokens that the matcher has accepted. Preemption changes nothing here, since
-        a preempted request keeps its tokens.
+    accepted: number of these tokens. Preemption leaves it as it is, since a preempted request keeps its
+        tokens.
     """
 
     matcher: Matcher
@@ -35,7 +35,7 @@ class Constraint:
         return request.tokens[request.prompt_len + self.accepted :]
 
     def follow(self, request: Request) -> str:
-        """Let the matcher accept the output tokens that it has not seen.
+        """Let the matcher accept the request's output tokens that it has not seen.
 
         Returns:
             What is wrong with one of them, or an empty text.
@@ -44,10 +44,10 @@ class Constraint:
         return self.count(new, self.matcher.advance(new))
 
     def count(self, new: Sequence[int], accepted: int) -> str:
-        """Record that the matcher has accepted the first `accepted` of the tokens `new`.
+        """Record that the matcher has accepted the first `accepted` of the new output tokens `new`.
 
         Returns:
-            What is wrong with the next one, or an empty text.
+            What is wrong with the token after them, or an empty text.
         """
         self.accepted += accepted
         if self.matcher.problem or accepted == len(new):
@@ -57,11 +57,13 @@ class Constraint:
         )
 
     def masks(self, drafts: Sequence[int], width: int) -> Words:
-        """Return the masks of the next token and of the token behind each draft: int32 `[drafts + 1, width]`.
+        """Return the bit masks of the next token and of the token after each draft: int32 `[drafts + 1,
+        width]`.
 
-        The mask behind a draft is made when the matcher has accepted that draft. A draft that it does not
-        accept is forbidden or ends the output, so nothing is sampled behind it: the masks behind it and
-        behind all later drafts are zero. At the end the matcher is rolled back to where it was.
+        width: numbers of a mask. The mask after a draft is made when the matcher has accepted that draft. A
+        draft that it does not accept is forbidden or ends the output, so nothing is sampled after it: the
+        masks after it and after all later drafts are zero. At the end the matcher is rolled back to where it
+        was.
         """
         words = np.zeros((len(drafts) + 1, width), np.int32)
         self.matcher.fill(words[0])
@@ -143,7 +145,10 @@ class AutomataGrammarManager(GrammarManager):
     # In a step.
 
     def needs_mask(self, works: Sequence[Work]) -> bool:
-        """Return True if a sampled request has a grammar; before the first grammar comes, this is free."""
+        """Return True if a request that is sampled in this step has a grammar.
+
+        works: the step's requests and tokens. Before the first grammar comes, the call is free.
+        """
         return self._any and any(
             sampled_request.constraint is not None
             for work in works
@@ -181,10 +186,8 @@ class AutomataGrammarManager(GrammarManager):
     def held(self, request: Request, row: int, count: int) -> list[tuple[int, int]]:
         """Return the end tokens that `min_tokens` and `ignore_eos` forbid: (row of the mask, token id) pairs.
 
-        Args:
-            request: whose masks they are.
-            row: the row of the mask of its next token.
-            count: number of its masks, in the rows from there on.
+        request: whose masks they are. row: that of the mask of its next token. count: number of its masks, in
+            consecutive rows.
         """
         params, length = request.params, len(request.tokens) - request.prompt_len
         found = list[tuple[int, int]]()
@@ -205,10 +208,10 @@ def constrained(
 ) -> Iterator[tuple[int, Sequence[int], Request, Constraint]]:
     """Yield the outputs of a step that follow a grammar.
 
-    works: the step's requests and tokens.
+    works: the step's requests, each with its tokens.
 
     Yields:
-        The position of the output's first sample among all samples of the step, its drafts, its request,
+        The index of the output's first sample among all samples of the step, its draft tokens, its request,
         and the constraint of the request.
     """
     position = 0
@@ -222,9 +225,7 @@ def constrained(
 def hold_back(words: Words, held: Sequence[tuple[int, int]]) -> None:
     """Forbid tokens in masks `[M, ceil(V / 32)]`, in place, unless nothing else is allowed in their row.
 
-    Args:
-        words: the masks.
-        held: (row, token id) pairs.
+    words: the bit masks. held: (row, token id) pairs of the tokens to forbid.
     """
     if not held:
         return

@@ -23,19 +23,21 @@ class Matcher(ABC):
 
     @abstractmethod
     def fill(self, words: Words) -> None:
-        """Write the mask of the next token into `words`, int32 `[ceil(V / 32)]`."""
+        """Write the bit mask of the tokens that may come next into `words`, int32 `[ceil(V / 32)]`."""
 
     @abstractmethod
     def advance(self, tokens: Sequence[int]) -> int:
-        """Accept tokens up to the first that is forbidden or ends the output; return how many it accepted."""
+        """Accept token ids up to the first that is forbidden or ends the output; return how many it
+        accepted.
+        """
 
     @abstractmethod
     def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens that `advance` accepted."""
+        """Undo the last `count` tokens that `advance` accepted: the matcher is where it was before them."""
 
     @property
     def problem(self) -> str:
-        """Say why this output cannot be followed any further; empty if it can."""
+        """Return why this output cannot be followed any further; empty if it can."""
         return ""
 
 
@@ -60,7 +62,7 @@ class Backend(ABC):
 
     @abstractmethod
     def compile(self, grammar: Grammar) -> Compiled:
-        """Compile a grammar; threads call it.
+        """Return a compiled grammar, whose matchers follow one output each; several threads call this.
 
         Raises:
             UserError: the grammar is wrong, too large, or asks for what this backend does not know.

@@ -23,13 +23,11 @@ ENTRY_BYTES = 1024
 class Compilation:
     """The compilation of one grammar: waiting for a thread, running, or done.
 
-    Args:
-        grammar: what is compiled.
-        seconds: how long it may run before requests that wait for it fail.
-
+    grammar: what is compiled.
+    seconds: how long it may run before requests that wait for it fail.
     started: `time.monotonic()` when a thread began; None before.
     future: gets the compiled grammar, or the error.
-    bytes: an estimate of its memory.
+    bytes: an estimate of the compiled grammar's memory.
     """
 
     def __init__(self, grammar: Grammar, seconds: float) -> None:
@@ -54,7 +52,9 @@ class Compilation:
         return None
 
     def wait(self) -> Compiled:
-        """Wait for the compiled grammar and return it. Raises `UserError` as `get` does."""
+        """Wait for the compiled grammar and return it. Raises `UserError` if it was refused or takes too
+        long.
+        """
         while (found := self.get()) is None:
             with suppress(TimeoutError):
                 self.future.exception(timeout=0.05)
@@ -64,13 +64,10 @@ class Compilation:
 class GrammarPool:
     """Compiles grammars in threads and keeps the most recently used.
 
-    Args:
-        make_backend: makes the backend; called in a thread when the first grammar comes, for preparing a
-            tokenizer takes a while.
-        cache_bytes: most bytes of compiled grammars to keep. A grammar that a request uses lives on with it.
-        seconds: most time to compile one grammar.
-        threads: how many grammars are compiled at a time.
-
+    make_backend: makes the backend; called in a thread when the first grammar comes, since preparing a
+        tokenizer takes a while.
+    cache_bytes: most bytes of compiled grammars to keep; one that a request uses lives on with the request.
+    seconds: most time to compile one grammar. threads: how many are compiled at a time.
     bytes: estimated memory of all compiled grammars that are kept.
     compiled: number of compilations that were begun.
     """
@@ -114,7 +111,10 @@ class GrammarPool:
             return found
 
     def _compile(self, entry: Compilation) -> None:
-        """Compile a grammar, then drop the least recently used ones if too many bytes are kept."""
+        """Compile the grammar of `entry` and store the result there, in a thread.
+
+        Then drop the least recently used grammars if too many bytes are kept.
+        """
         try:
             backend = self.backend
             entry.started = time.monotonic()

@@ -22,7 +22,10 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int, eos: Sequence[int]) -> Vocabulary:
-        """Read the vocabulary of a model with `size` logits and the end tokens `eos` from its tokenizer."""
+        """Return the vocabulary of a model with `size` logits, read from its tokenizer.
+
+        eos: ids of the tokens that end an output.
+        """
         hidden, bytes_of = {*tokenizer.special_ids, *eos}, tokenizer.token_bytes
         tokens = tuple(b"" if token in hidden else bytes_of[token] for token in range(size))
         return cls(tokens, tuple(token for token in eos if 0 <= token < size))

@@ -33,18 +33,15 @@ T = TypeVar("T")
 
 
 class App:
-    """Serve HTTP requests with an engine.
+    """An ASGI application that serves HTTP requests with an engine.
 
-    Args:
-        model: the name that clients know it by.
-        defaults: settings of requests that do not say; see `sampling_defaults`.
-        completion_handlers, chat_handlers: read further fields of their requests.
-
-    routes: the handlers of a path, by method.
-    endpoints: the routes for tokens; their fields are known.
-    forms: the forms of errors of paths that begin so.
-    before: hooks that look at a request before its route does, and tell if they have answered it.
-    on_end: hooks that hear of a request that has its answer, or has left.
+    model: the name that clients know it by. limits: None: the default `Limits`.
+    defaults: sampling settings of requests that do not set them, by name.
+    completion_handlers, chat_handlers: read further fields of the requests of these two routes.
+    routes: handlers of HTTP requests, by path and method. endpoints: routes that generate tokens, by path.
+    forms: JSON forms of errors, by the beginning of the path.
+    before: hooks that get each HTTP request first, and return True if they have answered it.
+    on_end: hooks that get each HTTP request when it has its answer, or its client has left.
     draining: no new requests for tokens are taken; those that run go on.
     closing: the server ends, and so must streams that have no end.
     """
@@ -119,7 +116,7 @@ class App:
         await methods[http.method](http)
 
     def methods(self, path: str) -> dict[str, Route]:
-        """Return the handler of a path, by method. Raises `ApiError` if there is no such path."""
+        """Return the handlers of a path, by HTTP method. Raises `ApiError` (404) if there is no such path."""
         if path not in self.routes:
             raise ApiError(404, f"there is no {path[:100]!r} here", code="not_found")
         found = self.routes[path]
@@ -127,16 +124,20 @@ class App:
 
     @property
     def groups(self) -> list[ChoiceGroup]:
-        """Return the requests for tokens that are being served."""
+        """Return the requests for tokens that are being served, each as the group of its completions."""
         return [http.group for http in self.requests if http.group is not None]
 
     @property
     def state(self) -> str:
-        """Return what the engine is, or "draining"."""
+        """Return the engine's state, such as "ready", or "draining" while the server shuts down."""
         return "draining" if self.draining else self.engine.state
 
     def ready(self) -> Ready:
-        """Return what the engine is, if it takes requests now. Raises `ApiError` if not."""
+        """Return the engine's report of its sizes (`Ready`), if it takes requests now.
+
+        Raises:
+            ApiError: 503; the engine takes none now.
+        """
         if self.engine.ready is None or self.state != "ready":
             engine = f"engine is {self.state}; try again"
             what = "server is shutting down" if self.draining else engine
@@ -147,7 +148,9 @@ class App:
         await http.json({"status": self.state}, 200 if self.state == "ready" else 503)
 
     async def _models(self, http: HttpRequest) -> None:
-        """Send the served model, alone or in a list of one, once it takes requests."""
+        """Send the description of the served model, alone or in a list of one. Raises `ApiError` (503) before
+        it is ready.
+        """
         card = {
             "id": self.model.name,
             "object": "model",
@@ -163,7 +166,7 @@ class App:
     # Requests for tokens.
 
     def add(self, path: str, endpoint: Endpoint) -> None:
-        """Serve an endpoint at a path, by POST."""
+        """Serve POST requests at `path` by `endpoint`, a route that generates tokens."""
         self.endpoints[path] = endpoint
         self.routes[path] = {"POST": partial(self._tokens, endpoint)}
 
@@ -177,12 +180,12 @@ class App:
     def parse(
         self, endpoint: Endpoint, http: HttpRequest, fields: dict[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return an HTTP request for tokens, parsed and checked.
+        """Return an HTTP request for tokens, parsed and checked by its route.
 
-        fields: the decoded body. ready: what is known of the engine.
+        endpoint: the route. fields: the decoded body. ready: the engine's sizes.
 
         Raises:
-            ApiError: it cannot be served.
+            ApiError: the request cannot be served.
         """
         request = endpoint.parse(http, fields, ready)
         known = {name for kind in endpoint.kinds for name in kind.__struct_fields__}
@@ -196,14 +199,14 @@ class App:
         source: str | None = None,
         threaded: bool = False,
     ) -> T:
-        """Decode and parse a body; a thread does it unless it is short, so that no stream waits.
+        """Decode and parse the body of `http`; a thread does it unless the body is short, so that no stream
+        waits.
 
-        parse: makes a value of the decoded fields and of what is known of the engine. threaded: always use
-            a thread.
-        source: the field that an error is about unless it names one.
+        parse: returns a value, given the decoded fields and the engine's sizes (`Ready`).
+        source: the field that an error is about unless it names one. threaded: always use a thread.
 
         Returns:
-            The value, and what is known of the engine.
+            What `parse` returned.
 
         Raises:
             ApiError: the request cannot be taken now, or never.
@@ -224,7 +227,9 @@ class App:
         return await asyncio.get_running_loop().run_in_executor(self._threads, make)
 
     async def serve(self, http: HttpRequest, request: ParsedRequest) -> None:
-        """Answer a request for tokens; ignored fields are named in a header."""
+        """Generate the tokens of a parsed request and send the response; a header names the fields that were
+        ignored.
+        """
         http.extra += request.headers
         if request.ignored:
             http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
@@ -232,6 +237,6 @@ class App:
 
 
 def listed(names: list[str]) -> bytes:
-    """Return the value of a header that lists these names, as many as fit."""
+    """Return the value of a header: these names with commas between them, as many as fit."""
     text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
     return bytes(byte if 32 <= byte < 127 else 63 for byte in text)

@@ -31,27 +31,32 @@ class Sink(Protocol):
     """Interface of what receives the tokens of one completion."""
 
     def note(self, kind: str, values: list[Any]) -> None:
-        """Receive a note of the engine's observer about this completion, before the tokens of its step.
+        """Receive extra data of the engine's observer about this completion, before the tokens of its step.
 
-        kind: such as cached tokens, see `serving.messages`. values: as the kind says.
+        kind: what the data is, such as "cached" tokens. values: a list, of a type that the kind decides.
         """
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """Receive the next token. reason: why it is the last one, if it is."""
+        """Receive the next token id. reason: why it is the last one ("stop" or "length"); None: it is not.
+
+        logprob: its log-probability and those of alternatives; None unless they were asked for.
+        """
 
     def end(self, reason: str, message: str) -> None:
-        """Receive the end that has no further token. reason: as in `messages.End`. message: a sentence
-        about it.
+        """Receive the end of a completion that gets no further token.
+
+        reason: "stop", "length", "abort", "refused", "nan", "error" or "died". message: a sentence about it.
         """
 
 
 class EngineClient:
-    """Talks to an engine; where that is, and that it lives, is a subclass's business.
+    """Sends requests to an engine and gives the tokens to their sinks. A subclass starts and watches the
+    engine.
 
-    state: only "ready" takes completions.
-    ready, stats: what the engine has said about itself, and after its last step.
-    now: `time.perf_counter()` when the step that is being dealt out has come.
-    on_step: hooks that hear of a step when its tokens are dealt out.
+    state: of the engine; only at "ready" it takes completions.
+    ready, stats: the engine's sizes, and its statistics after the last step.
+    now: `time.perf_counter()` when the step arrived whose tokens are being given to sinks.
+    on_step: hooks that are called with each step's report once its tokens have been given to sinks.
     """
 
     def __init__(self) -> None:
@@ -68,11 +73,11 @@ class EngineClient:
         self._life: asyncio.Future[None] | None = None
 
     def transmit(self, data: bytes) -> None:
-        """Send a message to the engine; what cannot be sent is lost with the engine."""
+        """Send an encoded message to the engine; a message that cannot be sent is lost with the engine."""
         raise NotImplementedError
 
     def start(self) -> asyncio.Future[None]:
-        """Start the task of `run` at the first call, and return it: the engine loads meanwhile."""
+        """Start the task of `run` at the first call, and return that task; the engine loads meanwhile."""
         self._life = self._life or asyncio.ensure_future(self.run())
         return self._life
 
@@ -80,7 +85,7 @@ class EngineClient:
         """Start the engine, and start it again whenever it ends, until `stop`."""
 
     async def stop(self) -> None:
-        """End the engine for good; clients that still wait get an error."""
+        """End the engine for good; the sinks of completions that have not ended get an error."""
 
     @property
     def in_flight(self) -> int:
@@ -101,8 +106,9 @@ class EngineClient:
     ) -> range:
         """Send a prompt of `params.n` completions to the engine; return their numbers.
 
-        prompt: token ids. sinks: one for each completion. wanted: kinds of notes that the sinks want.
-            priority, salt: of the request. If the engine has ended meanwhile, the sinks get an error.
+        prompt: token ids. sinks: one for each completion. priority: place in the waiting line. salt: only
+            requests of the same salt share cached prefixes. wanted: kinds of observer's notes for the sinks.
+        If the engine has ended meanwhile, the sinks get an error.
         """
         numbers = range(self._next, self._next + params.n)
         self._next += params.n
@@ -113,7 +119,7 @@ class EngineClient:
         return numbers
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """End these completions: their sinks are not called again."""
+        """Abort the completions with these numbers: their sinks are not called again."""
         mine = [number for number in numbers if self._sinks.pop(number, None) is not None]
         if mine:
             self.tell(AbortRequests(mine))
@@ -134,11 +140,12 @@ class EngineClient:
     # What the engine says.
 
     def _route_tokens(self, step: StepReport) -> None:
-        """Give the sinks what a step has for them. They may abort while this runs, themselves and others.
+        """Give each completion's sink the notes, tokens and end that a step's report has for it.
 
         A sink takes first what was noted, then its tokens in their order. An end with a token arrives with
         the token, another afterwards. A sink that ends or leaves is called no more, and is not in flight when
-        it gets its end. The hooks come last.
+        it gets its end. The hooks come last. Sinks may abort completions, their own and others, while this
+        runs.
         """
         self.stats, sinks = step.stats, self._sinks
         for number, kind, values in step.notes:

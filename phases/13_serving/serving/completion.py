@@ -28,7 +28,7 @@ took too long, its reader took too long, its reader left."""
 
 
 class Piece(NamedTuple):
-    """Text of a completion that is ready to be sent: that of its tokens `start` to `stop`."""
+    """Text of a completion that is ready to be sent: that of its output tokens `start` to `stop - 1`."""
 
     text: str
     start: int
@@ -36,18 +36,15 @@ class Piece(NamedTuple):
 
 
 class Choice:
-    """One completion: a `Sink` that makes text of tokens and looks for stop strings.
+    """One of a request's completions: a `Sink` that makes text of tokens and looks for stop strings.
 
-    Args:
-        last_tokens: the tokens of the prompt that the text goes on from; see `last_visible`.
-
-    tokens, texts: each token, and what it adds to the text; perhaps a text more at the end.
-    times, logprobs: when each came, and of each if they were asked for.
-    notes: what the engine has noted of it, by kind.
-    sent: how many of the texts a reader has taken.
-    stream: makes the text.
-    begins: whether its first token begins a text.
-    reason: None until it has ended.
+    group: all completions of the request. index: among them. last_tokens: the end of the prompt, which the
+        text goes on from. number: the engine's, -1 before it has one.
+    tokens, texts: each token id, and what it adds to the text; perhaps one more text at the end.
+    times, logprobs: when each token came, and log-probabilities of each if they were asked for.
+    notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
+    reason: why it has ended, None until then.
+    stream: makes the text. begins: whether its first token begins a text.
     """
 
     def __init__(
@@ -82,25 +79,28 @@ class Choice:
 
     @property
     def prompt(self) -> list[int]:
-        """The prompt that it completes."""
+        """Return the token ids of the prompt that this completion continues."""
         return self.request.prompts[self.index // self.request.params.n]
 
     @property
     def finish_reason(self) -> str | None:
-        """Return why it has ended, in the API's words, or None."""
+        """Return why the completion has ended, in the API's words ("tool_calls", "stop", ...); None: it has
+        not.
+        """
         called = self.calls is not None and self.calls.complete and self.reason == "stop"
         return "tool_calls" if called else self.reason
 
     def note(self, kind: str, values: list[Any]) -> None:
-        """Store a note of the engine's observer about this completion."""
+        """Append `values`, extra data of the engine's observer, to this completion's `notes` of this kind."""
         self.notes[kind].extend(values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """Append the next token and its text. A stop string ends the completion here, so the engine aborts
-        it.
+        """Append the next token id and its text. A stop string ends the completion here, and aborts it in the
+        engine.
 
-        reason: why it is the last one, if it is. With more than `most_unsent` unsent texts of a stream the
-            group gives up ("slow"), and takes no token any more.
+        reason: why the engine made it the last one; None: it is not. logprob: None unless asked for. With
+            more than `most_unsent` unsent texts of a stream the group gives up ("slow"), and takes no token
+            any more.
         """
         group = self.group
         ended, text = self.stream.advance(token, cast("FinishReason | None", reason))
@@ -119,8 +119,10 @@ class Choice:
             group.hear(ended is not None)
 
     def end(self, reason: str, message: str) -> None:
-        """Record the end that has no further token. reason: as in `messages.End`. message: a sentence
-        about it.
+        """Record the end of a completion that gets no further token; a failure ends the whole group.
+
+        reason: "stop", "length", "abort", or of failures "refused", "error", "nan", "died". message: a
+            sentence.
         """
         if reason in ("refused", "error", "nan", "died"):
             self.group.give_up(reason, message)  # type: ignore[arg-type]
@@ -135,7 +137,11 @@ class Choice:
         return Piece("".join(self.texts[start:]), start, self.sent)
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Return what the next text adds to a message: reasoning that came with it, text, calls."""
+        """Return the parts that the next text adds to a chat message: its reasoning, its content, its tool
+        calls.
+
+        last: the completion has ended.
+        """
         deltas = list[Delta]()
         if self.reasoning is not None and (reasoning := self.reasoning.take_reasoning()):
             deltas.append({"reasoning_content": reasoning})
@@ -147,8 +153,9 @@ class Choice:
 
 
 class ChoiceGroup:
-    """The completions of one HTTP request.
+    """The completions (`choices`) of one HTTP request.
 
+    most_unsent: unsent texts of a stream after which its reader counts as too slow.
     failure: why they cannot be completed, and a sentence about it; None until then.
     first_token: when one of them got its first token.
     """
@@ -202,8 +209,8 @@ class ChoiceGroup:
         self._deadline = loop.call_later(seconds, self.give_up, "deadline", message)
 
     def hear(self, ended: bool) -> None:
-        """Wake the task that waits for updates: something has come for a completion. ended: it was its
-        end.
+        """Wake the task that waits for updates: a token or an end has come for a completion. ended: it was
+        its end.
         """
         if self.first_token is None:
             self.first_token = self.engine.now
@@ -212,8 +219,8 @@ class ChoiceGroup:
             self._updated.set()
 
     def give_up(self, failure: Failure, message: str) -> None:
-        """Abort the completions that have not ended, and record why; the engine frees them at its next
-        step.
+        """Abort the completions that have not ended, and set `failure`: the kind, and a sentence about it.
+        The engine frees them at its next step.
         """
         if self.failure is None and (self.left or failure == "slow"):
             self.failure = failure, message
@@ -221,24 +228,24 @@ class ChoiceGroup:
         self._updated.set()
 
     def close(self) -> None:
-        """Abort the completions that have not ended; harmless after the end."""
+        """Abort the completions that have not ended; does nothing once all have."""
         if self._deadline is not None:
             self._deadline.cancel()
         self.engine.abort(choice.number for choice in self.choices if choice.reason is None)
 
     async def wait_for_updates(self) -> None:
-        """Wait until there is text to send, or an end. Only one task may wait."""
+        """Wait until a completion has text to send, or has ended. Only one task may wait."""
         await self._updated.wait()
         self._updated.clear()
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the tokens of all prompts."""
+        """Return the number of tokens of all prompts."""
         return sum(map(len, self.request.prompts))
 
     @property
     def output_tokens(self) -> int:
-        """Return the tokens generated so far, but for those that no client sees."""
+        """Return the number of tokens generated so far, without those that no client sees."""
         return (
             0
             if self.request.prompt_only
@@ -252,12 +259,12 @@ class ChoiceGroup:
 async def serve(
     http: HttpRequest, request: ParsedRequest, engine: EngineClient, tokenizer: Tokenizer
 ) -> None:
-    """The life of a request for tokens, from its admission to its last byte.
+    """Run a request for tokens in the engine, and send its whole response, from admission to the last byte.
 
     However this function is left, the engine drops what is not finished.
 
     Raises:
-        ApiError: it cannot be answered, or not in full.
+        ApiError: the request cannot be answered, or not in full.
         ClientDisconnected: the client has left.
     """
     limits = http.limits
@@ -277,7 +284,7 @@ async def serve(
 
 
 async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
-    """Send a whole answer when all of it has come."""
+    """Wait until all completions of a group have ended, and send them as one response."""
     while group.left and group.failure is None:
         await group.wait_for_updates()
     if group.failure is not None:
@@ -291,7 +298,9 @@ async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
 
 
 async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
-    """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
+    """Send the completions' text as server-sent events as it comes. Nothing is sent before the first token,
+    so that errors have a status.
+    """
     request, waiting = group.request, group.choices
     while waiting:
         await group.wait_for_updates()
@@ -315,14 +324,20 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
 def _events(
     group: ChoiceGroup, pieces: list[tuple[Choice, Piece, bool]], *, end: bool
 ) -> bytes:
-    """Return the events of pieces, each with whether it is its choice's last. end: of the stream, too."""
+    """Return the bytes of the server-sent events of some pieces.
+
+    pieces: (completion, its text, whether it is the completion's last). end: also end the stream.
+    """
     formatter = group.request.formatter
     events = b"".join(starmap(formatter.chunk, pieces))
     return events + formatter.end(group) if end else events
 
 
 def _error(kind: str, message: str, request: ParsedRequest) -> ApiError | ClientDisconnected:
-    """Return the error that a failed group ends with."""
+    """Return the error that a failed group ends with.
+
+    kind: why it failed, a `Failure`; "left" gives `ClientDisconnected`. message: a sentence about it.
+    """
     if kind in ("left", "slow"):
         return ClientDisconnected()
     if kind == "refused":
@@ -332,7 +347,7 @@ def _error(kind: str, message: str, request: ParsedRequest) -> ApiError | Client
 
 
 def check_admission(request: ParsedRequest, limits: Limits, in_flight: int) -> None:
-    """Raise `ApiError` where the completions of one more request are too many."""
+    """Raise `ApiError` if `in_flight` completions and those of this request are more than `limits` allow."""
     ready, more = request.ready, len(request.prompts) * request.params.n
     if more > limits.max_choices:
         raise too_many("n", more, limits.max_choices, "completions in all")

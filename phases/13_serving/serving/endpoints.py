@@ -42,9 +42,9 @@ class Endpoint(Protocol):
     """Interface of an HTTP route that generates tokens.
 
     kinds: structs that declare the fields of its requests.
-    source: the field of the prompt.
-    form: of errors.
-    threaded: whether a thread reads its requests, however short they are.
+    source: the name of the field with the prompt.
+    form: the JSON form of its errors.
+    threaded: whether a thread parses its requests, however short they are.
     """
 
     kinds: Sequence[type[Struct]]
@@ -55,9 +55,9 @@ class Endpoint(Protocol):
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return a request, parsed and checked.
+        """Return an HTTP request for tokens, parsed and checked.
 
-        fields: the decoded body. ready: what is known of the engine.
+        http: for its headers. fields: the decoded body. ready: the engine's sizes.
 
         Raises:
             ApiError: it could never be served.
@@ -67,10 +67,10 @@ class Endpoint(Protocol):
 
 @dataclass
 class ServedModel:
-    """The model that requests are for, with its name and default settings.
+    """The model that requests are for.
 
-    name: that clients know it by.
-    defaults: settings of requests that do not say; see `sampling_defaults`.
+    name: that clients know it by. limits: of the server.
+    defaults: sampling settings of requests that do not set them, by name.
     """
 
     name: str
@@ -79,14 +79,17 @@ class ServedModel:
     defaults: Mapping[str, float] = field(default_factory=dict)
 
     def check(self, name: str | None) -> None:
-        """Raise `ApiError` if a client asks for another model."""
+        """Raise `ApiError` (404) if `name`, the model that a client asks for, is another one; None is
+        accepted.
+        """
         if name is not None and name != self.name:
             words = f"model is {name[:100]!r}, but this is {self.name!r}"
             raise ApiError(404, words, param="model", code="model_not_found")
 
     def begin(self, fields: Mapping[str, Any], ready: Ready, source: str) -> ParsedRequest:
-        """Return a request with the fields that all requests for tokens may have. source: the field of
-        the prompt.
+        """Return a parsed request with only the fields set that all requests for tokens may have.
+
+        fields: the decoded body. ready: the engine's sizes. source: the name of the field with the prompt.
         """
         generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
@@ -105,7 +108,11 @@ class ServedModel:
         return ParsedRequest(generation, fields, said, ready, source)
 
     def check_length(self, characters: int, ready: Ready, param: str) -> None:
-        """Raise `ApiError` for a text that is too long whatever its tokens are, before it is tokenized."""
+        """Raise `ApiError` if a text of so many characters is too long whatever its tokens are.
+
+        It is called before the text is tokenized. ready: the engine's sizes. param: the field that has the
+        text.
+        """
         most = self.tokenizer.most_characters(ready.max_len)
         if most is not None and characters > most:
             context = f"more than a context of {ready.max_len} tokens holds"
@@ -114,7 +121,14 @@ class ServedModel:
     def prompts(
         self, given: Any, ready: Ready, param: str = "prompt", special: bool = True
     ) -> list[list[int]]:
-        """Return the token ids of each prompt of a text, token ids, or a list of these. Raises `ApiError`."""
+        """Return the token ids of each prompt in the field `param`.
+
+        given: a text, token ids, or a list of these. ready: the engine's sizes. special: whether the
+            tokenizer adds its special tokens to texts.
+
+        Raises:
+            ApiError: a prompt has the wrong type or is too long.
+        """
         given = [given] if isinstance(given, str) else given
         if not given:
             raise wrong(param, f"the {param} is empty, but must have at least 1 token")
@@ -163,7 +177,7 @@ class ServedModel:
 
 
 def check_temperature(request: ParsedRequest) -> None:
-    """Raise `ApiError` for a temperature that OpenAI's routes do not take."""
+    """Raise `ApiError` for a temperature above the limit of OpenAI's routes."""
     heat = request.generation.temperature
     if heat is not None and heat > MOST_TEMPERATURE:
         limit = f"between 0 and {MOST_TEMPERATURE:g}"
@@ -173,9 +187,10 @@ def check_temperature(request: ParsedRequest) -> None:
 class TextEndpoint:
     """The common part of the routes for completions and chats.
 
-    kind: the struct of its own fields.
-    prefix: of the ids of responses.
-    default_tokens: `max_tokens` where a request does not say; None: as many as there is room for.
+    model: the served one. handlers: read further fields of its requests.
+    kind: the struct of its own fields. formatter: makes its responses.
+    prefix: the beginning of the ids of responses.
+    default_tokens: `max_tokens` where a request does not set it; None: as many as there is room for.
     """
 
     kind: type[Struct]
@@ -195,7 +210,11 @@ class TextEndpoint:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return a request, parsed and checked; raises as `Endpoint.parse` does."""
+        """Return an HTTP request for tokens, parsed and checked.
+
+        http: for its headers. fields: the decoded body. ready: the engine's sizes. Raises `ApiError` or
+            `UserError` if it could never be served.
+        """
         request = self.read(fields, ready)
         check_temperature(request)
         self.model.finish(request, self.default_tokens)
@@ -205,14 +224,17 @@ class TextEndpoint:
         return request
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a request with its fields and prompts; its settings are still missing. Raises as
-        `parse` does.
+        """Return a parsed request with its fields and prompts, but without sampling settings yet.
+
+        fields: the decoded body. ready: the engine's sizes. Raises `ApiError` or `UserError` for a wrong one.
         """
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
-        """Let each field handler read its fields of the request. Raises `ApiError` for what cannot be
-        served.
+        """Let each field handler read its fields into the request, in place.
+
+        Raises:
+            ApiError: a field asks for what cannot be served.
         """
         names = set(request.fields).union(*request.messages)
         for message in request.messages:
@@ -232,7 +254,10 @@ class CompletionEndpoint(TextEndpoint):
     formatter = ResponseFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a request with its fields and prompts: text or token ids, one or several."""
+        """Return a parsed request with its fields and the token ids of its prompts, one or several.
+
+        fields: the decoded body, where `prompt` is text or token ids. ready: the engine's sizes.
+        """
         request = self.model.begin(fields, ready, self.source)
         given = convert_fields(CompletionFields, fields)
         self.read_fields(request)
@@ -249,7 +274,11 @@ class ChatEndpoint(TextEndpoint):
     formatter = ChatFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a request with its fields, and the prompt that the chat template makes of its messages."""
+        """Return a parsed request with its fields, and the prompt that the chat template makes of its
+        messages.
+
+        fields: the decoded body. ready: the engine's sizes.
+        """
         request = self.model.begin(fields, ready, self.source)
         given = convert_fields(ChatFields, fields)
         request.messages = [
@@ -272,7 +301,7 @@ class ChatEndpoint(TextEndpoint):
         return request
 
     def _render(self, request: ParsedRequest) -> None:
-        """Apply the chat template to the request's messages and tokenize the prompt.
+        """Apply the chat template to the request's messages, tokenize the text, and set `request.prompts`.
 
         Messages of one role are joined if the template does not take them in a row.
         """

@@ -38,8 +38,8 @@ def usage(group: ChoiceGroup) -> dict[str, Any]:
 class ResponseFormatter:
     """Formats the response to one request of `/v1/completions`, streamed or whole.
 
-    headers: of a stream.
-    usage, continuous: whether the last chunk, or each, tells how many tokens were taken.
+    id: of the response. model: its name. request: what is answered.
+    usage, continuous: whether the last chunk, or each, has the counts of tokens.
     """
 
     object = chunk_object = "text_completion"
@@ -60,18 +60,21 @@ class ResponseFormatter:
         self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the server-sent events of a piece of text, and why it was the last one if `last`."""
+        """Return the server-sent events of `piece`, the next text of the completion `choice`.
+
+        last: the completion has ended, so an event has the reason.
+        """
         fields = {"text": piece.text} | self.details(choice, piece)
         return self.event(choice, fields, choice.reason if last else None)
 
     def shape(self, choice: Choice) -> dict[str, Any]:
-        """Return a whole completion as an entry of `choices`."""
+        """Return a whole completion as an entry of the response's list `choices`."""
         piece = Piece(choice.text, 0, len(choice.tokens))
         details = self.details(choice, piece)
         return {"text": piece.text, **details, "finish_reason": choice.reason}
 
     def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the fields beside the text of a piece, such as log-probabilities."""
+        """Return the JSON fields beside the text of a piece of a completion, such as log-probabilities."""
         found = NOTHING
         for part in self.request.details:
             found = found | part(choice, piece)
@@ -103,8 +106,8 @@ class ResponseFormatter:
     def event(
         self, choice: Choice, fields: dict[str, Any], reason: str | None = None
     ) -> bytes:
-        """Return one server-sent event with these fields of a completion. reason: why it has ended, if
-        it has.
+        """Return one server-sent event with these JSON fields of a completion. reason: why it has ended;
+        None: it has not.
         """
         fields_json = encode_json({"index": choice.index, **fields, "finish_reason": reason})
         parts = [self._before, fields_json, b"]"]
@@ -124,8 +127,9 @@ class ChatFormatter(ResponseFormatter):
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the server-sent events of a piece of text; the first of a choice has the role, the
-        last the reason.
+        """Return the server-sent events of `piece`, the next text of the completion `choice`.
+
+        Its first event has the role. last: the completion has ended, so the last event has the reason.
         """
         events, details = list[bytes](), self.details(choice, piece)
         if not piece.start:
@@ -141,7 +145,7 @@ class ChatFormatter(ResponseFormatter):
         return b"".join(events)
 
     def shape(self, choice: Choice) -> dict[str, Any]:
-        """Return a whole chat completion as an entry of `choices`."""
+        """Return a whole chat completion as an entry of the response's list `choices`."""
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
         for delta in choice.deltas(choice.text, True):
             message |= delta

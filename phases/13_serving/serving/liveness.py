@@ -29,18 +29,18 @@ QUICK = 60.0
 
 
 class StartupError(Exception):
-    """Raised if the first engine could not be made, through no fault of the user's: that would be a
-    `UserError`.
+    """Raised if the server's first engine could not be made, and the user is not at fault. (Else it is a
+    `UserError`.)
     """
 
 
 class EngineProcess(EngineClient):
-    """A client of an engine in a process of its own, which it starts, watches and restarts.
+    """An `EngineClient` whose engine runs in a process of its own, which it starts, watches and restarts.
 
-    Args:
-        make: makes the engine, there; any callable that can be pickled.
-        silence: seconds without a message, while a client waits for tokens, after which it counts as hanging.
-        observer: makes an observer of the steps, there; a callable that can be pickled.
+    make: makes the engine, in that process; any callable that can be pickled.
+    silence: seconds without a message, while a client waits for tokens, after which the engine counts as
+        hanging and is restarted.
+    observer: makes an observer of the steps, in that process; picklable. None: there is none.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class EngineProcess(EngineClient):
         )  # it ignores SIGTERM, and Python would wait for it for ever
 
     def transmit(self, data: bytes) -> None:
-        """Send a message to the engine process; what cannot be sent is lost. `_live` notices that the
-        engine has ended.
+        """Send an encoded message to the engine process; one that cannot be sent is lost, and `_live` notices
+        that the engine has ended.
         """
         if self._socket is not None:
             # A future, also where no engine is there yet to send it to; unasked, it would complain of that.
@@ -104,7 +104,7 @@ class EngineProcess(EngineClient):
             await asyncio.sleep(pause)
 
     async def stop(self) -> None:
-        """End the engine for good; clients that still wait get an error."""
+        """End the engine for good; clients of completions that have not ended get an error."""
         rounds = 50 if self.state == "ready" else 0
         self._stopping, self.state = True, "stopped"
         self.tell(Stop())
@@ -118,7 +118,7 @@ class EngineProcess(EngineClient):
         """Run one engine process from its start to its end; return why it ended, None if `stop` ended it.
 
         Raises:
-            OSError, zmq.ZMQError: it cannot be started.
+            OSError, zmq.ZMQError: the process or its socket cannot be made.
         """
         with ExitStack() as undo:
             folder = temporary_folder()
@@ -150,7 +150,12 @@ class EngineProcess(EngineClient):
             return reading.result() if reading.done() else None
 
     async def _read(self, socket: zmq.asyncio.Socket) -> Exception:
-        """Route the messages of the engine process to their completions; return the error that ends this."""
+        """Give the tokens in the engine process's messages from `socket` to their sinks, until the engine
+        fails.
+
+        Returns:
+            The error with which the engine says that it cannot be made.
+        """
         while True:
             message = report(await socket.recv())
             self._heard, self.now = time.monotonic(), time.perf_counter()

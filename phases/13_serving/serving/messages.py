@@ -22,7 +22,8 @@ CACHED = "cached"
 class AddRequest(Struct, array_like=True, tag="add"):
     """Command: add the `params.n` completions of a prompt, under the numbers `first .. first + n - 1`.
 
-    wanted: kinds of notes that the observer writes.
+    prompt: token ids. priority: place in the waiting line. salt: only requests of one salt share cached
+        prefixes. wanted: kinds of extra data (notes) that the observer shall send.
     """
 
     first: int
@@ -34,15 +35,15 @@ class AddRequest(Struct, array_like=True, tag="add"):
 
 
 class AbortRequests(Struct, array_like=True, tag="abort"):
-    """Command: abort these completions, which no client wants any more. Unknown numbers have ended
-    already.
+    """Command: abort the completions with these numbers, which no client wants any more. Unknown numbers have
+    ended already.
     """
 
     numbers: list[int]
 
 
 class DrawEngine(Struct, array_like=True, tag="draw"):
-    """Command: send a picture of the engine with the next report."""
+    """Command: send a picture of the engine, JSON data about its state, with the next report."""
 
 
 class Stop(Struct, array_like=True, tag="stop"):
@@ -53,7 +54,7 @@ Command = AddRequest | AbortRequests | DrawEngine | Stop
 
 
 class Ready(Struct, array_like=True, tag="ready"):
-    """Report: the engine is made. The fields are what the API process needs to know of it."""
+    """Report: the engine is made. The fields are the sizes that the API process needs to know."""
 
     max_len: int
     vocab_size: int
@@ -66,7 +67,7 @@ class Ready(Struct, array_like=True, tag="ready"):
 
 
 class Failed(Struct, array_like=True, tag="failed"):
-    """Report: the engine cannot be made. wrong_input: the user can correct it, and `reason` says how."""
+    """Report: the engine cannot be made, and why (`reason`). wrong_input: the user can correct that."""
 
     reason: str
     wrong_input: bool
@@ -93,10 +94,11 @@ class StepStats(Struct, array_like=True):
 
 
 class End(Struct, array_like=True):
-    """The end of a completion, in a step's report.
+    """The end of the completion `number`, in a step's report.
 
-    reason: "stop" or "length"; "abort" if it was; "refused", "nan" or "error", and why is the `message`.
-    place: of its last token in `StepReport.tokens`, or `NO_TOKEN` where it ended without one.
+    reason: "stop" or "length"; "abort" if it was aborted; "refused", "nan" or "error", with a sentence in
+        `message`.
+    place: index of its last token in `StepReport.tokens`, or `NO_TOKEN` where it ended without one.
     """
 
     number: int
@@ -108,9 +110,9 @@ class End(Struct, array_like=True):
 class StepReport(Struct, array_like=True, tag="step"):
     """Report: the outcome of a step: token `tokens[i]` for completion `numbers[i]`, and which have ended.
 
-    logprobs: of tokens by their index, where that was asked.
-    notes: a completion, the kind of the note, and a list; see `CACHED` and the others.
-    picture: of the engine, where that was asked.
+    logprobs: (index in `tokens`, log-probabilities) where they were asked for.
+    notes: the observer's extra data: (number of a completion, kind such as "cached", a list).
+    picture: JSON data about the engine's state, where that was asked for; else None.
     """
 
     numbers: list[int]

@@ -30,7 +30,7 @@ class ReasoningSplitter(Protocol):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Return how many tokens so far belong to the reasoning, at least in part."""
+        """Return how many output tokens so far belong to the reasoning, at least in part."""
 
     def read(self, text: str, last: bool) -> str:
         """Add the text of the next token; return what of it belongs to the answer. last: the completion
@@ -38,65 +38,73 @@ class ReasoningSplitter(Protocol):
         """
 
     def take_reasoning(self) -> str:
-        """Return the reasoning that has come since the last call."""
+        """Return the text of the reasoning that has come since the last call."""
 
 
 class CallSplitter(Protocol):
     """Interface of what finds tool calls in an answer's text, as it comes.
 
-    calls: those that an answer has.
-    complete: calls were made, and the answer has ended behind a whole one.
+    calls: the tool calls found so far, as in the API's field `tool_calls`.
+    complete: there are calls, and the answer has ended after a whole one.
     """
 
     calls: list[dict[str, Any]]
     complete: bool
 
     def read(self, text: str, last: bool) -> list[Delta]:
-        """Add the next text of the answer; return what it adds to the message: text and calls. last: it
-        is the end.
+        """Add the next text of the answer; return the parts that it adds to the message: content and tool
+        calls.
+
+        last: the answer ends with this text.
         """
 
 
 class Formatter(Protocol):
     """Interface of what formats the response to one request.
 
-    headers: of a stream.
+    headers: the HTTP headers of a streamed response.
     """
 
     headers: list[tuple[bytes, bytes]]
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the bytes of the events for a piece of a stream. last: the completion has ended."""
+        """Return the bytes of the events for `piece`, the next text of the completion `choice` in a stream.
+
+        last: the completion has ended.
+        """
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """Return the bytes after the last chunk of a stream."""
+        """Return the bytes that end the stream of a group of completions."""
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """Return the whole response, for a request that is not streamed."""
+        """Return the bytes of the whole response, for a request that is not streamed. group: its
+        completions.
+        """
 
 
 @dataclass
 class ParsedRequest:
-    """One HTTP request for tokens.
+    """One HTTP request for tokens, with defaults where the client sent nothing; `params` are its final
+    settings.
 
-    Handlers of fields change it while it is read: `sampling` takes settings of `SamplingParams`, `messages`
+    Field handlers change it while it is parsed: `sampling` takes settings of `SamplingParams`, `messages`
     and `variables` are what the chat template sees, `on_prompt` is called once the prompts are token ids.
 
-    ready: what the engine was when the request came.
     fields, generation: all fields as the client has sent them, and those that every request may have.
-    priority, salt: see `Engine.add`.
-    seconds: that the client gives it, in all.
-    names: what the client calls a setting or `grammar`, where that differs.
+    prompts, last_tokens: token ids of each prompt, and the last visible ones of each.
+    ready: the engine's sizes. source: the name of the field with the prompt.
+    priority, salt: place in the waiting line; only requests of one salt share cached prefixes.
+    seconds: time limit of the whole request.
+    names: the client's name of a setting or of `grammar`, where it differs.
     constrained: whether the output follows a grammar from its first token, so that it has no reasoning.
     explain: puts the engine's refusal of a grammar into the client's words.
-    prompts: token ids, `last_tokens` the last visible ones of each, and `params` the settings of all.
-    headers: of the answer.
-    shown: special tokens that belong to the text.
-    wanted: kinds of notes about completions that are read; see `serving.messages`.
+    headers: of the response.
+    shown: ids of special tokens that belong to the text.
+    wanted: kinds of extra data about completions (notes) that the engine's observer shall send.
     prompt_only: whether the one token that the engine makes of each prompt is of no interest.
-    reasoning, calls: make what parts the text of each completion.
-    details: functions that give fields beside the text of a piece. A thread calls them for the first piece,
-        which may have those of a whole prompt.
+    reasoning, calls: make the splitters of each completion's text, for reasoning and for tool calls.
+    details: functions that return JSON fields beside the text of a piece. A thread calls them for the first
+        piece, which may have those of a whole prompt.
     """
 
     generation: GenerationFields
@@ -129,7 +137,7 @@ class ParsedRequest:
     def refusal(self, message: str) -> ApiError:
         """Return the error of a request that cannot be served, with the field's name as the client calls it.
 
-        message: about a setting, whose name it begins with, or about a prompt.
+        message: what is wrong: about a setting, whose name it begins with, or about a prompt.
         """
         setting = message.partition(" ")[0]
         if setting == "grammar":
@@ -149,16 +157,20 @@ class ParsedRequest:
 class FieldHandler(Protocol):
     """Interface of what reads some fields of requests, and adds their part to the responses.
 
-    names: of fields of requests and of messages, and roles; it reads requests that have one of these.
+    names: of fields of requests and of messages, and roles; the handler reads requests that have one of
+        these.
     """
 
     names: frozenset[str]
 
     @property
     def fields(self) -> type[Struct]:
-        """Return the struct that declares the fields; all may be left out."""
+        """Return the struct that declares the handler's fields; every field may be left out."""
 
     def read(self, given: Any, request: ParsedRequest) -> None:
-        """Read the fields into `request`, before the prompt is made. Raises `ApiError` for what cannot
-        be served.
+        """Read the fields into `request`, in place, before the prompt is made. given: an instance of
+        `fields`.
+
+        Raises:
+            ApiError: a field asks for what cannot be served.
         """

@@ -21,7 +21,10 @@ from serving.messages import Command, Failed, Report, commands, encode
 
 
 class Pipe:
-    """The engine process's connection to the API process, over ZeroMQ; implements `Channel`."""
+    """The engine process's connection to the API process, over ZeroMQ; implements `Channel`.
+
+    address: where the API process listens.
+    """
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
@@ -45,10 +48,9 @@ def main(
     """Run the engine process: make the engine, connect to the API process, and run steps until a `Stop`
     comes.
 
-    Args:
-        make: makes the engine; any callable that can be pickled.
-        address: where the API process listens.
-        observer: makes an observer of the steps, if there is one.
+    make: makes the engine; any callable that can be pickled.
+    address: the ZeroMQ address where the API process listens.
+    observer: makes an observer of the steps; None: there is none.
     """
     # Signals of the terminal or of systemd go to the whole group: the API process decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -75,7 +77,7 @@ def main(
 
 
 def _die_with_parent() -> None:
-    """Let the system end this process with the API process: without it an engine serves no client."""
+    """Ask the system to end this process when the API process ends: without it an engine serves no client."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -36,7 +36,7 @@ FAILED = "the step that computed this request failed; the server's log says why"
 
 
 def ready(engine: Engine) -> Ready:
-    """Return the report with which the engine process tells the API process about its engine."""
+    """Return the report of the engine's sizes, with which its process says that it is ready."""
     found = Ready(engine.max_len, engine.config.vocab_size)
     if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
         found.max_rows = engine.scheduler.rows.count
@@ -53,7 +53,8 @@ def ending(
 ) -> messages.End:
     """Return the report of a completion's end. A fault of the request itself is explained to its sender.
 
-    number: of the completion. place: of its last token in the step's report.
+    number: of the completion. reason: "stop", "length", "abort", or "error" with the exception `error`.
+    place: index of its last token in the step's report.
     """
     if reason != "error":
         return messages.End(number, reason, "", place)
@@ -74,7 +75,7 @@ class Channel(Protocol):
 
 
 class Observer(Protocol):
-    """Reads along in the engine's process.
+    """Watches the engine's steps in its process, and adds extra data to reports.
 
     due: whether it has something to add to the next report, so that one is sent although no step was run.
     """
@@ -82,23 +83,26 @@ class Observer(Protocol):
     due: bool = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """Take in a command to draw, or one with notes that are wanted and the requests that it has added."""
+        """Receive a command for the observer: a `DrawEngine`, or an `AddRequest` that wants extra data.
+
+        requests: those that an `AddRequest` has added to the engine.
+        """
         return
 
     def write(self, step: StepReport) -> None:
-        """Add to a report; called while `due`."""
+        """Add extra data to the report `step`, in place; called while `due`."""
         return
 
 
 class NullObserver(Observer):
-    """An observer that does nothing; the appendix has one that draws."""
+    """An observer that adds nothing to reports; the appendix has one that draws the engine."""
 
 
 class Worker:
     """The loop of the engine process: takes commands, runs steps, and reports them.
 
-    live: completions that have not ended, by their numbers.
-    observer: watches the engine, if there is one.
+    channel: the connection to the API process. observer: watches the engine; None: nothing does.
+    live: the engine's requests for completions that have not ended, by their numbers.
     """
 
     def __init__(

@@ -31,7 +31,9 @@ class StepCache:
 
     Rank 0 collects the changes from the scheduler's cache. All ranks apply them, and a runner takes them.
 
-    tables, block_size, blocks_for: see `PagedCache`.
+    tables: `[rows, most blocks of a request]` int32, block numbers. block_size: tokens of a block.
+    blocks_for: function from a number of tokens to the number of blocks that hold them.
+    moves, fresh, copies: what the `take_` methods return next.
     """
 
     def __init__(self, cache: PagedCache) -> None:
@@ -47,8 +49,8 @@ class StepCache:
     def collect(self, works: Sequence[Work]) -> CacheChanges:
         """Return the changes that all ranks must apply before a step, and take them from rank 0's cache.
 
-        works: the step's requests and tokens. Of the tables these are the entries that the works read and
-            that differ from what was returned last for the same entries.
+        works: the step's requests and tokens. Of the block tables, only those entries are returned that the
+            step reads and that differ from what was returned last.
         """
         rows = np.array([work.row for work in works])
         width = self.blocks_for(max(work.start + work.count for work in works))
@@ -61,17 +63,21 @@ class StepCache:
         return CacheChanges(changed, columns, blocks, moves, fresh, self.cache.take_copies())
 
     def apply(self, changes: CacheChanges) -> None:
-        """Write the changed entries of the tables, and keep the rest until the runner takes it."""
+        """Write the changed entries to the block tables, and keep the other changes until the runner takes
+        them.
+        """
         self.tables[changes.rows, changes.columns] = changes.blocks
         self.moves, self.fresh, self.copies = changes[3:]
 
     def take_moves(self, works: Sequence[Work]) -> Any:
-        """Return what changed in the groups of layers since the last step, as rank 0 sent it."""
+        """Return the changes of the hybrid cache's page tables since the last step, as rank 0 sent them;
+        None: none.
+        """
         moves, self.moves = self.moves, None
         return moves
 
     def take_fresh(self) -> list[int]:
-        """Return the blocks that got a new owner since the last step, as rank 0 sent them."""
+        """Return the numbers of the blocks that got a new owner since the last step, as rank 0 sent them."""
         fresh, self.fresh = self.fresh, []
         return fresh
 
@@ -82,8 +88,8 @@ class StepCache:
 
 
 class BroadcastExecutor:
-    """Rank 0's first executor: it broadcasts each half of a step to the other ranks, then lets the
-    others run it.
+    """Rank 0's first executor: broadcasts each half of a step (forward pass, sampling) to the other ranks,
+    then runs it by the runner's other executors.
     """
 
     order: ClassVar[int] = 0
@@ -95,15 +101,17 @@ class BroadcastExecutor:
         self.others = runner.executors
 
     def supports(self, works: Sequence[Work], masked: bool) -> bool:
-        """Return `masked` as the ticket for any step. (Only None would leave the step to the other
-        executors.)
+        """Return `masked`: this executor runs every step. (Only None would leave a step to the others.)
+
+        works: the step's requests and tokens. masked: whether grammars may mask its samples.
         """
         return masked
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """Broadcast the first half of a step, and run it by the first other executor that supports it.
 
-        The second half that it returns is broadcast as well.
+        works: the step's requests and tokens. ticket: what `supports` returned. Returns: the result of the
+            forward pass, whose second half (`sample`) is broadcast as well.
         """
         requests = [bare(request) for request in self.runner.rows.fresh.values()]
         changes = self.cache.collect(works)
@@ -117,13 +125,16 @@ class BroadcastExecutor:
         return replace(step, rest=partial(self.sample, step))
 
     def sample(self, step: Forwarded, allowed: TokenBitmask | None) -> Pending:
-        """Broadcast that a step is sampled and whether with masks, and sample it."""
+        """Broadcast that a step is sampled and whether with masks; sample it and return its pending tokens.
+
+        step: result of the forward pass. allowed: bit masks of the grammars' tokens; None: no sample has one.
+        """
         self.workers.broadcast(SampleMessage(masked=allowed is not None))
         return self.runner.sample(step, allowed)
 
 
 class StepWorker:
-    """Runs the halves of steps that rank 0 broadcasts, on every other rank."""
+    """Runs, on every other rank, the halves of steps (forward pass, sampling) that rank 0 broadcasts."""
 
     def __init__(self, runner: PagedRunner, cache: StepCache) -> None:
         self.runner = runner
@@ -137,7 +148,9 @@ class StepWorker:
         self._step: Forwarded
 
     def forward(self, message: ForwardMessage) -> None:
-        """Run the first half of a step, after its new requests and changes of the cache are known here."""
+        """Run the forward pass of a step, after storing its new requests and the cache's changes from
+        `message`.
+        """
         rows = self.runner.rows
         for request in message.requests:
             rows.fresh[request.row] = request
@@ -147,7 +160,9 @@ class StepWorker:
         self._step = self.runner.forward(message.works, masked=message.masked)
 
     def sample(self, message: SampleMessage) -> None:
-        """Run the second half of the step; rank 0 alone has masks, and its tokens count where it has any."""
+        """Sample the step whose forward pass has run. Rank 0 alone has masks; where it has any, its tokens
+        count.
+        """
         self.runner.sample(self._step, self._no_masks if message.masked else None)
 
 
@@ -175,7 +190,8 @@ def runner_in_ranks(
 ) -> PagedRunner:
     """Return a rank's runner, which reads a `StepCache`; on rank 0 it broadcasts its steps.
 
-    make: makes the runner. workers: the other ranks, on rank 0; None on all others.
+    make: makes the runner, given `model` to `cache` and `options`, its keywords. workers: the other ranks,
+        on rank 0; None on all others.
     """
     seen = StepCache(cache)
     runner = make(model, attention, rows, seen, **options)

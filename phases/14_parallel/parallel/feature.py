@@ -47,7 +47,9 @@ class Parallel(Feature):
         integer("tensor_parallel", self.tensor_parallel, low=1, high=MOST_RANKS)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Let each of several ranks build an engine of its own."""
+        """Let each of several ranks build an engine of its own, by changing `builder`; do nothing for one
+        rank.
+        """
         if self.tensor_parallel > 1:
             builder.assemble.replace(self, self._assemble)
 
@@ -63,7 +65,7 @@ class Parallel(Feature):
             raise
 
     def check(self, recipe: Recipe) -> torch.device:
-        """Return rank 0's device.
+        """Return rank 0's device, after checking that the engine can run on several ranks.
 
         Raises:
             UserError: this model, drafter or device cannot be in ranks. Nothing has been started by then.
@@ -103,7 +105,9 @@ class Parallel(Feature):
 def rank_zero_engine(
     recipe: Recipe, device: torch.device, workers: WorkerGroup
 ) -> PagedEngine:
-    """Make rank 0's engine, while the other ranks make theirs.
+    """Return rank 0's engine, made by `recipe` while the other ranks make theirs.
+
+    device: rank 0's. workers: the processes of the other ranks.
 
     Raises:
         WorkerLostError: a rank has ended meanwhile.
@@ -127,9 +131,9 @@ def rank_zero_engine(
 def rank_engine(
     recipe: Recipe, ranks: Ranks, workers: WorkerGroup | None = None
 ) -> PagedEngine:
-    """Make the engine of one rank. workers: the other ranks, on rank 0.
+    """Return the engine of one rank, made by `recipe`. workers: the other ranks, on rank 0; else None.
 
-    The engine of another rank than 0 is there for its runner: no request is ever added to it.
+    The engine of another rank than 0 only serves as a runner: no request is ever added to it.
     """
     own: list[Feature] = []
     for feature in recipe.features:
@@ -161,7 +165,9 @@ class Split(Feature):
     workers: WorkerGroup | None = None
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Load this rank's shard, with as many blocks as the rank that has the least memory."""
+        """Let `builder` load this rank's shard, with as many KV blocks as the rank that has the least
+        memory.
+        """
         builder.load.replace(self, self._load)
         builder.memory_plan.decorate(self, lambda plan: lambda each: self._agree(plan(each)))
 
@@ -176,13 +182,13 @@ class Split(Feature):
         )
 
     def _agree(self, memory_plan: MemoryPlan) -> MemoryPlan:
-        """Return a plan with as many blocks as the rank has that has room for the fewest."""
+        """Return the plan with the number of KV blocks lowered to the smallest of all ranks."""
         blocks = self.ranks.smallest(memory_plan.blocks)
         cache = memory_plan.cache // memory_plan.blocks * blocks
         return replace(memory_plan, blocks=blocks, cache=cache)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Sample over ranks; on rank 0 also broadcast each step and watch the other ranks."""
+        """Let the engine sample over ranks; on rank 0 also broadcast each step and watch the other ranks."""
         self._choose_tokens(builder)
         workers = self.workers
         builder.runner.decorate(self, lambda make: partial(runner_in_ranks, make, workers))

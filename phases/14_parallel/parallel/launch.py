@@ -22,7 +22,8 @@ from parallel.worker_group import WorkerGroup, WorkerLostError
 
 @cache
 def store_folder() -> Path:
-    """Return the folder of this process's stores, which only this user may enter.
+    """Return the folder of this process's `torch.distributed` stores, made once, which only this user may
+    enter.
 
     It stays as long as the process, because NCCL reads its store as long as it lives.
     """
@@ -30,7 +31,7 @@ def store_folder() -> Path:
 
 
 def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
-    """Make a process group of this process, as rank 0, and the worker group. Returns rank 0's side.
+    """Make a process group of this process, as rank 0, and the worker group; return rank 0's `Ranks`.
 
     Args:
         device: rank 0's; the others have those that follow.
@@ -57,10 +58,9 @@ def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
 def leave(
     workers: WorkerGroup, ranks: Ranks, release: Callable[[], None] = lambda: None
 ) -> None:
-    """End the process group; the processes of the worker group wait for the next engine.
+    """End the process group `ranks`; the processes of the worker group wait for the next engine.
 
-    Args:
-        release: called first; destroys the graphs that hold sums over these ranks.
+    release: called first; destroys the CUDA graphs that hold sums over these ranks.
     """
     with workers.awaited():
         release()
@@ -73,9 +73,10 @@ def leave(
 def together(
     size: int, function: Callable[..., Any], *given: Any, device: str = "cpu"
 ) -> list[Any]:
-    """Run `function(ranks, *given)` on `size` ranks. Returns a list of what it returned on each.
+    """Run `function(ranks, *given)` on `size` ranks. Returns a list of what it returned on each, by rank.
 
-    A function of a notebook or a program is sent as its source, so it must import by itself what it needs.
+    device: rank 0's; the others have those that follow. A function of a notebook or a program is sent as its
+    source, so it must import by itself what it needs.
 
     Raises:
         WorkerLostError: a rank has ended.

@@ -11,7 +11,11 @@ from parallel.ranks import Ranks
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """A rank's part of an embedding: `room` rows, `count` of them for the tokens from `first` on."""
+    """A rank's part of an embedding: `room` rows of `hidden`, `count` of them for the token ids from `first`
+    on.
+
+    ranks: over which embeddings are summed.
+    """
 
     def __init__(self, room: int, hidden: int, first: int, count: int, ranks: Ranks) -> None:
         super().__init__(room, hidden)
@@ -30,7 +34,10 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class RowLinear(nn.Module):
-    """A linear layer of which each rank has some inputs; the sum over ranks is its output."""
+    """A linear layer of which each rank has some inputs; the sum over ranks is its output.
+
+    linear: this rank's part.
+    """
 
     def __init__(self, linear: nn.Module, ranks: Ranks) -> None:
         super().__init__()
@@ -43,7 +50,9 @@ class RowLinear(nn.Module):
         return self.ranks.all_reduce(self.linear(x))
 
     def joined(self, *parts: nn.Module) -> nn.Module:
-        """Return this layer fused as by phase 06's `join`, with the sum over ranks behind it."""
+        """Return this layer as phase 06's fused layer, whose product is summed over ranks; `parts` are not
+        used.
+        """
         from triton_paged_attention.linear import join  # Triton comes with it
 
         fused = join(self.linear)
@@ -52,5 +61,7 @@ class RowLinear(nn.Module):
 
 
 def add_up(ranks: Ranks, part: Tensor, residual: Tensor | None) -> Tensor:
-    """Return the sum of all ranks' parts of a product, and of a residual once: `[..., out]`."""
+    """Return the sum of all ranks' `part` of a product, plus `residual` once (None: nothing): `[...,
+    out]`.
+    """
     return ranks.all_reduce(part) if residual is None else ranks.reduce_add(part, residual)

@@ -40,10 +40,11 @@ def load_part(
     weight_loader: WeightLoader | None,
     ranks: Ranks,
 ) -> Model:
-    """Load this rank's shard of a model; its layers sum partial results over `ranks`.
+    """Return this rank's shard of a model, loaded; its layers sum partial results over `ranks`.
 
-    The other arguments are those of `forward.load_model`. The weights are those that one GPU would have,
-    random ones and quantized ones, too.
+    name: folder, hub name or random model. device, dtype: as text; "auto" chooses. weight_loader: quantizes;
+        None: weights stay as they are. The weights are those that one GPU would have, random ones and
+        quantized ones, too.
     """
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
@@ -83,6 +84,7 @@ def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
 class Part:
     """A rank's shard of a model that is being loaded.
 
+    config: of the whole model. weight_loader: quantizes weights; None: they stay as they are.
     whole: the whole model on `meta`, which says what tensors there are.
     own: what this rank has of it.
     """
@@ -109,10 +111,8 @@ class Part:
         self.whole_shapes, self.shapes = _shapes(self.whole), _shapes(self.own)
 
     def whole_first(self, name: str) -> Scheme | None:
-        """Return the scheme of a weight that must be quantized before it is cut, since scales are over all
-        inputs.
-
-        None: it can be cut first.
+        """Return the scheme of the weight `name` if it must be quantized before it is cut, since its scales
+        are over all inputs; None: it can be cut first.
         """
         owner, _, leaf = name.rpartition(".")
         rows = leaf == "weight" and owner.endswith(ROWS)
@@ -123,7 +123,7 @@ class Part:
         )
 
     def slice(self, name: str) -> Slice | None:
-        """Return the slice of a tensor that this rank reads; None: all of it."""
+        """Return the slice of the tensor `name` that this rank reads; None: all of it."""
         if self.whole_first(name) is not None:
             return None
         return self.shard.cut(
@@ -145,10 +145,10 @@ class Part:
         return self._finish(name, part)
 
     def cut(self, name: str, value: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, finished by `_finish`.
+        """Return this rank's part of `value`, the whole tensor `name`, finished by `_finish`.
 
-        It is that of `slice`, or all of it for None. A slice may reach beyond the end of the tensor: then the
-        part is what there is.
+        The part is that of `slice`, or all of it for None. A slice may reach beyond the end of the tensor:
+        then the part is what there is.
         """
         found = self.slice(name)
         if found is not None:
@@ -157,7 +157,11 @@ class Part:
         return self._finish(name, value)
 
     def _finish(self, name: str, value: Tensor) -> Tensor:
-        """Return a part with its vocabulary padded, a bias of rank 0 zeroed, and groups counted from 0."""
+        """Return `value`, this rank's part of the tensor `name`, as the model stores it.
+
+        A vocabulary is padded with zeros, a bias that only rank 0 has is zeroed on other ranks, and groups of
+        inputs are counted from 0.
+        """
         owner, _, leaf = name.rpartition(".")
         if self.shard.rank and self.shard.first_alone(name):
             return torch.zeros_like(value)
@@ -172,7 +176,9 @@ class Part:
         return value
 
     def place(self, name: str, value: Tensor) -> None:
-        """Put a tensor into this rank's model, quantized if the options say so."""
+        """Store a finished part in this rank's model as the tensor `name`, quantized if the options say
+        so.
+        """
         if value.is_meta:  # tied: the other one is enough
             return
         owner = name.rpartition(".")[0]
@@ -190,8 +196,10 @@ class Part:
 def cut_inputs(weight: QuantizedWeight, shard: Shard, name: str) -> QuantizedWeight:
     """Return a rank's part of a quantized weight that is cut along its inputs, the last dimension.
 
-    Numbers, and scales and zero points of blocks and groups, are cut in `size` equal parts, in the order of
-    ranks, and lie in memory of their own. Scales of channels are whole on every rank.
+    shard: the rank. name: of the weight, for errors. Numbers, and scales and zero points of blocks and
+        groups,
+    are cut in `size` equal parts, in the order of ranks, and lie in memory of their own. Scales of channels
+    are whole on every rank.
 
     Raises:
         UserError: a scale is of inputs of two ranks.

@@ -15,14 +15,16 @@ from continuous.work import Work
 
 
 class RowOnly(NamedTuple):
-    """Stands for a request in a broadcast step: runners read its row and nothing else."""
+    """Stands for a request in a broadcast step: runners read its row (of the block tables) and nothing
+    else.
+    """
 
     row: int
 
 
 def with_rows(work: Work) -> Work:
-    """Return a work (one request's tokens in a step) with rows in place of requests, so that it is
-    small when pickled.
+    """Return a copy of a work (one request's tokens in a step) with rows in place of requests, so that it
+    is small when pickled.
     """
     stand_in: Any = RowOnly
     sampled = tuple(stand_in(request.row) for request in work.sampled_requests)
@@ -32,8 +34,9 @@ def with_rows(work: Work) -> Work:
 class CacheChanges(NamedTuple):
     """Changes of the cache that all ranks apply before a step.
 
-    rows, columns, blocks: `[n]` each: entries of the block tables, and what they are now.
-    moves, fresh, copies: what `PagedCache.take_moves`, `take_fresh` and `take_copies` returned.
+    rows, columns, blocks: `[n]` each: positions in the block tables, and the block numbers there now.
+    moves: changes of the hybrid cache's page tables, or None. fresh: blocks with a new owner.
+    copies: (source, target) blocks to copy.
     """
 
     rows: NDArray[np.int64]
@@ -48,9 +51,9 @@ class ForwardMessage(NamedTuple):
     """Rank 0's message: run the forward pass of a step.
 
     works: the step's requests and tokens, with rows in place of requests.
-    masked: its samples may be masked.
-    requests: those that got a row since the last step.
-    stained: some block may hold NaN; see `BlockPool`.
+    masked: grammars may mask its samples.
+    requests: those that got a row of the block tables since the last step.
+    changes: of the cache. stained: some block of the pool may hold NaN.
     """
 
     works: list[Work]
@@ -61,7 +64,9 @@ class ForwardMessage(NamedTuple):
 
 
 class SampleMessage(NamedTuple):
-    """Rank 0's message: sample the step whose forward pass has run. masked: rank 0 has masks for it."""
+    """Rank 0's message: sample the step whose forward pass has run. masked: rank 0 has grammar masks for
+    it.
+    """
 
     masked: bool
 
@@ -69,7 +74,8 @@ class SampleMessage(NamedTuple):
 class Join(NamedTuple):
     """Rank 0's message: join a process group of `size` ranks.
 
-    device: rank 0's; this rank has the one that many behind it. path: of the store. threads: of PyTorch.
+    device: rank 0's; rank `r` takes the `r`-th after it. path: of the group's store, a file. threads: of
+        PyTorch.
     """
 
     size: int
@@ -83,15 +89,15 @@ class Joining(NamedTuple):
 
 
 class Build(NamedTuple):
-    """Rank 0's message: build an engine by this recipe, and run the steps that follow."""
+    """Rank 0's message: build an engine by this recipe (model and options), and run the steps that follow."""
 
     recipe: Any
 
 
 class RunFunction(NamedTuple):
-    """Rank 0's message: run a function and reply what it returns.
+    """Rank 0's message: run the function `name` with the arguments `given` and reply what it returns.
 
-    It is in one module, or in `source` where that is not empty.
+    The function is in the module `module`, or in `source` where that is not empty.
     """
 
     module: str
@@ -105,13 +111,13 @@ class Closed(NamedTuple):
 
 
 class BroadcastChannel:
-    """A worker's connection to rank 0."""
+    """A worker's connection to rank 0, over which it receives messages and sends replies."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
     def receive(self) -> Any:
-        """Return the next message. Ends this process if rank 0 has ended."""
+        """Return rank 0's next message. Ends this process if rank 0 has ended."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):

@@ -32,12 +32,10 @@ TIMEOUT = timedelta(seconds=600)
 
 
 def open_store(path: str, size: int) -> Any:
-    """Open the store in which `size` ranks of this machine exchange their addresses.
+    """Return the store in which `size` ranks of this machine exchange their addresses, opened.
 
-    It is a file: the port of a `TCPStore` would be open to every process that reaches the machine.
-
-    Args:
-        path: in a folder that only this user may enter.
+    path: of its file, in a folder that only this user may enter. It is a file because the port of a
+        `TCPStore` would be open to every process that reaches the machine.
     """
     kinds: Any = dist
     store = kinds.FileStore(path, size)
@@ -46,7 +44,7 @@ def open_store(path: str, size: int) -> Any:
 
 
 def device_of(first: str, rank: int) -> torch.device:
-    """Return the device of a rank, given that of rank 0: the CPU, or the `rank`-th GPU after it."""
+    """Return the device of a rank, given `first`, that of rank 0: the CPU, or the `rank`-th GPU after it."""
     device = torch.device(first)
     return (
         torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
@@ -71,7 +69,8 @@ _joined: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
 
 def destroy_unused_group() -> None:
-    """Destroy the default group that is left of an engine that has lost a rank, or could not be made.
+    """Destroy the default process group of an engine that has lost a rank, or could not be made, if there is
+    one.
 
     Raises:
         UserError: an engine uses the group, or another program made it.
@@ -102,21 +101,17 @@ class Reducer:
         return residual + self.sum(ranks, part)
 
     def stop(self) -> None:
-        """End all waits for other ranks, because one is lost."""
+        """End all waits of this process for other ranks, because one is lost."""
 
 
 PLAIN = Reducer()
 
 
 class Ranks:
-    """One rank of a process group.
+    """One rank of a process group, with the sums and other exchanges between the ranks.
 
-    Args:
-        rank: 0 .. size - 1.
-        size: number of ranks.
-        device: of this rank.
-        store: see `open_store`.
-
+    rank: 0 .. size - 1. size: number of ranks. device: of this rank.
+    store: made by `open_store`, over which the ranks find each other.
     reducer: makes the sums.
     """
 
@@ -149,7 +144,7 @@ class Ranks:
             self._gloo = gloo(store, rank, size, options)
 
     def __deepcopy__(self, memo: object) -> Ranks:
-        """Return this object: copies of layers add up over the same ranks."""
+        """Return this object itself: copies of layers add up over the same ranks."""
         return self
 
     # Sums.
@@ -165,7 +160,7 @@ class Ranks:
     # Plain operations of the library.
 
     def plain_sum(self, part: Tensor) -> Tensor:
-        """Add up all ranks' `part` in place, by torch.distributed."""
+        """Add up all ranks' `part` in place, by torch.distributed, and return `part`."""
         if self._gloo is None:
             dist.all_reduce(part)  # on the stream of the caller, so a graph can capture it
         else:
@@ -183,7 +178,7 @@ class Ranks:
         return found
 
     def first(self, tensor: Tensor) -> Tensor:
-        """Overwrite a tensor with that of rank 0, and return it."""
+        """Overwrite `tensor` with rank 0's, in place, and return it."""
         if self._gloo is None:
             dist.broadcast(tensor, 0)
         else:
@@ -199,7 +194,7 @@ class Ranks:
         _joined.discard(self)
 
     def abort(self) -> None:
-        """End all waits for other ranks, since one is lost. Any thread may call this."""
+        """End all waits of this process for other ranks, since one is lost. Any thread may call this."""
         self.leave()
         self.reducer.stop()
         if self._gloo is None and dist.is_initialized():

@@ -14,7 +14,8 @@ from parallel.sampler import RankSamplerBackend
 class TritonRankSamplerBackend(RankSamplerBackend):
     """A sampler backend over ranks in Triton.
 
-    It reads the logits once, in the model's dtype, and gathers two or three numbers of each chunk.
+    It reads the logits once, in the model's dtype, and gathers from all ranks two or three numbers of each
+    chunk of the vocabulary.
     """
 
     def reduce_argmax(
@@ -27,6 +28,9 @@ class TritonRankSamplerBackend(RankSamplerBackend):
     ) -> Tensor:
         """Return the sampled tokens `[B]` int64, the best of all ranks, from this rank's `logits [B, V
         / ranks]`.
+
+        rows, steps: `[B]`, each request's row of settings and its number of output tokens so far.
+        plan: the settings of the batch.
         """
         if self.own_tokens < self.room:  # as many chunks on every rank
             logits = logits.clone()
@@ -36,7 +40,9 @@ class TritonRankSamplerBackend(RankSamplerBackend):
         return best_of_rows(self._all(best_of_chunks(logits, draw, self.first_token)), draw)
 
     def _all(self, own: BestTokens) -> BestTokens:
-        """Return the best tokens of all ranks' chunks, in the order of token ids."""
+        """Return the best tokens of all ranks' chunks, in the order of token ids, given this rank's
+        (`own`).
+        """
         ids = own.ids + self.first_token
         parts = [own.best.view(torch.int32), ids] + (
             [own.races.view(torch.int32)] if own.races is not None else []

@@ -31,10 +31,8 @@ class RankSamplerBackend(SamplerBackend):
     """A sampler backend for several ranks, each of which has the logits of a part of the vocabulary, `[B,
     V / ranks]`.
 
-    Args:
-        ranks: this rank among all.
-        inner: chooses from whole rows, where a step needs them.
-        vocab_size: of the whole model.
+    ranks: this rank among all. vocab_size: of the whole model.
+    inner: the backend that chooses from whole rows of logits, where a step needs them.
     """
 
     def __init__(self, ranks: Ranks, inner: SamplerBackend, vocab_size: int) -> None:
@@ -46,13 +44,18 @@ class RankSamplerBackend(SamplerBackend):
     def whole(
         self, sampler: Sampler, logits: Tensor, plan: SamplingMetadata, masked: bool
     ) -> Tensor:
-        """Return all ranks' logits `[B, V]` if something looks at whole rows, else `logits` as given."""
+        """Return all ranks' logits `[B, V]` if the step needs whole rows, else `logits` as given.
+
+        plan: the sampling settings of the batch. masked: grammars mask it. Both can need whole rows.
+        """
         if not masked and plan.wanted is None and not plan.features & WHOLE_ROW:
             return logits
         return gathered(self.ranks, logits, sampler.vocab_size)
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
-        """Set the logits of tokens that are not `allowed` to -inf, on rank 0, which alone has masks."""
+        """Set the logits of tokens that are not `allowed` to -inf, in place, on rank 0, which alone has
+        masks.
+        """
         self.inner.forbid(sampler, logits, allowed)
 
     def choose(
@@ -66,9 +69,9 @@ class RankSamplerBackend(SamplerBackend):
     ) -> Tensor:
         """Return the sampled tokens `[B]` int64, equal on all ranks.
 
-        logits: of this rank's part of the vocabulary, or whole rows. rows, steps: `[B]`, each request's
-            row and its output tokens before. With masks rank 0 chooses, which alone has them, and
-            broadcasts.
+        logits: of this rank's part of the vocabulary, or whole rows. rows, steps: `[B]`, each request's row
+            of settings and its number of output tokens so far. plan: the settings of the batch.
+        masked: grammars mask the logits; rank 0 alone has the masks, so it chooses and broadcasts.
         """
         if logits.shape[1] == self.room:
             return self.reduce_argmax(sampler, logits, rows, steps, plan)
@@ -76,8 +79,8 @@ class RankSamplerBackend(SamplerBackend):
         return self.ranks.first(tokens) if masked else tokens
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
-        """Return `tokens [B]` with a special number in place of those whose logit is NaN; None for
-        logits of a part.
+        """Return `tokens [B]` with a special number in place of those whose logit is NaN; None if `logits`
+        are only a part of the vocabulary.
         """
         return None if logits.shape[1] == self.room else self.inner.report(logits, tokens)
 
@@ -91,8 +94,8 @@ class RankSamplerBackend(SamplerBackend):
     ) -> Tensor:
         """Return the sampled tokens `[B]` int64, the best of all ranks.
 
-        logits: `[B, V / ranks]`, of this rank's tokens. rows, steps: `[B]`, each request's row and its
-            output tokens before.
+        logits: `[B, V / ranks]`, of this rank's tokens. rows, steps: `[B]`, each request's row of settings
+            and its number of output tokens so far. plan: the settings of the batch.
         """
         own = logits[:, : self.own_tokens].float()
         if not own.shape[1]:  # more ranks than this vocabulary fills
@@ -111,9 +114,10 @@ class RankSamplerBackend(SamplerBackend):
     def _race(
         self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, largest: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the best noisy weight among this rank's tokens, and its index in the part, `[B]` each.
+        """Return the largest noisy weight among this rank's tokens, and its index in the part, `[B]` each.
 
-        largest: `[B]`, the largest logits of all ranks, to which weights are relative.
+        logits: `[B, V / ranks]`. rows, steps: `[B]`, seed the noise. largest: `[B]`, the largest logits of
+            all ranks, to which weights are relative.
         """
         weights = sampler.weights(logits, largest[:, None], rows)
         ids = sampler.ids[self.first_token : self.first_token + logits.shape[1]]
@@ -122,7 +126,10 @@ class RankSamplerBackend(SamplerBackend):
         return best.values, best.indices
 
     def _best(self, values: Tensor, tokens: Tensor) -> Tensor:
-        """Return the token of the largest value of all ranks, `[B]` int64; of equals the first rank's."""
+        """Return the token of the largest value of all ranks, `[B]` int64; of equal values the first rank's.
+
+        values, tokens: `[B]`, this rank's best value and its token id.
+        """
         pairs = torch.stack([values.view(torch.int32), tokens.int()], dim=1)  # [B, 2]
         found = self.ranks.gather(pairs)  # [ranks, B, 2]
         winner = found[..., 0].contiguous().view(torch.float32).max(0).indices  # [B]

@@ -40,11 +40,11 @@ class Shard:
     size: int
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """Return this rank's model as a model of its own; nothing else changes, the vocabulary neither.
+        """Return the configuration of this rank's part as a model of its own, given that of the whole model.
 
-        Query heads and the MLP's inside are cut in `size` equal parts. So are key/value heads, unless there
-        are fewer of them than ranks: then each rank has one, and as many neighbours share it as there are
-        ranks to a head.
+        Query heads and the MLP's inside are cut in `size` equal parts; the vocabulary stays. So are key/value
+        heads, unless there are fewer of them than ranks: then each rank has one, and as many neighbours share
+        it as there are ranks to a head.
 
         Raises:
             UserError: `size` does not divide num_heads, or else intermediate_size; or of num_kv_heads and
@@ -71,10 +71,11 @@ class Shard:
         )
 
     def vocabulary(self, whole: int) -> tuple[int, int, int]:
-        """Return the first token id, how many there are, and for how many there is room.
+        """Return this rank's first token id, its number of tokens, and the number that it has room for.
 
-        Room is the same on all ranks: the vocabulary by ranks, rounded up. Ranks fill it in their order, so
-        the last may have fewer tokens, or none: then its first is the number of tokens, `whole`.
+        whole: tokens of the vocabulary. Room is the same on all ranks: the vocabulary by ranks, rounded up.
+            Ranks
+        fill it in their order, so the last may have fewer tokens, or none: then its first is `whole`.
         """
         room = -(-whole // self.size)
         first = min(whole, self.rank * room)
@@ -85,16 +86,15 @@ class Shard:
     ) -> Slice | None:
         """Return which part of the tensor `name` this rank has, given its shapes; None: all of it.
 
+        name: of the layer and the tensor, such as `layers.0.self_attn.k_proj.weight`.
+        whole, own: the tensor's shape in the whole model, and in this rank's. kv_heads: of the whole model.
+
         It is cut in the dimension in which the shapes differ, into parts of the length that `own` has there,
         in the order of ranks; so are packed numbers, scales and zero points. Two kinds of layers differ:
 
         - `VOCABULARY`, in dimension 0: its parts are rounded up (see `vocabulary`), so the last may begin at
           the end, and may reach beyond it.
         - `KEYS`, with fewer heads than ranks: there are as many parts as heads, and neighbours have the same.
-
-        Args:
-            name: of the layer and the tensor: `layers.0.self_attn.k_proj.weight`.
-            kv_heads: of the whole model.
 
         Raises:
             UserError: more than one dimension differs, or the parts do not make the whole.
@@ -117,7 +117,7 @@ class Shard:
         return Slice(dim, place * own[dim], own[dim])
 
     def first_alone(self, name: str) -> bool:
-        """Return whether only rank 0 has the tensor and the others zeros.
+        """Return True if only rank 0 has the tensor `name` and the others have zeros.
 
         It is so for the bias of a layer in `ROWS`: the ranks' products are summed, and a bias is added once.
         """

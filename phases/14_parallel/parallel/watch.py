@@ -11,9 +11,9 @@ from parallel.worker_group import WorkerGroup, WorkerLostError
 
 
 class WatchedLoop:
-    """A loop of steps around rank 0's loop, which raises if a rank is lost.
+    """A loop of steps around rank 0's loop `inner`, which raises `WorkerLostError` if a rank is lost.
 
-    closed: True if the ranks have been released.
+    workers: the processes of the other ranks. closed: True if they have been released.
     """
 
     def __init__(self, inner: Loop, workers: WorkerGroup) -> None:
@@ -23,16 +23,20 @@ class WatchedLoop:
         self._release: Callable[[], Any] = lambda: None
 
     def close_with(self, release: Callable[[], Any]) -> None:
-        """Set the function that releases the other ranks: at the end, or when one of them is lost."""
+        """Set the function that releases the other ranks; it is called at the end, or when one of them is
+        lost.
+        """
         self._release = release
 
     @property
     def idle(self) -> bool:
-        """Return True if nothing is in flight and no rank is lost: a loss is still to be raised."""
+        """Return True if no step is in flight and no rank is lost. (After a loss `advance` must still raise
+        it.)
+        """
         return self.inner.idle and not self.workers.reason
 
     def advance(self, engine: Engine) -> None:
-        """Launch the next step on all ranks, and collect what is due. See `Loop.advance`.
+        """See `Loop.advance`: start the next step, on all ranks, and collect the results that are ready.
 
         Raises:
             WorkerLostError: a rank has ended, or the engine is closed; nothing can be computed any more.
@@ -49,7 +53,7 @@ class WatchedLoop:
             raise
 
     def on_step_failed(self, error: BaseException) -> None:
-        """End all ranks: a step has failed, perhaps because one of them has ended."""
+        """End all ranks, since a step has failed with `error`, perhaps because one of them has ended."""
         self.workers.wait_for_loss()
         self.workers.lose(f"a step failed on rank 0 ({type(error).__name__}: {error})")
 

@@ -32,8 +32,9 @@ from parallel.ranks import Ranks, device_of, open_store
 
 
 def main(descriptor: int, rank: int) -> None:
-    """Run a worker process: serve rank 0 until it ends. descriptor: file descriptor of the connection
-    to it.
+    """Run a worker process of the rank `rank`: serve rank 0 until it ends.
+
+    descriptor: file descriptor of the connection to rank 0.
     """
     # Ctrl-C goes to all processes of a terminal: rank 0 decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -49,7 +50,9 @@ def main(descriptor: int, rank: int) -> None:
 
 
 def serve(channel: BroadcastChannel, rank: int) -> NoReturn:
-    """Receive messages from rank 0 and do what each of them says."""
+    """Receive messages from rank 0 and carry out each of them; never returns, the process ends with rank
+    0.
+    """
     ranks: Ranks | None = None
     while True:
         message = channel.receive()
@@ -69,7 +72,10 @@ def serve(channel: BroadcastChannel, rank: int) -> NoReturn:
 
 
 def run_steps(message: Build, ranks: Ranks, channel: BroadcastChannel) -> None:
-    """Build an engine, and run the halves of steps that come, until rank 0 closes it."""
+    """Build an engine by the message's recipe, and run the halves of steps that come, until rank 0 closes it.
+
+    ranks: this rank of the process group. channel: the connection to rank 0.
+    """
     runner: Any = rank_engine(message.recipe, ranks).runner
     worker = StepWorker(runner, runner.cache)
     while not isinstance(step := channel.receive(), Closed):
@@ -82,7 +88,7 @@ def run_steps(message: Build, ranks: Ranks, channel: BroadcastChannel) -> None:
 
 
 def resolve_function(call: RunFunction) -> Callable[..., Any]:
-    """Return the function that a message names, imported or made from its source."""
+    """Return the function that a message names, imported from its module or made from its source."""
     if call.source:
         space: dict[str, Any] = {}
         exec(call.source, space)
@@ -93,7 +99,7 @@ def resolve_function(call: RunFunction) -> Callable[..., Any]:
 
 
 def end_with(descriptor: int) -> None:
-    """End this process when rank 0 closes the connection, also while this rank waits on its device."""
+    """End this process when rank 0 closes the connection `descriptor`, also while a device is waited for."""
     poll = select.poll()
     hang_up = getattr(select, "POLLRDHUP", 0)
     poll.register(descriptor, select.POLLHUP | select.POLLERR | hang_up)

@@ -36,12 +36,11 @@ class WorkerLostError(EngineLost):
 class WorkerProcess:
     """The process of one other rank.
 
+    rank: from 1 on.
+    lost: called with a sentence, from another thread, when the process has ended.
+
     It is a plain program, not a child of multiprocessing: the caller's main module is not run again, and a
     server's engine process, which may have no such children, can have ranks too.
-
-    Args:
-        rank: from 1 on.
-        lost: called with a sentence, from another thread, when the process has ended.
     """
 
     def __init__(self, rank: int, lost: Callable[[str], None]) -> None:
@@ -77,7 +76,7 @@ class WorkerProcess:
 class WorkerGroup:
     """The processes of ranks 1 to `size - 1`.
 
-    reason: which rank was lost and how; empty while none is.
+    reason: a sentence about which rank was lost and how; empty while none is.
     on_loss: called, from another thread, when a rank is lost.
     on_end: called when all processes have been ended.
     """
@@ -94,17 +93,18 @@ class WorkerGroup:
         atexit.register(self.kill)
 
     def broadcast(self, message: Any) -> None:
-        """Send a message to all ranks. A broken connection is no error: the end of its process will be."""
+        """Send a message to all ranks. A broken connection raises nothing here: the end of its process is
+        noticed.
+        """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for member in self.members:
             with suppress(OSError):
                 member.connection.send_bytes(data)
 
     def collect_replies(self, *, wait: float = 0.0) -> list[tuple[int, Any]]:
-        """Return the replies that have come, `(rank, reply)`.
+        """Return the ranks' replies that have come, as (rank, reply) pairs; possibly none.
 
-        Args:
-            wait: seconds to wait for a reply of each rank, until the first has come.
+        wait: seconds to wait for a reply of each rank, until the first has come.
         """
         found: list[tuple[int, Any]] = []
         for member in self.members:
@@ -114,7 +114,9 @@ class WorkerGroup:
         return found
 
     def lose(self, reason: str) -> None:
-        """End all ranks, since one is lost; the first `reason` stays."""
+        """End all ranks' processes, since one is lost, and set `self.reason` unless an earlier loss has set
+        it.
+        """
         if self._ending or self.reason:
             return
         self.reason = reason
@@ -127,8 +129,7 @@ class WorkerGroup:
     def check(self, *, patient: bool = False) -> None:
         """Raise `WorkerLostError` if a rank is lost.
 
-        Args:
-            patient: something has failed, so wait some seconds until a loss may be known.
+        patient: first wait some seconds until a loss may be known, since something else has failed.
         """
         if patient:
             self.wait_for_loss()
@@ -144,7 +145,9 @@ class WorkerGroup:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Mark a block in which this process may wait for other ranks, so that a loss may end it."""
+        """Mark a `with` block in which this process may wait for other ranks, so that a loss may end this
+        process.
+        """
         self._waiting += 1
         try:
             yield
@@ -152,7 +155,9 @@ class WorkerGroup:
             self._waiting -= 1
 
     def _last_resort(self) -> None:
-        """End this process if it still waits for the lost rank: a waiting device cannot be interrupted."""
+        """End this process if it still waits for a lost rank after a while: a waiting device cannot be
+        interrupted.
+        """
         if not self._done.wait(LAST_RESORT) and self._waiting:
             print(
                 f"error: {self.reason}, and this process still waits for it",

@@ -56,14 +56,12 @@ REASON = re.compile(r"\b(UserError|StartupError): (.+)")
 class Cluster:
     """A server of several engines: Ray, its HTTP proxy, and the replicas.
 
+    make_app: makes phase 13's application in a replica; any callable that can be pickled.
+    options: number of replicas, and how one is chosen for a request.
+    gpus: number of GPUs of a replica; with 0 it gets what Ray counts as one processor.
+    limits: of HTTP, the same as the application's. host, port: where it listens.
+    connection: name of uvicorn's class of connections; empty for its own.
     signalled: set by the first SIGTERM or SIGINT.
-
-    Args:
-        make_app: makes phase 13's application in a replica; any callable that can be pickled.
-        options: number of replicas, and the choice of one for a request.
-        gpus: number of GPUs of a replica; with 0 it gets what Ray counts as one processor.
-        limits: the same as those of the application.
-        connection: uvicorn's name of the class of connections; empty for its own.
     """
 
     def __init__(
@@ -91,7 +89,8 @@ class Cluster:
     def serve(self, on_ready: Callable[[], object]) -> int:
         """Start Ray and all replicas, serve until a signal, and end all; return the exit code.
 
-        The first signal lets streams finish, within the grace period; the second does not wait.
+        on_ready: called when all replicas take requests. The first signal lets streams finish, within the
+            grace period; the second does not wait.
 
         Raises:
             StartupError: not every replica takes requests in time.
@@ -167,7 +166,7 @@ class Cluster:
         self.signalled.set()
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment variables of Ray's processes. On other machines `ray start`
+        """Return the environment variables of Ray's processes, by name. On other machines `ray start`
         needs the same.
         """
         cores = max(1, (os.cpu_count() or 1) // self.options.most)  # of a replica
@@ -208,7 +207,7 @@ class Cluster:
             raise StartupError(f"not ready after {START_SECONDS:g} s: {message or state}")
 
     def _state(self) -> tuple[str, str]:
-        """Return the status of Ray's application, and the messages of its deployments."""
+        """Return the status of Ray's application, such as "RUNNING", and the messages of its deployments."""
         found = serve.status().applications.get(APPLICATION)
         if found is None:
             return "DELETED", ""
@@ -220,7 +219,7 @@ class Cluster:
         return str(found.status.value), "\n".join([*said, found.message])
 
     def _application(self) -> Any:
-        """Return the replica as an application of Ray Serve."""
+        """Return a description of the replica's deployment, as Ray Serve runs it."""
         options, make_app = self.options, self.make_app
         made: list[
             Replica

@@ -50,14 +50,17 @@ TRIES = 3
 
 
 class Gate:
-    """ASGI middleware in the proxy around Ray's application, which sends each request to a replica."""
+    """ASGI middleware in the proxy around Ray's application `app`, which sends each request to a replica.
+
+    limits: of HTTP; None: the default ones.
+    """
 
     def __init__(self, app: Any, limits: Limits | None = None) -> None:
         self.app, self.limits = app, limits or Limits()
         self._numbers = count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to one HTTP request, whatever becomes of its replica."""
+        """Respond to one HTTP request: by a replica, or with an error if no replica can."""
         if scope["type"] != "http" or scope["path"].startswith("/-/"):  # Ray's own
             await self.app(scope, receive, send)
             return
@@ -103,10 +106,12 @@ class Gate:
     ) -> None:
         """Ask one replica after the other, up to `TRIES` of them, until one has answered.
 
-        Each responds into a `RelayedAnswer` of its own, given the scope with `said` under `KEY`. Its status
-        is then that of `http`. All is done when the answer is complete, or the client has left. Another
-        replica is asked only while nothing of an answer has been sent, and Ray has said nothing itself. Then
-        `lost_replica` of the one that was asked is added to what `said` avoids.
+        said: fields for the router (`chain`, `wanted`, `avoid`, ...). Each replica responds into a
+            `RelayedAnswer`
+        of its own, given the scope with `said` under `KEY`. Its status is then that of `http`. All is done
+        when the answer is complete, or the client has left (`leaving`). Another replica is asked only while
+        nothing of an answer has been sent, and Ray has said nothing itself. Then `lost_replica` of the one
+        that was asked is added to what `said` avoids.
 
         Raises:
             ApiError: the last answer's `error()`: nothing has been sent, or Ray has said something itself.
@@ -132,32 +137,32 @@ class Gate:
 
 
 def head_bytes(scope: Scope) -> int:
-    """Return the bytes of a request's address and headers."""
+    """Return the number of bytes of a request's address and headers."""
     address = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
     return address + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 class Leaving:
-    """An ASGI `receive` that records when the client has disconnected."""
+    """An ASGI `receive` around another that sets `disconnected` once the client has disconnected."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive, self.disconnected = receive, False
 
     async def __call__(self) -> MutableMapping[str, Any]:
-        """Return the next ASGI message."""
+        """Return the next ASGI message of the inner `receive`."""
         message = await self._receive()
         self.disconnected |= message["type"] == "http.disconnect"
         return message
 
 
 class RelayedAnswer:
-    """The response of one replica, on its way to the client.
+    """The response of one replica, on its way to the client. send: sends ASGI messages to the client.
 
-    status: of what has begun to go out, or 0.
-    complete: whether all of it has.
-    events: whether it is a stream of events, to which an error can be added.
-    foreign: the status of what Ray says itself; it is swallowed, and said in our form.
-    lost_replica: the replica that would not respond.
+    status: of the response, once its start was sent to the client; 0 before.
+    complete: whether all of the response was sent.
+    events: whether it is a stream of server-sent events, to which an error can be added.
+    foreign: the status of a response that Ray itself made, else 0; it is dropped, and an error sent instead.
+    lost_replica: the name of the replica that would not respond.
     """
 
     def __init__(self, send: Send) -> None:
@@ -167,7 +172,11 @@ class RelayedAnswer:
         self.lost_replica = ""
 
     async def of(self, app: Any, scope: Scope, receive: Receive) -> None:
-        """Let `app` answer. That a replica dies, or says nothing any more, is no exception here."""
+        """Let the ASGI application `app` respond to one request, and pass the response on by `send`.
+
+        If the replica dies, or sends nothing any more, this returns without an exception, and the fields say
+        so.
+        """
         watch = Watch(scope[KEY].get("number", -1))
         task = asyncio.ensure_future(app(scope, receive, partial(watch.pass_on, self.send)))
         try:
@@ -185,7 +194,7 @@ class RelayedAnswer:
             task.cancel()
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Pass on what a replica says, in the order in which it does, and note it in this object's fields.
+        """Pass on an ASGI message of a replica, in order, and record in this object's fields what it says.
 
         A start with the header `ENGINE_LOST` is a replica's that takes nothing: its `NAME` is noted in
         `lost_replica`. One without a `NAME` is Ray's own: its status is noted in `foreign`. Nothing of such a
@@ -215,7 +224,7 @@ class RelayedAnswer:
             self.complete = not message.get("more_body", False)
 
     def error(self) -> ApiError:
-        """Return the error that says why there is no response, or no whole one."""
+        """Return the error for the client that says why there is no response, or no whole one."""
         if self.foreign == 408:
             return ApiError(504, "the request was not done in time", code="deadline")
         if (
@@ -228,7 +237,7 @@ class RelayedAnswer:
 
 
 def middlewares() -> list[Any]:
-    """Return the middleware of Ray's proxy; Ray calls this in the proxy's process."""
+    """Return the list of middleware of Ray's proxy, with `Gate`; Ray calls this in the proxy's process."""
     import uvicorn.config
     from starlette.middleware import Middleware
 

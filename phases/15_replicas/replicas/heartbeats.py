@@ -26,13 +26,15 @@ SUSPECT_SECONDS = 30.0
 
 
 class HeartbeatSender:
-    """An ASGI application around a replica's, which sends `ALIVE` once a second while that responds."""
+    """An ASGI application around a replica's `app`, which sends the message `ALIVE` once a second while `app`
+    responds.
+    """
 
     def __init__(self, app: Any) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Respond to one request by the inner application, and send heartbeats (`ALIVE`) meanwhile."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -50,9 +52,9 @@ class HeartbeatSender:
 
 
 class Assignments:
-    """Map of the requests of a proxy to the replicas that its router has chosen.
+    """Map of the requests of a proxy to the names of the replicas that its router has chosen.
 
-    replicas: by the number that the proxy has given a request.
+    replicas: names of replicas, by the number that the proxy has given a request.
     """
 
     def __init__(self) -> None:
@@ -60,11 +62,13 @@ class Assignments:
         self._suspects: dict[str, float] = {}
 
     def suspect(self, replica: str) -> None:
-        """Note that a replica was silent."""
+        """Record that a replica, by its name, was silent: for a while it is among `suspects`."""
         self._suspects[replica] = time.monotonic() + SUSPECT_SECONDS
 
     def suspects(self) -> set[str]:
-        """Return the replicas that get no requests for now."""
+        """Return the names of replicas that were silent lately, and so get no requests that others can
+        take.
+        """
         now = time.monotonic()
         self._suspects = {name: end for name, end in self._suspects.items() if end > now}
         return set(self._suspects)
@@ -75,9 +79,9 @@ ASSIGNMENTS = Assignments()
 
 
 class Watch:
-    """Notices that nothing is heard of a request.
+    """Notices that the replica of a request has sent nothing, not even a heartbeat, for too long.
 
-    number: of the request; see `Assignments`.
+    number: the proxy's number of the request.
     """
 
     def __init__(self, number: int) -> None:
@@ -86,7 +90,11 @@ class Watch:
         self._passing = False
 
     async def pass_on(self, send: Send, message: MutableMapping[str, Any]) -> None:
-        """Send a message, unless it is a heartbeat. A reader that is slow to take it is no silence."""
+        """Send an ASGI message to the client by `send`, unless it is a heartbeat; record that the replica is
+        alive.
+
+        While a slow client takes the message, the replica does not count as silent.
+        """
         if message["type"] != ALIVE:
             self._passing = True
             await send(message)
@@ -94,7 +102,10 @@ class Watch:
         self._heard = time.monotonic()
 
     def silent(self, begun: bool) -> str:
-        """Return the replica that says nothing, empty for none. begun: a part of a response was sent."""
+        """Return the name of the request's replica if it has been silent for too long, else an empty text.
+
+        begun: a part of a response was sent, so the limit is another.
+        """
         replica = ASSIGNMENTS.replicas.get(self.number, "")
         if self._heard is None and replica:
             self._heard = time.monotonic()

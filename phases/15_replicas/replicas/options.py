@@ -62,5 +62,5 @@ class ReplicaOptions:
 
     @property
     def most(self) -> int:
-        """Return the most replicas at a time."""
+        """Return the largest number of replicas that may run at a time."""
         return self.max_replicas or self.replicas

@@ -20,7 +20,7 @@ LONGEST = 512
 
 
 class PromptFields(Struct):
-    """The fields of a request that its first tokens are made of; everything else is skipped unread."""
+    """The fields of a request that its first tokens are made of, undecoded; all other fields are skipped."""
 
     tools: Raw = Raw(b"")
     messages: list[Raw] = []
@@ -29,7 +29,7 @@ class PromptFields(Struct):
 
 
 class PreviousResponse(Struct):
-    """The field of a request that goes on from a stored conversation."""
+    """The request's field `previous_response_id`, set if it goes on from a stored conversation."""
 
     previous_response_id: str = ""
 
@@ -42,9 +42,11 @@ _KEEPER = re.compile(r"resp_([^_]+)_")
 
 
 def keeper_of(body: bytes) -> str:
-    """Return the replica that keeps the conversation from which a request goes on; empty for none.
+    """Return the name of the replica that keeps the conversation from which a request goes on; empty for
+    none.
 
-    A response's id begins with the name of the replica that has made it.
+    body: of the request, JSON. The id of a previous response begins with the name of the replica that has
+        made it.
     """
     if b"previous_response_id" not in body:
         return ""
@@ -56,9 +58,10 @@ def keeper_of(body: bytes) -> str:
 
 
 def chain_of(body: bytes) -> list[int]:
-    """Return hashes of the beginnings of a request's prompt; empty if the body has no prompt.
+    """Return 64-bit hashes of longer and longer beginnings of a request's prompt; empty if it has no prompt.
 
-    A conversation that continues repeats its messages and adds some, so its chain is continued as well.
+    body: of the request, JSON. A conversation that continues repeats its messages and adds some, so its chain
+        is continued as well.
     The salt is in every number: requests that must not share a cache do not share a chain (phase 08).
     """
     try:
@@ -72,7 +75,8 @@ def chain_of(body: bytes) -> list[int]:
 
 
 def chain(blocks: list[bytes], salt: bytes) -> list[int]:
-    """Return a number below 2^64 for each beginning that ends with a block, by a 64-bit hash of `xxhash`.
+    """Return a number below 2^64 for each beginning that ends with one of `blocks`, by a 64-bit hash of
+    `xxhash`.
 
     The hash of the salt begins; each number is the hash of the one before (8 bytes) and the block. Any good
     hash will do that is the same in every process, which `hash` of bytes is not. Keys of

@@ -22,14 +22,13 @@ ERROR_SECONDS = 1.0
 class Replica:
     """An ASGI application around phase 13's, whose process ends when its engine dies.
 
+    app: phase 13's application.
+    name: what the router calls this replica.
+    end: ends this process, with an exit status.
+
     A server of its own restarts an engine that has died. A replica does not: the others serve meanwhile,
     and Ray restarts replicas, on another machine if need be. A replica without an engine would send errors
     sooner than any other could respond, and so get all the work.
-
-    Args:
-        app: phase 13's application.
-        name: what the router calls this replica.
-        end: ends this process.
     """
 
     def __init__(self, app: App, name: str, end: Callable[[int], None] = os._exit) -> None:
@@ -75,7 +74,9 @@ class Replica:
         )
 
     def check_health(self) -> None:
-        """Raise `RuntimeError` unless the engine is `ready`, with its state. Ray asks from time to time."""
+        """Raise `RuntimeError`, which names the engine's state, unless that is "ready". Ray asks from time to
+        time.
+        """
         if self.app.engine.state != "ready":
             raise RuntimeError(f"the engine is {self.app.engine.state}")
 
@@ -126,6 +127,8 @@ class Replica:
 class BufferedBody:
     """ASGI `receive` of a request whose body was read before; afterwards it only reports that the client has
     left.
+
+    receive: that of the connection.
     """
 
     def __init__(self, body: bytes, receive: Receive) -> None:

@@ -28,7 +28,11 @@ class Router(RequestRouter):  # type: ignore[misc]
     policy: Policy
 
     def initialize_state(self, route: str = "prefix", imbalance: int = 8) -> None:
-        """Set the policy from `ReplicaOptions.route` and `.imbalance`; Ray calls this once."""
+        """Set the policy and its state; Ray calls this once.
+
+        route: the policy's name, as in `--route`. imbalance: for "prefix", requests that the chosen replica
+            may have over the least loaded one.
+        """
         self.policy, self.in_flight = make_policy(route, imbalance), InFlight()
         self._unsent: dict[str, PendingRequest] = {}
 
@@ -37,7 +41,11 @@ class Router(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return replicas in the order to try: Ray tries the next if one has as many requests as it takes."""
+        """Return lists of replicas in the order to try: Ray tries the next if one has as many requests as it
+        takes.
+
+        candidate_replicas: those that run. pending_request: to be sent; None: every replica is as good.
+        """
         if pending_request is None:
             return [candidate_replicas]
         said = routing_fields(pending_request)
@@ -56,14 +64,18 @@ class Router(RequestRouter):  # type: ignore[misc]
         return [[by_name[name]] for name in order]
 
     def load(self, name: str, replica: RunningReplica) -> int:
-        """Return the number of requests that a replica has, as far as this process knows."""
+        """Return the number of requests that a replica has, as far as this process knows. name: the
+        replica's.
+        """
         reported = self.replica_queue_len_cache.get(replica.replica_id) or 0
         return max(reported, self.in_flight.of(name))
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Record which replica has accepted a request, if it is not the one that was tried first."""
+        """Record that a replica has accepted a request, if it is not the one that was tried first. result:
+        unused.
+        """
         if self._unsent.pop(id_of(pending_request), None) is not None:
             self._give(pending_request, routing_fields(pending_request), name_of(replica_id))
             self._unsent.pop(id_of(pending_request))
@@ -81,7 +93,11 @@ class Router(RequestRouter):  # type: ignore[misc]
         self.in_flight.keep(names)
 
     def _give(self, request: PendingRequest, said: dict[str, Any], name: str) -> None:
-        """Record that a request goes to a replica, unless that refuses it."""
+        """Record that a request goes to the replica `name`; Ray may still report that another has accepted
+        it.
+
+        said: the fields that the proxy has added to the request.
+        """
         self.in_flight.begin(id_of(request), name)
         self.policy.sent(said["chain"], name)
         self._unsent[id_of(request)] = request

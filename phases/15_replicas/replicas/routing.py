@@ -20,7 +20,8 @@ class Policy:
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
         """Return the names in `loads`, best first; Ray tries the others if the best refuses.
 
-        chain: hashes of the request's beginning, see `prefixes.chain_of`. loads: by name.
+        chain: hashes of longer and longer beginnings of the request's prompt. loads: requests of each
+            replica, by its name.
         """
         raise NotImplementedError
 
@@ -30,7 +31,7 @@ class Policy:
         """
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget every replica but these. One that comes back has a new name, and an empty cache."""
+        """Forget every replica but those named. One that comes back has a new name, and an empty cache."""
 
 
 class RoundRobin(Policy):
@@ -40,7 +41,9 @@ class RoundRobin(Policy):
         self._turn = -1
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
-        """Return the names in `loads` in order, starting one further at each call."""
+        """Return the names in `loads` in order, starting one further at each call; `chain` does not
+        matter.
+        """
         names = sorted(loads)
         self._turn = (self._turn + 1) % len(names)
         return names[self._turn :] + names[: self._turn]
@@ -55,7 +58,7 @@ class LeastLoaded(Policy):
         self._turns = RoundRobin()
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
-        """Return the names in `loads`, the least loaded first."""
+        """Return the names in `loads`, those with the fewest requests first; `chain` does not matter."""
         return sorted(self._turns.rank(chain, loads), key=lambda name: loads[name])
 
 
@@ -70,7 +73,9 @@ class Memory:
         return len(self._blocks)
 
     def found(self, chain: Sequence[int]) -> int:
-        """Return how many blocks from the start of the chain the replica holds without a gap."""
+        """Return how many blocks from the start of the chain (hashes of a prompt's beginnings) the replica
+        holds.
+        """
         count = 0
         for digest in chain:
             if digest not in self._blocks:
@@ -79,8 +84,9 @@ class Memory:
         return count
 
     def learn(self, chain: Sequence[int]) -> None:
-        """Record that the replica holds these blocks. The end of a chain is forgotten before
-        its beginning.
+        """Record that the replica holds the blocks of a chain (hashes of a prompt's beginnings).
+
+        Its end is forgotten before its beginning.
         """
         blocks = self._blocks
         for digest in reversed(chain):
@@ -93,13 +99,12 @@ class Memory:
 class PrefixAware(Policy):
     """Chooses the replica that has the longest beginning of the request in its cache, within a bound.
 
-    The bound keeps a prefix that all requests share from making one replica do all the work: no request
-    goes to a replica that has more than `imbalance` requests over the least loaded one. Beyond it the
-    request goes elsewhere, and from then on two replicas know the prefix.
+    imbalance: the bound: no request goes to a replica that has more than so many requests over the least
+        loaded one.
+    capacity: blocks that each replica is assumed to hold.
 
-    Args:
-        imbalance: requests.
-        capacity: blocks that each replica is assumed to hold.
+    The bound keeps a prefix that all requests share from making one replica do all the work. Beyond it the
+    request goes elsewhere, and from then on two replicas know the prefix.
     """
 
     def __init__(self, imbalance: int = 8, capacity: int = CAPACITY) -> None:
@@ -108,7 +113,9 @@ class PrefixAware(Policy):
         self._idle = LeastLoaded()
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
-        """Return the names in `loads`: one with enough of the chain first, then by load."""
+        """Return the names in `loads`: first a replica that holds enough of the chain's blocks, then by
+        load.
+        """
         found = {name: self.memory(name).found(chain) for name in loads}
         # Where nothing is known: an idle replica, and of several that which knows least.
         order = self._idle.rank(chain, loads)
@@ -123,7 +130,9 @@ class PrefixAware(Policy):
         return order
 
     def sent(self, chain: Sequence[int], replica: str) -> None:
-        """Record that the cache of `replica` will hold the blocks of this chain."""
+        """Record that the cache of `replica` will hold the blocks of this chain (hashes of a prompt's
+        beginnings).
+        """
         self.memory(replica).learn(chain)
 
     def keep(self, replicas: Collection[str]) -> None:
@@ -138,7 +147,9 @@ class PrefixAware(Policy):
 
 
 def make_policy(route: str, imbalance: int) -> Policy:
-    """Return the policy called `route` in `ReplicaOptions`. imbalance: for "prefix"."""
+    """Return the policy called `route`: "prefix", "least-loaded" or "round-robin". imbalance: for
+    "prefix".
+    """
     if route == "prefix":
         return PrefixAware(imbalance)
     return LeastLoaded() if route == "least-loaded" else RoundRobin()
@@ -156,7 +167,7 @@ class InFlight:
         self._loads: dict[str, int] = {}
 
     def begin(self, request: str, replica: str) -> None:
-        """Assign a request to a replica, and no longer to any other."""
+        """Assign a request, by its id, to a replica, by its name, and no longer to any other."""
         self.end(request)
         self._where[request] = replica
         self._loads[replica] = self._loads.get(replica, 0) + 1
@@ -172,7 +183,7 @@ class InFlight:
         return self._loads.get(replica, 0)
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget every replica but these, and their requests."""
+        """Forget every replica but those named, and their requests."""
         self._where = {
             request: name for request, name in self._where.items() if name in replicas
         }

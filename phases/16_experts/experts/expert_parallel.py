@@ -40,14 +40,15 @@ from quant.loading import Quantize
 
 
 def own_experts(count: int, ranks: Ranks) -> range:
-    """Return the numbers of this rank's experts, of `count` in all; two ranks differ by one expert at
+    """Return the numbers of this rank's experts, of `count` experts in all; two ranks differ by one at
     most.
     """
     return range(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
 
 
 class OwnExpertsLoader(Quantize):
-    """A loader of checkpoints around another one, which drops the experts of other ranks.
+    """A loader of checkpoints around another one, `inner` (None: no weight is quantized), which drops the
+    experts of other ranks.
 
     own: numbers of this rank's experts, known once the model's configuration is.
     """
@@ -62,13 +63,15 @@ class OwnExpertsLoader(Quantize):
         return self.inner.reading()
 
     def expect(self, model: Model) -> None:
-        """Prepare a model on `meta` for its checkpoint, and find out which experts are this rank's."""
+        """Prepare a model on `meta` for its checkpoint, in place, and set `own` to this rank's experts."""
         self.inner.expect(model)
         if model.config.experts is not None:
             self.own = own_experts(model.config.experts.count, self.ranks)
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-        """Store a checkpoint's tensor at `name` in the model, unless it belongs to another rank's expert."""
+        """Store a checkpoint's tensor under `name` in the model, unless it belongs to another rank's
+        expert.
+        """
         number = name.partition(".experts.")[2].partition(".")[0]
         if not number.isdigit() or int(number) in self.own:
             self.inner.place(model, name, tensor)
@@ -89,7 +92,7 @@ class ExpertParallel(Feature):
     phase = 16
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Let each rank keep its experts while the model is loaded.
+        """Let each rank keep only its own experts while `builder` loads the model.
 
         Raises:
             UserError: a layer has fewer experts than there are ranks. Rank 0 checks before others start.
@@ -114,7 +117,7 @@ class ExpertParallel(Feature):
 
 
 def _sum_over_ranks(ranks: Ranks, builder: EngineBuilder) -> None:
-    """Give each layer of experts a function that sums its output over all ranks."""
+    """Give each layer of experts of the builder's model a function that sums its output over all ranks."""
     for layer in expert_layers(builder.model):
         layer.first = own_experts(layer.facts.count, ranks).start
         layer.all_reduce = ranks.all_reduce

@@ -34,7 +34,7 @@ class MixtureOfExperts(Feature):
             integer("active_experts", self.active_experts, low=1)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Group the experts of each layer when the model is loaded.
+        """Let `builder` group the experts of each layer in two tensors when the model is loaded.
 
         Raises:
             UserError: the options ask for more experts than a layer has.
@@ -47,9 +47,11 @@ class MixtureOfExperts(Feature):
         builder.surgeries.append(self._group)
 
     def _group(self, builder: EngineBuilder) -> None:
-        """Group each layer's experts, one layer after the other, so that only one is in memory twice.
+        """Group each layer's experts of the builder's model, in place, layer by layer, so that only one is in
+        memory twice.
 
-        Those of eight bits are for kernels, which read them. Otherwise quantized experts stay modules.
+        Experts of eight bits are grouped only for kernels, which read them. Other quantized ones stay
+        modules.
         """
         if not any(expert_layers(builder.model)):
             return
@@ -67,7 +69,7 @@ class MixtureOfExperts(Feature):
                 layer.experts = group_experts(layer.experts, model.config.activation)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Give the layers of experts Triton kernels, if phase 06's kernels are on."""
+        """Give the model's layers of experts Triton kernels, if phase 06's kernels are on."""
         if builder.feature(Kernels) is None or not any(expert_layers(builder.model)):
             return
         from experts.kernels.grouped import grouped, scratch_bytes

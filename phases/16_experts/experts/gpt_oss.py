@@ -32,7 +32,7 @@ LEAVES = {"": "data", "_blocks": "data", "_scales": "scale", "_bias": "bias"}
 class GptOssAttention(LlamaAttention):
     """Llama's attention with a learned sink for each query head: a score that only enters the softmax's sum.
 
-    sinks: `[H]`.
+    sinks: `[H]`, the learned scores. spec: sizes and scale of the layer.
     """
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
@@ -96,7 +96,7 @@ class GptOss(Llama):
 
     @staticmethod
     def transform(name: str, tensor: Tensor) -> Tensor:
-        """Return a checkpoint's tensor in the model's layout.
+        """Return a checkpoint's tensor in the model's layout. name: the model's name for it.
 
         Experts `[E, in, out]` become `[E, out, in]`; gates and ups, which the checkpoint interleaves,
         become all gates and then all ups.
@@ -115,7 +115,7 @@ def is_packed(config: ModelConfig) -> bool:
 
 def empty_weights(config: ModelConfig, outputs: int, inputs: int) -> ExpertWeights:
     """Return an uninitialized `ExpertWeights` `[E, outputs, inputs]`, in the checkpoint's format (plain or
-    MXFP4).
+    MXFP4), which `config` names.
 
     Raises:
         UserError: the inputs of an MXFP4 matrix are no multiple of 32.

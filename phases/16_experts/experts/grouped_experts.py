@@ -18,6 +18,7 @@ class GroupedExperts(nn.Module):
     """All experts of a layer, as two products with one tensor each, and an activation between them.
 
     gate_up: `[2 I, hidden]` for every expert, its gates and then its ups. down: `[hidden, I]`.
+    act: the activation, from gates and ups to `I` numbers.
     kernels: `(most, small, large)`: `small` computes steps of up to `most` tokens, `large` all others.
         First both are the loop over experts; the feature puts faster ones here.
     """
@@ -44,11 +45,14 @@ class GroupedExperts(nn.Module):
         return (small if len(x) <= most else large)(self, x, weights, chosen)
 
     def multiply(self, expert: int, x: Tensor) -> Tensor:
-        """Map `[T, hidden]` to `[T, hidden]` through one expert, whose weights are plain or MXFP4."""
+        """Return `[T, hidden]`, the outputs of the expert with the number `expert`, for `x [T, hidden]`.
+
+        Its weights are plain or MXFP4.
+        """
         return self.down.multiply(expert, self.act(self.gate_up.multiply(expert, x)))
 
     def only(self, own: range) -> GroupedExperts:
-        """Return a copy with the experts `own` alone."""
+        """Return a copy that has only the experts whose numbers are in `own`."""
         return GroupedExperts(self.gate_up.only(own), self.down.only(own), self.act)
 
 
@@ -62,8 +66,8 @@ A choice that is no number of an expert here belongs to another rank and adds no
 def group_experts(experts: nn.Module, activation: str) -> GroupedExperts:
     """Return a layer's experts as `GroupedExperts`: modules stacked in two tensors, MXFP4 unpacked.
 
-    experts: `ExpertModules` or `GroupedExperts`. activation: of `ExpertModules`, as a model's
-        configuration names it ("silu"); `GroupedExperts` know their own.
+    experts: `ExpertModules` or `GroupedExperts`. activation: its name in the model's configuration, such as
+        "silu", for `ExpertModules`; `GroupedExperts` have their own.
     """
     if isinstance(experts, ExpertModules):
         gate_up = stack_layers([[one.gate_proj, one.up_proj] for one in experts])  # type: ignore[list-item]
@@ -77,7 +81,8 @@ def group_experts(experts: nn.Module, activation: str) -> GroupedExperts:
 
 
 def one_by_one(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Compute one expert after the other, in plain torch: `[T, hidden]`, the weighted sums.
+    """Return each token's weighted sum of its experts' outputs, `[T, hidden]`, in plain torch, expert by
+    expert.
 
     x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts.
     """
@@ -86,10 +91,11 @@ def one_by_one(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor
 
 
 def sorted_loop(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Sort tokens by expert, and let each expert multiply its own, in plain torch: `[T, hidden]`.
+    """Return each token's weighted sum of its experts' outputs, `[T, hidden]`, in plain torch.
 
-    x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts. It waits for
-        the device to learn how many tokens each expert has, so no CUDA graph can hold it.
+    x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts. Tokens are
+        sorted by expert, and each expert multiplies its own. The function waits for the device to learn how
+        many tokens each expert has, so no CUDA graph can hold it.
     """
     order, offsets = sort_by_expert(chosen, layer.count)
     rows = x[order // chosen.shape[1]]  # [T k, hidden], expert by expert
@@ -101,7 +107,7 @@ def sorted_loop(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tenso
 
 
 def one_token(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Compute the experts of a single token, in plain torch: `[1, hidden]`.
+    """Return the weighted sum of a single token's experts, `[1, hidden]`, in plain torch.
 
     x: `[1, hidden]`. weights, chosen: `[1, k]`, the router's weights and numbers of experts. There is
         nothing to sort, which saves two thirds of the calls on a CPU.
@@ -114,14 +120,14 @@ def one_token(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor)
 
 
 def combine(products: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Sum the experts' products of each token, in the order of its choices.
+    """Return the weighted sum of the experts' products of each token, in the order of its choices.
 
     The order of a sum is the token's own, so the sum does not depend on the rest of the batch.
 
     Args:
-        products: `[T k, hidden]`, expert by expert.
-        order: `[T k]`, which choice each product is of; see `sort_by_expert`.
-        weights: `[T, k]` float32, what each choice counts.
+        products: `[T k, hidden]`, sorted by expert.
+        order: `[T k]`, the choice that each product is of; choice `j` of token `t` is `t * k + j`.
+        weights: `[T, k]` float32, the weight of each choice.
 
     Returns:
         `[T, hidden]` in the dtype of `products`; sums are in float32.

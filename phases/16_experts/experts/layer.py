@@ -33,7 +33,7 @@ class ExpertRouter(nn.Module):
 def loop_over_experts(
     experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weights: Tensor, chosen: Tensor
 ) -> Tensor:
-    """Compute one expert after the other, each for the tokens that chose it, and sum by the router's weights.
+    """Return each token's weighted sum of its experts' outputs, computed one expert after the other.
 
     In a CUDA graph, where no shape may depend on what was chosen, every expert computes all tokens.
 
@@ -69,7 +69,7 @@ class ExpertModules(nn.ModuleList):
         return loop_over_experts(list(self), x, weights, chosen)
 
     def only(self, own: range) -> ExpertModules:
-        """Return a list with the experts `own` alone."""
+        """Return a list that has only the experts whose numbers are in `own`."""
         return ExpertModules(self[own.start : own.stop])
 
 

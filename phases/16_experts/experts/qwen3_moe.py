@@ -15,7 +15,7 @@ from forward.models.qwen3 import Qwen3Attention
 
 
 class Qwen3MoeBlock(LlamaBlock):
-    """A Llama block around `Qwen3Attention`, with `Experts`."""
+    """A Llama block around `Qwen3Attention`, with the mixture `Experts` as its MLP."""
 
     attention_class: ClassVar[type[LlamaAttention]] = Qwen3Attention
     mlp: nn.Module  # type: ignore[assignment]  # `LlamaBlock` has one kind only
@@ -26,7 +26,7 @@ class Qwen3MoeBlock(LlamaBlock):
 
 
 class Qwen2MoeBlock(Qwen3MoeBlock):
-    """A Llama block around `Qwen2Attention`, with `Experts`."""
+    """A Llama block around `Qwen2Attention`, with the mixture `Experts` as its MLP."""
 
     attention_class: ClassVar[type[LlamaAttention]] = Qwen2Attention
 

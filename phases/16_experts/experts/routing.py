@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts: the `top_k` of highest probability, of equal ones the lowest number.
+    """Return each token's experts and weights: the `top_k` of highest probability, of equal ones the lowest
+    number.
 
     The order is by probability and then by number, whatever else is in the batch. `torch.topk` promises
     nothing about ties.
@@ -33,11 +34,11 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
 
 
 def sort_by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sort a batch's choices by expert. Choice `j` of token `t` has the number `t * k + j`.
+    """Return a batch's choices sorted by expert. Choice `j` of token `t` has the number `t * k + j`.
 
     Args:
-        chosen: `[T, k]`, the expert of each.
-        count: how many experts there are. One that no token chose has none in `order`.
+        chosen: `[T, k]`, the number of the expert of each choice.
+        count: number of experts. An expert that no token chose has no choices in `order`.
 
     Returns:
         order: `[T k]` int64, the choices of expert 0 first; those of one expert in the order of tokens.

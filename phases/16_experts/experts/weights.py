@@ -32,7 +32,9 @@ class Swiglu(NamedTuple):
     limit: float = 0.0
 
     def __call__(self, both: Tensor) -> Tensor:
-        """Map gates and ups, side by side in `[..., 2 I]`, to `[..., I]`, in plain torch."""
+        """Return `[..., I]`, the gated output, for gates and ups side by side in `both [..., 2 I]`; in plain
+        torch.
+        """
         gate, up = both.chunk(2, dim=-1)
         if not self.limit:
             return activation(self.kind)(gate) * up
@@ -78,13 +80,19 @@ class ExpertWeights(nn.Module):
         return self.scheme is not None and self.scheme.scales == "block"
 
     def multiply(self, expert: int, x: Tensor) -> Tensor:
-        """Map `x [T, K]` to `[T, N]` by one expert's weight, which is plain or MXFP4."""
+        """Return `[T, N]`, the product of `x [T, K]` and one expert's weight, which is plain or MXFP4.
+
+        expert: its number on this rank.
+        """
         return F.linear(
             x, self.plain(expert), None if self.bias is None else self.bias[expert]
         )
 
     def plain(self, expert: int) -> Tensor:
-        """Return one expert's weight `[N, K]` in the model's dtype, unpacked at this call if it is MXFP4."""
+        """Return one expert's weight `[N, K]` in the model's dtype; MXFP4 is unpacked at each call.
+
+        expert: its number on this rank.
+        """
         if self.data.dtype != torch.uint8:
             return self.data[expert]
         assert self.scale is not None and self.bias is not None
@@ -100,7 +108,9 @@ class ExpertWeights(nn.Module):
         return ExpertWeights(plain, bias=self.bias)
 
     def only(self, own: range) -> ExpertWeights:
-        """Return a copy with the experts `own` alone, so that the memory of the others can be freed."""
+        """Return a copy that has only the experts whose numbers are in `own`; the others' memory can be
+        freed.
+        """
         data, scale, bias = (
             None if t is None else t[own.start : own.stop].clone()
             for t in (self.data, self.scale, self.bias)
@@ -110,7 +120,7 @@ class ExpertWeights(nn.Module):
 
 
 def stack_layers(experts: Sequence[Sequence[nn.Module]]) -> ExpertWeights:
-    """Stack linear layers of many experts into one tensor.
+    """Return linear layers of many experts, stacked into one tensor.
 
     Args:
         experts: for each expert the layers that read one input; their outputs are put end to end. Layers are
@@ -130,7 +140,7 @@ def stack_layers(experts: Sequence[Sequence[nn.Module]]) -> ExpertWeights:
 
 
 def _join(layers: Sequence[nn.Module]) -> ExpertWeights:
-    """Concatenate the outputs of one expert's layers, which read the same input.
+    """Return the weights of one expert's layers that read the same input, their outputs put end to end.
 
     Returns:
         Weights `[N, K]` without the first dimension, `E`.

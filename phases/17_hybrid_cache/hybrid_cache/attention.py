@@ -15,13 +15,15 @@ from paged_cache.pool import LayerBlocks
 class GroupedTorch(TorchPagedAttention, Mixer):
     """Paged attention in plain torch for several KV cache groups: each has its own block tables and slots.
 
-    A block that a window gave back reads as zeros, from the null block; the mask excludes it in any case.
+    A block that a sliding window has freed reads as zeros, from the null block; the mask excludes it anyway.
     """
 
     pool: HybridPool
 
     def begin(self, batch: Batch) -> None:
-        """Start a step: look up the blocks of its requests in every KV cache group."""
+        """Start a step: look up the blocks of its requests in every KV cache group, for the calls that
+        follow.
+        """
         super().begin(batch)
         self.batches = self.pool.begin(self.batch)
         found = [(plan, self.pool.tables_of(pages)) for plan, pages in self._others]
@@ -30,15 +32,16 @@ class GroupedTorch(TorchPagedAttention, Mixer):
         ]
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """Return a layer's blocks and the step's slots `[T]` in them, and switch to the block tables of
-        its group.
+        """Return a layer's blocks, and the step's slots `[T]` in them, to which tokens' keys are written.
+
+        It also switches `batch` to the block tables of the layer's group.
         """
         group = self.pool.group_of[layer.index]
         self.batch, self._others = self.batches[group], self._tables[group]
         return self.pool.layers[layer.index], self.batch.slots
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """Return the outputs `[T, H, Dv]` of a Gated DeltaNet layer, from states in the pool.
+        """Return the outputs `[T, H, Dv]` of a Gated DeltaNet layer, and update its states in the pool.
 
         inputs: queries, keys, values, decays and weights of the layer for `T` tokens.
         """

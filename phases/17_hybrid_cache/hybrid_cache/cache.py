@@ -38,14 +38,16 @@ class Moves(NamedTuple):
 
 
 class PageAllocator(BlockAllocator):
-    """A free list of page numbers, which calls `on_free` with each page that has lost its last user."""
+    """A free list of the page numbers `0 .. count - 1`, which calls `on_free` with each page that has lost
+    its last user.
+    """
 
     def __init__(self, count: int, on_free: Callable[[int], None]) -> None:
         super().__init__(count)
         self._on_free = on_free
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one user from each of these pages, and free those without any."""
+        """Remove one user from each of these pages, and free those that have no user left."""
         pages = list(blocks)
         super().release(pages)
         for page in pages:
@@ -56,17 +58,15 @@ class PageAllocator(BlockAllocator):
 class HybridCache(PrefixCache):
     """The scheduler's KV cache for models whose layers differ: full attention, sliding windows, states.
 
+    rows, max_len: most running requests, and most tokens of each. index: finds cached prefixes; None: there
+        is none. block_size: tokens of a page. watermark: share of blocks that admission leaves free.
+    blocks: number of blocks of the pool, of one group's layers each, the null block included.
+    layout: groups of layers. step_tokens: most tokens of one request in a step.
+
     It is a `PrefixCache` of pages: numbers that cost no memory, in block tables and in the index. Each
     type of layers gives a page memory, and takes it back, by its own rules: attention takes blocks from
-    one pool, so what a window gives back serves any other request; states have a pool of slots, because a
+    one pool, so what a window frees serves any other request; states have a pool of slots, because a
     state is larger than a block.
-
-    Args:
-        rows, max_len, block_size, watermark: see `PrefixCache`.
-        index: what finds prefixes; None: no page outlives its request.
-        blocks: blocks of the pool, of one group's layers each, the null block included.
-        layout: groups of layers.
-        step_tokens: most tokens of one request in a step.
 
     block_pool: blocks of all managers of attention.
     blocks: `[groups, pages]` int32, the block of each page; two more rows are slots and `tokens_after`.
@@ -125,13 +125,15 @@ class HybridCache(PrefixCache):
     # Room, in blocks.
 
     def holds(self, tokens: int) -> bool:
-        """Return True if a request could keep this many tokens if it had the cache for itself."""
+        """Return True if a request could keep `tokens` tokens if it had the whole cache for itself."""
         most = sum(manager.max_blocks(tokens) for manager in self.attention_managers)
         fits_table = self.blocks_for(tokens) <= self.tables.shape[1]
         return most <= self.block_pool.allocator.count and fits_table
 
     def fits(self, request: Request) -> bool:
-        """Return True if the pool has as many blocks as a waiting request needs to begin."""
+        """Return True if the pool has as many free or evictable blocks as a waiting request needs to
+        begin.
+        """
         if self.block_pool.admissible < 1:
             return False
         pages = self._match(request).blocks
@@ -143,13 +145,15 @@ class HybridCache(PrefixCache):
         return needed <= self.block_pool.admissible
 
     def _match(self, request: Request) -> Match:
-        """Return the cached prefix of a request, as long as every type of layers can begin behind it."""
+        """Return the cached prefix of a request, cut to a length after which every type of layers can
+        begin.
+        """
         found = super()._match(request)
         length = self.find_longest_cache_hit(found.blocks)
         return Match(found.blocks[:length], found.unpinned)
 
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
-        """Return the largest `n` such that every type of layers can begin behind the first `n` of these
+        """Return the largest `n` such that every type of layers can begin after the first `n` of these
         cached pages.
 
         A manager that shortens a hit may take from it what another needs, so all are asked again until
@@ -165,10 +169,10 @@ class HybridCache(PrefixCache):
             length = shortest
 
     def grow(self, request: Request, upto: int) -> bool:
-        """Allocate pages and blocks for a request's first `upto` tokens, after its windows gave back theirs.
+        """Allocate pages and blocks for a request's first `upto` tokens, after its windows have freed theirs.
 
         Returns:
-            False, with nothing allocated, if there are not enough blocks.
+            True; or False, with nothing allocated, if there are not enough blocks.
         """
         row = request.row
         table = self.tables[row]
@@ -198,7 +202,7 @@ class HybridCache(PrefixCache):
     def _num_blocks_to_allocate(self, row: int, start: int, upto: int) -> int:
         """Return how many blocks a request needs from the pool for its first `upto` tokens.
 
-        row: of the request. start: its computed tokens.
+        row: of the request in the block tables. start: its number of computed tokens.
         """
         table = self.tables[row]
         return sum(
@@ -246,7 +250,7 @@ class HybridCache(PrefixCache):
     def commit(self, request: Request, upto: int) -> None:
         """Put the full pages of a request's first `upto` tokens into the prefix index.
 
-        Where the index has a page of the same tokens already, the request uses that one. If that page has
+        Where the index has a page of the same tokens already, the request uses that page. If that page has
         lost its blocks, it gets the request's.
         """
         if self.state_manager is not None:
@@ -267,7 +271,7 @@ class HybridCache(PrefixCache):
         self.allocator.release(own)
 
     def release(self, request: Request) -> None:
-        """Free a request's pages and blocks; what the index has stays cached."""
+        """Free the pages and blocks of an ended request; pages that are in the index stay cached."""
         row = request.row
         for manager in self.managers:
             manager.release_row(row, self.tables[row], self._committed[row])
@@ -278,7 +282,7 @@ class HybridCache(PrefixCache):
     # What the runner takes.
 
     def take_moves(self, works: Sequence[Work]) -> Moves | None:
-        """Return which pages changed blocks since the last call, for the device's copy; None: none did.
+        """Return which pages changed blocks since the last call, for the device's copy; None: no page did.
 
         works: the step's requests and tokens, whose state slots are chosen here.
         """
@@ -296,7 +300,9 @@ class HybridCache(PrefixCache):
         return [pair for _, pairs in copies for pair in pairs]
 
     def take_fresh(self) -> list[int]:
-        """Return the blocks that got a new owner since the last call, whose contents are old."""
+        """Return the numbers of the blocks that got a new owner since the last call, whose contents are
+        old.
+        """
         self._fresh.clear()
         fresh, self.block_pool.fresh = self.block_pool.fresh, []
         return fresh
@@ -321,6 +327,7 @@ class HybridCache(PrefixCache):
 def page_count(layout: LayerGroups, blocks: int, rows: int, table_width: int) -> int:
     """Return how many pages a cache needs, so that blocks run out before page numbers do.
 
+    layout: groups of layers. blocks: of the pool. rows, table_width: sizes of the block tables.
     A page has a block of each group with full attention. Without such a group a page may have no block at
     all: then every entry of the block tables, `rows` times `table_width`, may have a page.
     """

@@ -28,8 +28,8 @@ class Hybrid(Feature):
     phase = 17
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace pool, cache and attention by those over groups of layers, unless all layers have full
-        attention.
+        """Replace the builder's pool, cache and attention by those over groups of layers, unless all layers
+        have full attention.
         """
         layout = LayerGroups.of(builder.model.config)
         if layout.full_attention_only:

@@ -29,7 +29,7 @@ class LayerGroups:
 
     @classmethod
     def of(cls, config: ModelConfig) -> LayerGroups:
-        """Return the groups of a model's attention layers, as vLLM's `kv_cache_utils` makes them.
+        """Return the KV cache groups of a model's attention layers, equal to those that vLLM makes.
 
         The window with the fewest layers makes one group, and the others as many groups as they need of that
         size: 15 layers with a window and 3 without make five groups and one, of 3 layers each.
@@ -50,14 +50,14 @@ class LayerGroups:
 
     @property
     def groups(self) -> list[Sequence[int]]:
-        """Return all groups in order, each as the indices of its layers."""
+        """Return all groups in order, each as the indices of its layers in the model."""
         return [layers for groups in self.by_window.values() for layers in groups]
 
     @property
     def full_attention_only(self) -> bool:
-        """Return True if every layer keeps all keys, so that phase 05's paged cache suffices."""
+        """Return True if every layer keeps all keys, so that the paged cache of phase 05 suffices."""
         return set(self.by_window) == {None} and self.states is None
 
     def blocks(self, of_all_layers: int) -> int:
-        """Return how many blocks of one group have the memory of `of_all_layers` blocks of all layers."""
+        """Return how many blocks of one group take the memory of `of_all_layers` blocks of all layers."""
         return of_all_layers * sum(len(group) for group in self.groups) // self.size

@@ -21,10 +21,11 @@ class GroupedTriton(TritonPagedAttention, Mixer):
     """Paged attention by Triton for several KV cache groups: planned once a step, with each group's tables
     and slots.
 
-    Its kernels begin at the first block in a layer's window, so they never read what was given back.
-
-    start: starts a step, as `HybridPool.begin` does.
+    pool: keys and values. num_heads: query heads. options: keywords of `TritonPagedAttention`.
+    start: starts a step, given its batch; returns the batch with the tables and slots of each group.
     decodes: True if every request of the step computes one token.
+
+    Its kernels begin at the first block in a layer's window, so they never read freed blocks.
     """
 
     pool: HybridPool
@@ -35,7 +36,9 @@ class GroupedTriton(TritonPagedAttention, Mixer):
         self.start: Callable[[PagedBatch], list[PagedBatch]] = pool.begin
 
     def begin(self, batch: Batch) -> None:
-        """Start a step: look up the blocks of its requests in every KV cache group, and plan its launches."""
+        """Start a step: look up the blocks of its requests in every KV cache group, and plan its kernel
+        launches.
+        """
         super().begin(batch)
         self.batches = self.start(self.batch)
         self.decodes = bool((self.batch.host.query_lens == 1).all())
@@ -43,22 +46,23 @@ class GroupedTriton(TritonPagedAttention, Mixer):
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
         """Start a step of a CUDA graph whose requests the caller has sorted.
 
-        Arguments as in `TritonPagedAttention.begin_sorted`: requests for the decode kernel, tiles for
-        prefill.
+        members: indices of the requests for the decode kernel; None: none. tiles: query tiles for the prefill
+            kernel.
         """
         super().begin_sorted(batch, members, tiles)
         self.batches = self.start(batch)
         self.decodes = False
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """Return a layer's blocks and the step's slots `[T]` in them, and switch to the block tables of
-        its group.
+        """Return a layer's blocks, and the step's slots `[T]` in them, to which tokens' keys are written.
+
+        It also switches `batch` to the block tables of the layer's group.
         """
         self.batch = self.batches[self.pool.group_of[layer.index]]
         return self.pool.layers[layer.index], self.batch.slots
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """Return the outputs `[T, H, Dv]` of a Gated DeltaNet layer, from states in the pool.
+        """Return the outputs `[T, H, Dv]` of a Gated DeltaNet layer, and update its states in the pool.
 
         inputs: queries, keys, values, decays and weights of the layer for `T` tokens.
         """

@@ -20,15 +20,13 @@ from paged_cache.pool import BlockPool, KVFormat
 class HybridPool(BlockPool):
     """The device's KV blocks for layers in groups: `[size, 2, N, P, KH, D]`, where a block serves any group.
 
+    blocks: number of blocks of all layers that the memory would hold. block_size: tokens of a block.
+    kv: format of quantized keys and values; None: plain. layout: groups of layers; `size` layers in each.
+    rows, max_len: most running requests, and most tokens of each.
+
     A step's block tables name pages; `begin` looks up each group's blocks in `page_blocks` on the device.
     CUDA graphs read `page_blocks` at a fixed address, so what was made for one block table works for
     several.
-
-    Args:
-        config, block_size, device, dtype, kv: see `BlockPool`.
-        blocks: number of blocks of all layers that the memory would hold.
-        layout: groups of layers; `size` layers in each.
-        rows, max_len: most running requests, and most tokens of each.
 
     group_of: by layer, the number of its group.
     null: number of the last block, which is all zeros.
@@ -82,8 +80,9 @@ class HybridPool(BlockPool):
             )
 
     def regroup(self, moves: Moves | None) -> None:
-        """Update the device's copy of pages' blocks, before the step that reads it. moves: the changes;
-        None: none.
+        """Update the device's copy of pages' blocks, before the step that reads it.
+
+        moves: the changes; None: there are none.
         """
         if moves is None:
             return
@@ -96,7 +95,7 @@ class HybridPool(BlockPool):
             ]
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, pairs of source and target; numbers above `null` are slots of states."""
+        """Copy whole blocks, (source, target) pairs of numbers; numbers above `null` are slots of states."""
         if self.states is not None:
             slots = torch.tensor(
                 [pair for pair in pairs if pair[0] > self.null], device=self.data.device
@@ -106,7 +105,9 @@ class HybridPool(BlockPool):
         super().copy(pairs)
 
     def begin(self, batch: PagedBatch) -> list[PagedBatch]:
-        """Start a step: return its batch once for each group, with that group's block tables and slots."""
+        """Start a step: return a list with its batch once for each group, with the group's block tables and
+        slots.
+        """
         if self.states is not None:
             self.states.begin(batch)
         tables, slots = self.tables_of(batch.block_tables), self.slots_of(batch.slots)
@@ -119,7 +120,7 @@ class HybridPool(BlockPool):
         return self.page_blocks.index_select(1, pages.flatten()).view(-1, *pages.shape)
 
     def slots_of(self, slots: Tensor) -> Tensor:
-        """Return tokens' slots in each group's blocks, `[groups, T]`, given their slots in pages,
+        """Return tokens' slots in each group's blocks, `[groups, T]`, given their `slots` in pages,
         `[T]`; -1 (none) stays.
         """
         blocks = self.tables_of(slots.clamp(min=0) // self.block_size).long()

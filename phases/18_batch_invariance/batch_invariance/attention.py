@@ -38,9 +38,9 @@ class Softmax:
     weighted: Tensor
 
     def then(self, other: Softmax) -> Softmax:
-        """Return the softmax over these keys and, behind them, over those of `other`.
+        """Return the softmax over these keys and then those of `other`, which come after them.
 
-        Without visible keys `other` changes no bit.
+        If `other` has no visible keys, the result has the bits of this one.
         """
         largest = torch.maximum(self.largest, other.largest)
         mine = torch.exp(self.largest - largest)
@@ -53,8 +53,11 @@ class Softmax:
 
 
 def query_tiles(host: HostBatch, queries: int) -> NDArray[np.int64]:
-    """Return a step's query tiles, `[n, 4]`: the request's place in the batch, the first row of the step's
-    tokens, how many rows, and the position of the first.
+    """Return a step's query tiles, `[n, 4]`, each of at most `queries` tokens of one request: the index of
+    the request in the batch, the tile's first row among the step's tokens, its rows, the position of its
+    first.
+
+    host: the step's batch, on the host.
     """
     tiles = []
     lens, contexts = host.query_lens.tolist(), host.context_lens.tolist()
@@ -69,13 +72,15 @@ def query_tiles(host: HostBatch, queries: int) -> NDArray[np.int64]:
 class ChunkedTorch(TorchPagedAttention):
     """Paged attention by torch that computes tiles of `QUERIES` tokens over chunks of `CHUNK` keys.
 
-    Every call has the same shape but for the number of tiles in it, which are separate products.
+    Every call of torch has the same shape but for the number of tiles, which are separate products.
     """
 
     chunk = CHUNK
 
     def plan(self) -> None:
-        """Cut the step into tiles, and find the rows and positions of each."""
+        """Cut the step's tokens into tiles, and store the rows and positions of each for the calls of
+        `attend`.
+        """
         self._others = []
         device = self.batch.positions.device
         tiles = query_tiles(self.batch.host, QUERIES)
@@ -109,7 +114,9 @@ class ChunkedTorch(TorchPagedAttention):
 
     @staticmethod
     def _nothing(layer: LayerSpec, queries: Tensor) -> Softmax:
-        """Return the softmax before the first key: of no key, or of the layer's sinks."""
+        """Return the softmax of queries `[n, KH, group, QUERIES, D]` before the first key: of no key, or of
+        the layer's sinks.
+        """
         largest = queries.new_full(queries.shape[:-1], -1e30)
         total = torch.zeros_like(largest)
         if layer.sinks is not None:
@@ -120,9 +127,11 @@ class ChunkedTorch(TorchPagedAttention):
     def _attend_chunk(
         self, layer: LayerSpec, queries: Tensor, cache: LayerBlocks, reach: Tensor, chunk: int
     ) -> Softmax:
-        """Return the softmax of some tiles over the keys of one chunk.
+        """Return the softmax of `m` tiles over the keys of one chunk.
 
-        queries: `[n, KH, group, QUERIES, D]`. reach: `[m]`, the tiles that have keys in this chunk.
+        queries: `[n, KH, group, QUERIES, D]`, of all tiles. reach: `[m]`, the tiles that have keys in this
+            chunk.
+        cache: the layer's blocks. chunk: the chunk's number.
         """
         key = torch.arange(chunk * self.chunk, (chunk + 1) * self.chunk, device=queries.device)
         requests = self._requests[reach]

@@ -28,7 +28,7 @@ class BatchInvariance(Feature):
     phase: ClassVar[int] = 18
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Raise `UserError` if a product's sum is divided among ranks."""
+        """Raise `UserError` if the builder's model is divided among ranks so that a product's sum is, too."""
         parallel = builder.feature(Parallel)
         refuse("tensor_parallel is not 1", bool(parallel and parallel.tensor_parallel > 1))
 
@@ -61,7 +61,7 @@ class BatchInvariance(Feature):
 
 
 def refuse_unknown_sums(builder: EngineBuilder) -> None:
-    """Raise `UserError` for a model or an option whose sums this phase does not put in order."""
+    """Raise `UserError` if the builder's model or an option has sums whose order this phase does not fix."""
     model = builder.model
     quantized = any(isinstance(part, QuantLinear | BlockWeight) for part in model.modules())
     refuse("the model is a mixture of experts", model.config.experts is not None)
@@ -71,7 +71,9 @@ def refuse_unknown_sums(builder: EngineBuilder) -> None:
 
 
 def refuse(reason: str, holds: bool) -> None:
-    """Raise `UserError` if a reason holds."""
+    """Raise `UserError` that the option `batch_invariant` cannot be on, with this reason, if `holds` is
+    True.
+    """
     if holds:
         raise UserError(
             f"batch_invariant is True, but {reason}, whose sums have no fixed order yet: "
@@ -80,7 +82,9 @@ def refuse(reason: str, holds: bool) -> None:
 
 
 def likely_rows(builder: EngineBuilder) -> list[int]:
-    """Return numbers of rows that steps of this engine have: those of graphs, and some up to a full step."""
+    """Return numbers of rows (tokens) that steps of this engine have: those of its CUDA graphs, and some up
+    to the most tokens of a step.
+    """
     most, graphs = builder.step_tokens, builder.feature(Graphs)
     rows = decode_sizes(max(builder.max_rows, 16)) + chunk_sizes(max(most, 32))
     if graphs is not None and graphs.graph_tokens:
@@ -89,12 +93,12 @@ def likely_rows(builder: EngineBuilder) -> list[int]:
 
 
 def torch_attention(pool: BlockPool) -> PagedAttention:
-    """Make attention in torch over a pool of one or several groups of layers."""
+    """Return attention in torch over a pool of one or several groups of layers."""
     return GroupedChunkedTorch(pool) if isinstance(pool, HybridPool) else ChunkedTorch(pool)
 
 
 def triton_attention(builder: EngineBuilder) -> Callable[[Any], PagedAttention]:
-    """Return what makes attention by kernels over a pool of one or several groups of layers."""
+    """Return a function that makes attention by kernels, given a pool of one or several groups of layers."""
     from batch_invariance.kernels.paged import ChunkedTriton, GroupedChunkedTriton
 
     heads = builder.model.config.num_heads

@@ -37,7 +37,9 @@ class RowRange(NamedTuple):
 
 
 def library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Compute a `Product` by PyTorch's library, which may choose its kernel by the number of rows."""
+    """Write `x W^T + bias` to `out` by PyTorch's library, which may choose its kernel by the number of
+    rows.
+    """
     if bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
@@ -45,7 +47,9 @@ def library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 
 def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Compute a `Product` by the library in calls of `BLOCK_ROWS` rows, so that it has nothing to choose."""
+    """Write `x W^T + bias` to `out` by library calls of `BLOCK_ROWS` rows each, so that it has nothing to
+    choose.
+    """
     rows = len(x)
     padded = x.new_zeros(-(-rows // BLOCK_ROWS) * BLOCK_ROWS, x.shape[1])
     padded[:rows] = x
@@ -57,7 +61,9 @@ def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 def fixed_product(weight: Tensor) -> Product:
-    """Return the product of one order of sums for a weight: a Triton kernel on a GPU, else `in_blocks`."""
+    """Return the product with one order of sums for weights like this: a Triton kernel on a GPU, else
+    `in_blocks`.
+    """
     if not weight.is_cuda:
         return in_blocks
     from batch_invariance.kernels.product import TritonProduct
@@ -66,14 +72,15 @@ def fixed_product(weight: Tensor) -> Product:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors of one dtype and shape have the same bits; a zero has two signs."""
+    """Return True if two tensors of one dtype and shape have the same bits; 0.0 and -0.0 differ."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def agreeing_sizes(
     fixed: Product, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the sizes, ascending, for which the library's result has the bits of the fixed product.
+    """Return those of `sizes` (numbers of rows), ascending, for which the library has the fixed product's
+    bits.
 
     Each size is compared for several windows of a batch of random rows: a result that depends on the position
     of a row would differ, too.
@@ -110,10 +117,10 @@ def _agrees(
 
 
 def pieces(rows: int, sizes: Sequence[int]) -> Iterator[RowRange]:
-    """Yield the calls that compute a batch of `rows` rows.
+    """Yield the ranges of rows by which to compute a batch of `rows` rows, each by one call.
 
-    sizes: ascending, those that the library may compute. It gets all rows, or the most that leave less than
-    as many; what remains and is small goes to the fixed product.
+    sizes: ascending, numbers of rows that the library may compute. It gets all rows, or the most that leave
+    less than as many; the small rest goes to the fixed product.
     """
     first = 0
     while first < rows:
@@ -152,7 +159,7 @@ class FixedLinear(nn.Module):
 def fix_linears(model: nn.Module, sizes: Sequence[int]) -> None:
     """Replace every `nn.Linear` of a model by a `FixedLinear`, in place; the weights stay.
 
-    sizes: numbers of rows that are worth asking the library for. Each shape of weights is asked once.
+    sizes: numbers of rows for which to try the library, once for each shape of weights.
     """
     known: dict[tuple[torch.Size, bool], tuple[Product, tuple[int, ...]]] = {}
     found = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]

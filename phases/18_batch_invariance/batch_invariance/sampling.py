@@ -13,7 +13,7 @@ LEAST_ROWS = 5
 
 
 def padded(x: Tensor) -> Tensor:
-    """Return `x [B, ...]` with its last row repeated until there are `LEAST_ROWS`."""
+    """Return `x [B, ...]` with its last row repeated until there are `LEAST_ROWS` rows."""
     missing = LEAST_ROWS - len(x)
     return (
         x
@@ -23,10 +23,10 @@ def padded(x: Tensor) -> Tensor:
 
 
 class FixedSamplerBackend(TritonSamplerBackend):
-    """`TritonSamplerBackend` for at least `LEAST_ROWS` rows.
+    """`TritonSamplerBackend` that pads the logits to at least `LEAST_ROWS` rows.
 
-    A token's weight is rounded relative to the largest logit of its part of the row. With parts of another
-    size two tokens that are all but equal could be swapped.
+    A token's weight is rounded relative to the largest logit of its part of the row, and fewer rows would
+    have other parts. With parts of another size two tokens that are all but equal could be swapped.
     """
 
     def choose(
@@ -38,7 +38,7 @@ class FixedSamplerBackend(TritonSamplerBackend):
         plan: SamplingMetadata,
         masked: bool,
     ) -> Tensor:
-        """See `SamplerBackend.choose`."""
+        """See `SamplerBackend.choose`: the rows are padded, and the padding's tokens dropped."""
         if plan.draws:
             given = padded(logits), padded(rows), padded(steps)
             return super().choose(sampler, *given, plan, masked)[: len(rows)]
@@ -52,6 +52,6 @@ class FixedSamplerBackend(TritonSamplerBackend):
         steps: Tensor,
         features: SamplingFlags,
     ) -> Tensor:
-        """See `SamplerBackend.draw`."""
+        """See `SamplerBackend.draw`: the rows are padded, and the padding's tokens dropped."""
         given = padded(logits), padded(rows), padded(steps)
         return super().draw(sampler, *given, features)[: len(rows)]

@@ -18,11 +18,11 @@ WAIT = 2e-4
 
 
 class AdmissionGate(GrammarManager):
-    """Phase 04's admission seam: a request waits outside of the line for its grammar, then for its blocks.
+    """A `GrammarManager` by which a request waits, before it enters the waiting line, for its grammar and its
+    cached blocks.
 
-    All that is about grammars goes to `inner`.
-
-    connector: asked about blocks, once it is there.
+    inner: the manager to which all that is about grammars goes.
+    connector: asked whether a request's blocks have come; `NO_CONNECTOR` until one is set.
     """
 
     def __init__(self, inner: GrammarManager) -> None:
@@ -32,7 +32,7 @@ class AdmissionGate(GrammarManager):
     def ready(self, request: Request) -> bool:
         """Return True if a request has its grammar and its blocks, or need not wait for them.
 
-        The samples of a prompt come together, and the first one's blocks are those of all.
+        The samples of a prompt come together, and the blocks of the first are those of all.
         """
         if not self.inner.ready(request):
             return False
@@ -64,11 +64,11 @@ class AdmissionGate(GrammarManager):
 
 
 class ConnectorLoop(Loop):
-    """A `Loop` that polls the connector behind each step of another loop.
+    """A `Loop` that polls the connector after each step of another loop, `inner`.
 
-    While copies are on their way it is not idle: the engine goes on stepping, and nothing is held for ever.
+    While copies are on their way it is not idle: the engine goes on stepping, and no block is held for ever.
 
-    gate: has the connector, once it is there.
+    gate: its `connector` is polled.
     """
 
     def __init__(self, inner: Loop, gate: AdmissionGate) -> None:
@@ -77,11 +77,11 @@ class ConnectorLoop(Loop):
 
     @property
     def idle(self) -> bool:
-        """True if no step and no copy is on its way."""
+        """Return True if no step and no copy is on its way."""
         return self.inner.idle and not self.gate.connector.busy
 
     def advance(self, engine: Engine) -> None:
-        """Advance the inner loop, then take in the copies that have finished."""
+        """Advance the inner loop by a step, then let the connector process the copies that have finished."""
         self.inner.advance(engine)
         self.gate.connector.poll()
         if engine.scheduler.idle and self.inner.idle and not self.idle:

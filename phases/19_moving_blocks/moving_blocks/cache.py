@@ -12,16 +12,13 @@ from prefix_cache.index import Key, block_keys
 
 
 class OffloadingCache(PrefixCache):
-    """A `PrefixCache` whose blocks may be saved and loaded.
+    """A `PrefixCache` whose blocks may be saved to other memory and loaded from there.
 
-    The index pins and finds blocks as before. What is new here is their names: a row's are made when its
-    blocks are committed.
-
-    Args:
-        index: finds blocks. sizes: the other arguments of `PrefixCache`, in order.
-
-    connector: what saves and loads; nothing until one is attached.
-    namespace: of all names; see `names.namespace_of`.
+    index: finds and pins blocks. sizes: the other arguments of `PrefixCache`: rows, max_len, blocks,
+        block_size.
+    connector: what saves and loads; does nothing until one is attached.
+    namespace: the digest that begins all names of blocks. A row's names are made when its blocks are
+        committed.
     """
 
     def __init__(self, index: PrefixIndex, *sizes: int) -> None:
@@ -32,15 +29,22 @@ class OffloadingCache(PrefixCache):
         self._names: list[list[BlockName]] = [[] for _ in self._owned]
 
     def attach(self, connector: ConnectorScheduler, namespace: bytes) -> None:
-        """Let a connector save and load from now on; the cache is empty."""
+        """Let a connector save and load blocks from now on; the cache must be empty.
+
+        namespace: the digest that begins all names of blocks.
+        """
         self.connector, self.namespace = connector, namespace
 
     def keys_of(self, request: Request) -> list[Key]:
-        """Return the tokens of each full block that a waiting request may share; one token is left over."""
+        """Return the tokens of each full block that a waiting request may share; its last token is in
+        none.
+        """
         return self._keys_of(request)
 
     def commit(self, request: Request, upto: int) -> None:
-        """Also offer the blocks that are full now to the connector: they are computed, or were loaded."""
+        """See `PrefixCache.commit`: also offer the request's blocks that are full now to the connector, to
+        save.
+        """
         row, size = request.row, self.block_size
         first = self._committed[row]
         super().commit(request, upto)
@@ -53,19 +57,21 @@ class OffloadingCache(PrefixCache):
         self.connector.save_blocks(names[first:last], self.tables[row, first:last].tolist())
 
     def release(self, request: Request) -> None:
-        """Also tell the connector which blocks have just been used."""
+        """See `PrefixCache.release`: also report to the connector which blocks have just been used."""
         names = self._names[request.row]
         super().release(request)
         self.connector.request_finished(names)
         self._names[request.row] = []
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """Also give the child the names of the blocks that it shares."""
+        """See `PrefixCache.fork`: also give the child the names of the blocks that it shares."""
         super().fork(parent, child, tokens)
         self._names[child.row] = self._names[parent.row][: self._committed[parent.row]]
 
     def take_blocks(self, count: int) -> list[int]:
-        """Take free blocks; those that are evicted for them are saved before they are written to."""
+        """Return the numbers of `count` free blocks; cached ones that are evicted for them are saved before
+        they are written to.
+        """
         self._evict(count - self.allocator.free)
         blocks = super().take_blocks(count)
         self.connector.blocks_allocated(blocks)
@@ -84,12 +90,17 @@ class OffloadingCache(PrefixCache):
             self.allocator.release(evicted)
 
     def take_moves(self, works: Any) -> Any:
-        """Start saves that this step must not overtake: the runner asks before it launches anything."""
+        """See `PagedCache.take_moves`: first start the saves that must come before this step.
+
+        The runner calls this before it launches a kernel of the step.
+        """
         self.connector.before_step()
         return super().take_moves(works)
 
     def users(self) -> list[int]:
-        """Also: blocks that a load writes to."""
+        """Return the users of blocks, one entry per use: those of `PrefixCache.users`, and loads on their
+        way.
+        """
         return super().users() + self.connector.held_blocks()
 
     # For loads.
@@ -97,11 +108,11 @@ class OffloadingCache(PrefixCache):
     def begin_load(
         self, keys: list[Key], salt: str, count: int
     ) -> tuple[object, list[int], list[int]]:
-        """Pin the blocks of `keys`, which are cached, and take `count` blocks that follow them.
+        """Pin the blocks of `keys`, which are cached under `salt`, and take `count` free blocks to load into.
 
         Returns:
-            A cursor at the end of the cached blocks, these blocks, and the blocks to load into. The caller is
-            a user of all of them.
+            A cursor (position in the index) at the end of the cached blocks, these blocks, and the blocks to
+            load into. The caller is a user of all of them.
         """
         cached = self.index.match(keys, salt).blocks
         cursor = self.index.attach(keys, salt)
@@ -113,7 +124,9 @@ class OffloadingCache(PrefixCache):
         return cursor, cached, blocks
 
     def end_load(self, cursor: object, keys: list[Key], blocks: list[int]) -> set[int]:
-        """Insert loaded blocks behind a cursor, and unpin all from there to the start; see `begin_load`.
+        """Insert loaded blocks into the index after `cursor`, and unpin all from there to the start.
+
+        cursor: of `begin_load`. keys, blocks: the tokens and the number of each loaded block.
 
         Returns:
             The blocks that are in the index now. It may have had some of the keys already: another request

@@ -18,34 +18,43 @@ class Transfer:
     """A copy of blocks that has been started; this one was finished at once."""
 
     def done(self) -> bool:
-        """Return True when the last byte has arrived. Never waits."""
+        """Return True when the last byte of the copy has arrived. Never waits."""
         return True
 
 
 class ConnectorWorker(Protocol):
-    """The worker's half: copies between blocks of the pool and slots of host memory.
+    """Interface of what copies blocks between the pool and slots of host memory.
 
-    `blocks` and `slots` have the same length. A slot that a copy reads or writes stays its own until the copy
-    is done; the scheduler's half sees to that.
+    `blocks` and `slots` are numbers, of the same length. A slot that a copy reads or writes stays its own
+    until the copy is done; the `ConnectorScheduler` sees to that.
     """
 
     def start_load(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Start to copy slots into blocks, behind all that was launched before and may read these blocks."""
+        """Start to copy slots into blocks, after all kernels launched before, which may read these blocks.
+
+        Returns: the copy, to ask whether it is done.
+        """
 
     def start_save(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Start to copy blocks into slots, behind the kernels that write these blocks."""
+        """Start to copy blocks into slots, after the kernels that write these blocks.
+
+        Returns: the copy, to ask whether it is done.
+        """
 
     def wait_for_load(self, transfer: Transfer) -> None:
-        """Let every later step wait for a load; the host does not wait."""
+        """Let every later step wait, on the device, until a load is done; the host does not wait."""
         return None
 
     def wait_for_saves(self) -> None:
-        """Let every later step wait for all saves so far, since it writes to blocks that they read."""
+        """Let every later step wait, on the device, for all saves started so far, since it writes to their
+        blocks.
+        """
         return None
 
 
 class ConnectorScheduler:
-    """The scheduler's half, which the cache and the admission of requests call. This one has no other tier.
+    """Interface of what saves and loads blocks; the cache and the admission of requests call it. This base
+    class does nothing.
 
     busy: True while copies are on their way, or saves have not been started.
     """
@@ -56,37 +65,43 @@ class ConnectorScheduler:
         return False
 
     def get_num_new_matched_tokens(self, request: Request) -> int:
-        """Return how many tokens behind those in the cache could be loaded for a waiting request."""
+        """Return how many tokens of a waiting request could be loaded, after those that the cache has."""
         return 0
 
     def ready(self, request: Request) -> bool:
         """Return True if a request may enter the waiting line.
 
-        False: its blocks are on their way, or another request waits for room. Ask again at the next step.
+        False: its blocks are on their way, or it needs more free blocks. Ask again at the next step.
         """
         return True
 
     def save_blocks(self, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
-        """Take note of full blocks whose tokens have been computed. They may be saved from now on."""
+        """Record full blocks, by name and number, whose tokens have been computed. They may be saved from now
+        on.
+        """
 
     def blocks_evicted(self, blocks: Sequence[int]) -> None:
-        """Save blocks that leave the cache, before a later step writes to them."""
+        """Save blocks (numbers) that leave the cache, before a later step writes to them."""
 
     def blocks_allocated(self, blocks: Sequence[int]) -> None:
-        """Take note that the next step may write to these blocks: it waits for copies that read them."""
+        """Record that the next step may write to these blocks (numbers): it then waits for copies that read
+        them.
+        """
 
     def before_step(self) -> None:
-        """Start the saves that the next step must not overtake."""
+        """Start the saves that must come before the next step, which may write to their blocks."""
 
     def request_finished(self, names: Sequence[BlockName]) -> None:
-        """Count the blocks of a request as used just now, the last one first."""
+        """Record that the blocks of a request, by name, were used just now, the last one first."""
 
     def held_blocks(self) -> list[int]:
-        """Return blocks that may be freed only later, for each use: a load writes to them or needs them."""
+        """Return the numbers of blocks that loads write to or need, once for each use; they are freed
+        later.
+        """
         return []
 
     def poll(self) -> None:
-        """Take in what has finished. Called once a step, at its end."""
+        """Process the copies that have finished. Called once a step, at its end."""
 
 
 NO_CONNECTOR = ConnectorScheduler()

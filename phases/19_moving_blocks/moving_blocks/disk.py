@@ -36,21 +36,18 @@ NO_LINKS = os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class DamagedFile(Exception):
-    """Raised for a file that is not what its name says."""
+    """Raised for a file whose content is not the block that its name says."""
 
 
 class BlockFiles:
-    """The files of one folder.
+    """The files of one folder, one for each block of keys and values.
 
+    folder: made if it does not exist. It must belong to this user alone, since its files become text.
+    budget: most bytes of all files. The least recently used are removed for new ones.
+    block_bytes: keys and values of one block.
+    used: bytes of all files. known: digests of blocks whose files were seen.
     Several processes may use a folder at the same time: files appear under their names only when they are
     complete, and each process finds out by looking that one was removed.
-
-    used: bytes of all files. known: digests that were seen.
-
-    Args:
-        folder: made if it is not there. It must belong to this user alone, since its files become text.
-        budget: most bytes of all files. The least recently used are removed for new ones.
-        block_bytes: keys and values of one block.
 
     Raises:
         UserError: the folder cannot be used, or the budget has no room for one block.
@@ -71,21 +68,21 @@ class BlockFiles:
         self.scan()
 
     def path(self, digest: bytes) -> Path:
-        """Return the path of a block's file."""
+        """Return the path of the file of the block with this digest."""
         return self.folder / (digest.hex() + SUFFIX)
 
     def contains(self, digest: bytes) -> bool:
-        """Return True if there is a file of this name, whatever is in it."""
+        """Return True if there is a file for the block with this digest, whatever is in the file."""
         if digest not in self.known and self.path(digest).is_file():
             self.known.add(digest)  # another process wrote it
         return digest in self.known
 
     def read(self, name: BlockName, target: memoryview) -> bool:
-        """Read a block's keys and values into `target`.
+        """Read the keys and values of the block `name` into `target`.
 
         Returns:
-            False if the file was removed or is not what its name says; `target` may then hold anything. The
-            log has one line about it.
+            True; or False if the file was removed or is not what its name says; `target` may then hold
+            anything, and the log has one line about it.
         """
         path = self.path(name.digest)
         try:
@@ -115,13 +112,13 @@ class BlockFiles:
                 raise DamagedFile("its checksum is wrong")
 
     def write(self, name: BlockName, source: memoryview) -> bool:
-        """Write a block's file, unless it is there.
+        """Write the file of the block `name`, with the keys and values in `source`, unless it exists.
 
         The bytes go to a temporary name, to the disk, and only then to the file's own name: a reader
         sees all of it or nothing.
 
         Returns:
-            False if it could not be written; the log has one line about it.
+            False if it could not be written; the log has one line about it. Else True.
         """
         path = self.path(name.digest)
         header = header_of(name, len(source))
@@ -156,10 +153,11 @@ class BlockFiles:
         return True
 
     def scan(self) -> list[tuple[int, int, Path]]:
-        """Look at all files anew: sum up their bytes, and remove what a dead process left half written.
+        """Look at all files anew: set `used` to the sum of their bytes, and remove what a dead process left
+        half written.
 
         Returns:
-            When each file was last used, in ns, its bytes and its path.
+            Of each file: when it was last used, in ns, its bytes and its path.
         """
         files: list[tuple[int, int, Path]] = []
         names: set[bytes] = set()
@@ -191,8 +189,8 @@ class BlockFiles:
             self.used -= bytes_
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Count the files of one sequence as used just now, the last one first: without the blocks before it,
-        a block is of no use, and so it is evicted before them.
+        """Record that the files of one sequence's blocks were used just now, the last one first: without the
+        blocks before it, a block is of no use, and so it is evicted before them.
         """
         now = time.time_ns()
         for later, digest in enumerate(reversed(digests)):
@@ -204,7 +202,7 @@ class BlockFiles:
 
 
 def own_folder(folder: Path) -> None:
-    """Make a folder, or check that it is of this user alone.
+    """Make a folder, or check that it belongs to this user alone.
 
     Raises:
         UserError: it is a link or no folder, of another user, or others may read it.
@@ -225,20 +223,20 @@ def own_folder(folder: Path) -> None:
 
 
 def header_of(name: BlockName, size: int) -> bytes:
-    """Return the first bytes of a block's file. size: bytes of keys and values."""
+    """Return the first bytes of the file of the block `name`. size: bytes of keys and values after them."""
     lengths = len(name.key).to_bytes(8, "little") + size.to_bytes(8, "little")
     return MAGIC + name.digest + name.parent + lengths + name.key
 
 
 def checksum_of(header: bytes, content: memoryview) -> bytes:
-    """Return the checksum of a file."""
+    """Return the checksum of a block's file: of its header and its keys and values (`content`)."""
     state = xxhash.xxh3_128(header)
     state.update(content)
     return bytes(state.digest())
 
 
 def digest_in(path: Path) -> bytes | None:
-    """Return the digest that a file is named by; None if its name is none of a block."""
+    """Return the digest that a file is named by; None if its name is not that of a block's file."""
     if path.suffix != SUFFIX or len(path.stem) != 2 * DIGEST_BYTES:
         return None
     try:

@@ -29,7 +29,7 @@ STOP_SECONDS = 5.0
 
 @dataclass
 class DiskJob:
-    """A block that is read into its slot, or written from it.
+    """The job to read a block of host memory from a file (`reading`), or to write it to one.
 
     ok: whether that went well. seconds: how long it took. Both count once the job has finished.
     """
@@ -45,9 +45,9 @@ Call = Callable[[], None]
 
 
 class DiskTier:
-    """Reads and writes blocks beside the engine's thread.
+    """Reads and writes the files of blocks in threads of its own, beside the engine's.
 
-    pending: jobs that `take_finished` has not returned yet.
+    files: the folder. pending: number of jobs that `take_finished` has not returned yet.
     """
 
     def __init__(self, files: BlockFiles) -> None:
@@ -65,19 +65,27 @@ class DiskTier:
         weakref.finalize(self, stop, self._threads)
 
     def read(self, name: BlockName, block: HostBlock, view: memoryview) -> None:
-        """Begin to read a block into its slot."""
+        """Begin to read the block `name` from its file into `view`, the bytes of its slot of host memory.
+
+        block: gets its result when the job is processed.
+        """
         self.pending += 1
         job = DiskJob(block, reading=True)
         self._reads.put(partial(run, job, self.files.read, name, view, self._finished))
 
     def write(self, name: BlockName, block: HostBlock, view: memoryview) -> None:
-        """Begin to write a block, whose slot must not change until the job is finished."""
+        """Begin to write the block `name` to its file from `view`, the bytes of its slot of host memory.
+
+        block: its slot must not change until the job is finished.
+        """
         self.pending += 1
         job = DiskJob(block, reading=False)
         self._writes.put(partial(run, job, self.files.write, name, view, self._finished))
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Count blocks of one sequence as used, behind the writes so far; skipped by a disk that is slow."""
+        """Record that blocks of one sequence were used just now, after the writes so far; skipped if the disk
+        is slow.
+        """
         if self._writes.qsize() < MOST_CALLS:
             self._writes.put(partial(self.files.touch, digests))
 
@@ -97,7 +105,11 @@ def run(
     view: memoryview,
     finished: deque[DiskJob],
 ) -> None:
-    """Carry out a job in a thread, and report it."""
+    """Carry out a job in a thread, set its result, and append it to `finished`.
+
+    action: reads or writes the file of the block `name`, given the name and the bytes `view` of host memory;
+        returns whether that went well.
+    """
     started = monotonic()
     try:
         job.ok = action(name, view)
@@ -107,7 +119,7 @@ def run(
 
 
 def work_on(queue: SimpleQueue[Call | None]) -> None:
-    """Do one thing after the other until None comes."""
+    """Call one function of the queue after the other, until None comes; a thread's main function."""
     while (call := queue.get()) is not None:
         try:
             call()
@@ -116,7 +128,10 @@ def work_on(queue: SimpleQueue[Call | None]) -> None:
 
 
 def stop(threads: Sequence[tuple[SimpleQueue[Call | None], Thread]]) -> None:
-    """End threads behind the jobs that they still have, or leave them to a disk that does not answer."""
+    """End threads once they have done the jobs in their queues, or give up on a disk that does not answer.
+
+    threads: (queue of a thread, the thread) pairs.
+    """
     for queue, _ in threads:
         queue.put(None)
     for _, thread in threads:

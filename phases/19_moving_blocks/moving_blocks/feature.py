@@ -57,7 +57,7 @@ class MovingBlocks(Feature):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for a value out of its limits."""
         if self.host_bytes is not None:
             integer("host_bytes", self.host_bytes, low=1)
         if self.disk_folder is not None and not text("disk_folder", self.disk_folder):
@@ -69,7 +69,8 @@ class MovingBlocks(Feature):
                 number(name, rate, low=0.0, high=1e12, above_low=True)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Put in the cache, the gate before the waiting line, and the loop; attach tiers at the end.
+        """Replace the builder's cache, grammar manager and loop by those that move blocks, and attach host
+        memory and files when the engine is complete.
 
         Raises:
             UserError: the engine has parts whose blocks cannot be moved, and an option asks for it.
@@ -89,7 +90,7 @@ class MovingBlocks(Feature):
 
     @staticmethod
     def why_not(builder: EngineBuilder) -> str:
-        """Return what an engine has whose blocks cannot be moved; empty if there is nothing."""
+        """Return what the builder's engine has whose blocks cannot be moved; empty if it has no such part."""
         if builder.feature(Prefix) is None:
             return "prefix_cache is off"
         hybrid = builder.feature(Hybrid) is not None
@@ -108,7 +109,9 @@ class MovingBlocks(Feature):
                 raise UserError(f"{item.name} is {value!r}, but blocks cannot be moved: {why}")
 
     def _attach(self, gate: AdmissionGate, engine: PagedEngine) -> None:
-        """Make the tiers of a complete engine, and let its parts use them."""
+        """Make host memory, files and their connector for a complete engine, and let its cache and `gate` use
+        them.
+        """
         cache, attention = engine.cache, engine.runner.attention
         assert isinstance(cache, OffloadingCache)
         assert isinstance(attention, PagedAttention)
@@ -135,7 +138,11 @@ class MovingBlocks(Feature):
         gate.connector = connector
 
     def slots(self, block_bytes: int, device: torch.device) -> int:
-        """Return how many blocks host memory has room for. Raises `UserError` if it is none."""
+        """Return how many blocks of `block_bytes` host memory has room for. Raises `UserError` if it has room
+        for none, or the option asks for more than is free.
+
+        device: of the pool, which decides the default.
+        """
         free = free_memory("cpu")[0]
         wanted = self.host_bytes or min(HOST_BYTES[device.type], free // 4)
         if not block_bytes <= wanted <= free:
@@ -148,7 +155,11 @@ class MovingBlocks(Feature):
     def _rule(
         self, engine: PagedEngine, worker: ConnectorWorker, slots: int, block_bytes: int
     ) -> LoadRule:
-        """Return the rule with the given rates; without both of them, time a prompt and a copy."""
+        """Return the rule for loading or computing, with the options' rates; where one is missing, time a
+        prompt and a copy.
+
+        worker: copies blocks. slots: of host memory.
+        """
         if self.prefill_rate is None or self.load_rate is None:
             rule = measure_rule(engine, worker, slots, block_bytes)
         else:

@@ -15,9 +15,9 @@ from paged_cache.pool import zeros
 class HostBlock:
     """A block in host memory.
 
-    digest: its name. slot: where it is.
-    loadable: False while it is read from a disk. failed: that reading has failed.
-    pins: copies and requests that need it to stay.
+    digest: its name. slot: the number of its slot.
+    loadable: False while it is read from a disk. failed: reading it has failed.
+    pins: number of copies and requests that need it to stay.
     """
 
     digest: bytes
@@ -28,7 +28,7 @@ class HostBlock:
 
 
 class HostTier:
-    """Blocks by their digest, in `count` slots.
+    """Host memory for `count` blocks, which are found by their digest.
 
     memory: `[count, block_bytes]` uint8, pinned for a GPU: a kernel reads and writes it over the bus.
     """
@@ -43,11 +43,11 @@ class HostTier:
         self._unpinned: OrderedDict[bytes, HostBlock] = OrderedDict()  # oldest first
 
     def get(self, digest: bytes) -> HostBlock | None:
-        """Return the block of a name, or None."""
+        """Return the block with this digest, or None if host memory does not have it."""
         return self._blocks.get(digest)
 
     def allocate(self, digest: bytes) -> HostBlock | None:
-        """Return a block with a slot and one pin; None if all other blocks are pinned.
+        """Return a new block of this digest with a slot and one pin; None if all other blocks are pinned.
 
         A free slot is taken first, then that of the least recently used block without pins.
         """
@@ -63,7 +63,7 @@ class HostTier:
         return block
 
     def pin(self, blocks: Iterable[HostBlock]) -> None:
-        """Keep blocks where they are until `unpin`."""
+        """Add a pin to each block, so that it stays in its slot until `unpin`."""
         for block in blocks:
             self._unpinned.pop(block.digest, None)
             block.pins += 1
@@ -89,11 +89,11 @@ class HostTier:
         del self._blocks[block.digest]
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Count blocks of one sequence as used just now, the last one first."""
+        """Record that blocks of one sequence, by digest, were used just now, the last one first."""
         for digest in reversed(digests):
             if digest in self._unpinned:
                 self._unpinned.move_to_end(digest)
 
     def view(self, block: HostBlock) -> memoryview:
-        """Return the bytes of a block's slot."""
+        """Return the bytes of a block's slot, to read or to write."""
         return self.memory[block.slot].numpy().data

@@ -25,7 +25,11 @@ def move_kernel(
     TO_HOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy `count` blocks, each in `parts` pieces of `width` words that lie apart in the pool."""
+    """Copy `count` blocks, each in `parts` pieces of `width` words that lie apart in the pool.
+
+    pool: `[parts, pool_blocks, width]`. host: `[slots, parts, width]`. index: `[2, count]`, the blocks, then
+        their slots. TO_HOST: from the pool to the host, or back. BLOCK: words that are copied at a time.
+    """
     chunks = tl.cdiv(width, BLOCK)
     total = count * parts * chunks
     for item in range(tl.program_id(0), total, tl.num_programs(0)):

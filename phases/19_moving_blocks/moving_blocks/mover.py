@@ -13,11 +13,10 @@ from paged_cache import BlockPool
 
 
 class CopyWorker(ConnectorWorker):
-    """Copies at once, a block at a time: for a pool that is in the host's memory itself.
+    """Copies blocks at once, one after the other: for a pool that is in the host's memory itself.
 
-    Args:
-        pool: its tensor is `[L, 2, N, P, KH, D]`.
-        host: `[slots, bytes of a block]` uint8.
+    pool: its tensor is `[L, 2, N, P, KH, D]`.
+    host: `[slots, bytes of a block]` uint8.
     """
 
     def __init__(self, pool: BlockPool, host: Tensor) -> None:
@@ -38,12 +37,12 @@ class CopyWorker(ConnectorWorker):
 
 @dataclass
 class StreamTransfer(Transfer):
-    """A copy on a stream of its own, and the event behind it."""
+    """A copy on a CUDA stream of its own, and the event after it."""
 
     event: torch.cuda.Event
 
     def done(self) -> bool:
-        """Return True if the GPU has passed the event."""
+        """Return True if the GPU has passed the event, so that the copy is done. Never waits."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
@@ -64,7 +63,9 @@ class StreamWorker(ConnectorWorker):
         self.save_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def start_load(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Load behind the compute stream, whose last steps may read the blocks, and behind all saves, which
+        """Start to copy slots into blocks; return the copy.
+
+        It runs after the compute stream, whose last steps may read the blocks, and after all saves, which
         may read them as well, or write the slots.
         """
         self.load_stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -72,17 +73,20 @@ class StreamWorker(ConnectorWorker):
         return self._launch(self.load_stream, blocks, slots, to_host=False)
 
     def start_save(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Save behind the compute stream: a kernel of it may still be writing the blocks."""
+        """Start to copy blocks into slots; return the copy.
+
+        It runs after the compute stream, a kernel of which may still be writing the blocks.
+        """
         self.save_stream.wait_stream(torch.cuda.current_stream(self.device))
         return self._launch(self.save_stream, blocks, slots, to_host=True)
 
     def wait_for_load(self, transfer: Transfer) -> None:
-        """Let the compute stream wait for a load."""
+        """Let the compute stream wait for the copy `transfer`; the host does not wait."""
         assert isinstance(transfer, StreamTransfer)
         torch.cuda.current_stream(self.device).wait_event(transfer.event)
 
     def wait_for_saves(self) -> None:
-        """Let the compute stream wait for all saves so far."""
+        """Let the compute stream wait for all saves so far; the host does not wait."""
         torch.cuda.current_stream(self.device).wait_stream(self.save_stream)
 
     def _launch(
@@ -105,7 +109,8 @@ class StreamWorker(ConnectorWorker):
 
 
 def views(pool: BlockPool, host: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pool as `[layers * 2, N, numbers]` and the host's memory as `[slots, layers * 2, numbers]`.
+    """Return views of the pool, `[layers * 2, N, numbers]`, and of the host's memory, `[slots, layers * 2,
+    numbers]`.
 
     A block's keys and values of each layer lie apart in the pool, and side by side in the host's memory.
     """

@@ -25,7 +25,7 @@ CHUNK_BYTES = 1 << 26
 
 
 class BlockName(NamedTuple):
-    """The name of a full block of a sequence.
+    """The name of a full block of a sequence; it is the same in every engine with the same namespace.
 
     digest: of the namespace, the salt and all tokens up to the block's end.
     parent: the digest of the block before, or of the namespace and the salt.
@@ -53,9 +53,9 @@ def chain(
     """Yield the names of consecutive full blocks, in order.
 
     Args:
-        namespace: the digest of what all blocks of an engine share; see `namespace_of`.
+        namespace: the digest of what all blocks of an engine share, such as the weights.
         salt: of the request: blocks of another salt have other names.
-        keys: tokens of each block, from the first one behind `known`.
+        keys: tokens of each block, from the first one after `known`.
         known: names of the blocks before.
     """
     parent = known[-1].digest if known else digest_of(namespace, salt.encode())
@@ -95,7 +95,7 @@ def tensors_of(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def hash_tensor(tensor: Tensor) -> bytes:
-    """Return a digest of a tensor's bytes, wherever it is."""
+    """Return a digest of a tensor's bytes, on whatever device it is."""
     state = xxhash.xxh3_128()
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     for start in range(0, len(flat), CHUNK_BYTES):

@@ -34,8 +34,8 @@ MARGIN = 1.1
 class PrefillCost:
     """Floating-point operations of a prompt.
 
-    per_token: of the products with weights. per_pair: of attention, for each key that a query sees, over all
-    layers.
+    per_token: of the products with weights, for a token. per_pair: of attention, for each key that a query
+        sees, over all layers.
     """
 
     per_token: float
@@ -43,7 +43,9 @@ class PrefillCost:
 
     @staticmethod
     def of(config: ModelConfig) -> PrefillCost:
-        """Count the operations of a model; of experts, those of the ones that a token goes through."""
+        """Return the operations of a model with this configuration; of experts, those that a token goes
+        through.
+        """
         heads = config.num_heads + 2 * config.num_kv_heads
         attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
         inner = config.intermediate_size
@@ -63,7 +65,7 @@ class PrefillCost:
 class LoadRule:
     """Decides whether to load blocks or to compute their tokens.
 
-    cost: of a prompt. block_bytes: keys and values of a block.
+    cost: operations of a prompt. block_bytes: keys and values of a block.
     compute_rate: operations a second. host_rate, disk_rate: bytes a second.
     step_seconds: what a step takes at least, also if it computes one token.
     """
@@ -76,11 +78,11 @@ class LoadRule:
     step_seconds: float = 0.0
 
     def compute_seconds(self, start: int, end: int) -> float:
-        """Return how long the tokens `start .. end - 1` of a prompt take to compute."""
+        """Return how many seconds the tokens `start .. end - 1` of a prompt take to compute."""
         return max(self.step_seconds, self.cost.between(start, end) / self.compute_rate)
 
     def load_seconds(self, blocks: int, from_disk: int = 0) -> float:
-        """Return how long so many blocks take to come, `from_disk` of them from files."""
+        """Return how many seconds `blocks` blocks take to load, `from_disk` of them from files."""
         each = self.block_bytes
         return (
             WAIT_SECONDS + blocks * each / self.host_rate + from_disk * each / self.disk_rate
@@ -89,17 +91,17 @@ class LoadRule:
     def should_load(
         self, start: int, loaded: int, end: int, blocks: int, from_disk: int = 0
     ) -> bool:
-        """Return True if loading is faster than computing.
+        """Return True if loading blocks of a prompt, and computing the rest, is faster than computing all.
 
         Args:
             start: tokens of the prompt in the cache. loaded: those after the load. end: all tokens.
-            blocks, from_disk: see `load_seconds`.
+            blocks: number of blocks to load. from_disk: how many of them come from files.
         """
         saved = self.compute_seconds(start, end) - self.compute_seconds(loaded, end)
         return MARGIN * self.load_seconds(blocks, from_disk) < saved
 
     def on_read(self, blocks: int, seconds: float) -> None:
-        """Correct the disk's rate by blocks that were read in so many seconds."""
+        """Correct the disk's rate: `blocks` blocks were read in `seconds`."""
         measured = blocks * self.block_bytes / max(seconds, 1e-9)
         self.disk_rate = KEEP * self.disk_rate + (1 - KEEP) * measured
 
@@ -107,7 +109,11 @@ class LoadRule:
 def measure_rule(
     engine: PagedEngine, worker: ConnectorWorker, slots: int, block_bytes: int
 ) -> LoadRule:
-    """Time a prompt and a copy on a complete engine that serves nothing yet."""
+    """Return a rule with rates measured by timing a prompt and a copy, on a complete engine that serves
+    nothing yet.
+
+    worker: copies blocks. slots: of host memory. block_bytes: of a block.
+    """
     cost = PrefillCost.of(engine.config)
     device = engine.runner.model.device.type
     tokens = max(1, min(PROBE_TOKENS.get(device, 64), engine.max_len - 2))
@@ -130,7 +136,7 @@ def measure_rule(
 
 
 def time_prompt(engine: PagedEngine, tokens: int) -> float:
-    """Return the seconds until the first token of a prompt, the better of two."""
+    """Return the seconds until the first token of a prompt of `tokens` tokens, the better of two runs."""
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     prompt = [(3 * token) % engine.config.vocab_size for token in range(tokens)]
     times: list[float] = []
@@ -144,7 +150,7 @@ def time_prompt(engine: PagedEngine, tokens: int) -> float:
 
 
 def time_copy(worker: ConnectorWorker, blocks: int) -> float:
-    """Return the seconds of a load of so many blocks, the better of two."""
+    """Return the seconds of a load of `blocks` blocks from host memory, the better of two runs."""
     numbers = range(blocks)
     times: list[float] = []
     for _ in range(2):

@@ -25,9 +25,10 @@ from moving_blocks.rule import LoadRule
 class TierStats:
     """Counts since the start, in blocks, but for `expired_requests`.
 
-    saved, loaded: copied to and from host memory. read, unread: that came from files, or could not.
+    saved, loaded: copied to and from host memory.
+    read, unread: read from files, or wanted from files but not readable.
     written: to files.
-    expired_requests: that stopped waiting because computing would have been as fast.
+    expired_requests: requests that stopped waiting because computing would have been as fast.
     """
 
     saved: int = 0
@@ -42,8 +43,10 @@ class TierStats:
 class Load:
     """Blocks on their way from host memory into the cache.
 
-    cursor: behind the cached blocks before them, which it pins. cached: these blocks.
-    names, blocks, sources: of each block. finished: that the cache has them.
+    cursor: position in the prefix index after the cached blocks before them, which it pins.
+    cached: numbers of these cached blocks. names, blocks, sources: of each loaded block its name, its
+        number, and its block in host memory.
+    transfer: the copy. finished: whether the cache has the blocks.
     """
 
     cursor: object
@@ -57,7 +60,11 @@ class Load:
 
 @dataclass(eq=False)
 class Save:
-    """Blocks on their way to host memory."""
+    """Blocks on their way to host memory.
+
+    names, blocks, targets: of each block its name, its number, and its block in host memory. transfer: the
+        copy.
+    """
 
     names: list[BlockName]
     blocks: list[int]
@@ -67,13 +74,13 @@ class Save:
 
 @dataclass(eq=False)
 class WaitingRequest:
-    """A request outside of the waiting line.
+    """A request that waits for its blocks before it enters the waiting line.
 
-    names: of its full blocks, from the first on, as far as they are in some tier.
-    rank: what its place in the line will be.
+    names: of its full blocks, from the first on, as far as they are in the cache, host memory or files.
+    rank: its place in the waiting line, once it enters; from the scheduling policy.
     pinned: its blocks in host memory, those that are still being read included.
     budget: seconds that it may still wait for blocks; computing them would take as long.
-    deadline: when it stops waiting for what is on its way. load: that it waits for.
+    deadline: when it stops waiting for blocks. reading: files are being read. load: its copy; None: none yet.
     """
 
     request: Request
@@ -88,15 +95,14 @@ class WaitingRequest:
 
 @dataclass(eq=False)
 class TieredConnector(ConnectorScheduler):
-    """Saves blocks to host memory and files, and loads them for requests before they enter the line.
+    """Saves blocks to host memory and files, and loads them for requests before they enter the waiting line.
 
-    cache: whose blocks they are.
-    scheduler: of the engine; says whether a request would be admitted now.
-    worker: copies. host: the second tier. disk: the third, if there is one.
+    cache: whose blocks they are. scheduler: says whether a request would be admitted now.
+    worker: copies blocks. host: host memory. disk: the files; None: there are none.
     rule: says when loading is faster than computing.
     save_computed: save blocks as soon as they are computed, not only when they are evicted.
-    clock: in seconds.
-    waiting: requests outside of the waiting line. loads, saves: on their way.
+    clock: returns the time in seconds.
+    waiting: requests that wait for blocks. loads, saves: copies on their way.
     """
 
     cache: OffloadingCache
@@ -119,22 +125,22 @@ class TieredConnector(ConnectorScheduler):
 
     @property
     def busy(self) -> bool:
-        """True while copies are on their way, or saves have not been started."""
+        """Return True while copies are on their way, or saves have not been started."""
         return bool(self.loads or self.saves or self._to_save)
 
     # Admission.
 
     def get_num_new_matched_tokens(self, request: Request) -> int:
-        """See `ConnectorScheduler.get_num_new_matched_tokens`; whether it is faster is another question."""
+        """See `ConnectorScheduler.get_num_new_matched_tokens`; loading them may be slower than computing."""
         found = self._num_cached(request)
         names, _ = self._find_names(request, found)
         return (len(names) - found) * self.cache.block_size
 
     def ready(self, request: Request) -> bool:
-        """See `ConnectorScheduler.ready`.
+        """See `ConnectorScheduler.ready`: start or continue a request's load; True once it need not wait.
 
-        A request waits for its blocks no longer than they would take to compute. Then it enters the line, and
-        what has not come is computed.
+        A request waits for its blocks no longer than they would take to compute. Then it enters the waiting
+        line, and what has not come is computed.
         """
         wait = self.waiting.get(request) or self._begin(request)
         now = self.clock()
@@ -172,7 +178,11 @@ class TieredConnector(ConnectorScheduler):
         return self._enter_line(wait)
 
     def _begin(self, request: Request) -> WaitingRequest:
-        """Look for a request's blocks, and begin to read those that are on a disk if that is faster."""
+        """Find a request's blocks in host memory and files, and begin to read those on a disk if that is
+        faster.
+
+        Returns: its entry in `waiting`.
+        """
         self._start_saves()  # what is evicted, but not copied yet, is found as well
         found = self._num_cached(request)
         names, from_disk = self._find_names(request, found)
@@ -201,7 +211,9 @@ class TieredConnector(ConnectorScheduler):
         return wait
 
     def _enter_line(self, wait: WaitingRequest) -> bool:
-        """Forget a request that waits no longer. Returns True."""
+        """Remove a request from those that wait for blocks, and unpin its blocks in host memory. Returns
+        True.
+        """
         self.host.unpin(wait.pinned)
         if wait in self._need_room:
             self._need_room.remove(wait)
@@ -209,14 +221,14 @@ class TieredConnector(ConnectorScheduler):
         return True
 
     def _num_cached(self, request: Request) -> int:
-        """Return how many blocks of a request the cache has."""
+        """Return how many blocks of a request's prompt the cache has."""
         return self.cache.lookup(request) // self.cache.block_size
 
     def _find_names(self, request: Request, found: int) -> tuple[list[BlockName], int]:
-        """Return the names of a request's blocks, as far as each is in some tier, and how many of them are to
-        be read from a disk.
+        """Return the names of a request's blocks, up to the first that is nowhere, and how many of them are
+        to be read from a disk.
 
-        found: how many blocks the cache has. Names behind the first block that is nowhere are not made.
+        found: how many blocks the cache has; all others must be in host memory or files.
         """
         names: list[BlockName] = []
         from_disk = 0
@@ -233,7 +245,9 @@ class TieredConnector(ConnectorScheduler):
         return self.disk is not None and self.disk.files.contains(name.digest)
 
     def _num_loadable(self, wait: WaitingRequest, found: int) -> int:
-        """Return how many blocks behind the cached ones to load now: 0 if computing them is faster."""
+        """Return how many blocks after the `found` cached ones to load now from host memory: 0 if computing
+        them is faster.
+        """
         count = 0
         for name in wait.names[found:]:
             block = self.host.get(name.digest)
@@ -266,9 +280,9 @@ class TieredConnector(ConnectorScheduler):
         return load
 
     def _finish_load(self, load: Load) -> None:
-        """Give loaded blocks to the cache, where every request finds them.
+        """Put loaded blocks into the cache's prefix index, where every request finds them.
 
-        If later steps wait for the copy, the device may be copying still: then the slots stay pinned.
+        The device may be copying still, if later steps wait for the copy: then the slots stay pinned.
         """
         load.finished = True
         keys = [name.key for name in load.names]
@@ -280,21 +294,21 @@ class TieredConnector(ConnectorScheduler):
         self.stats.loaded += len(load.blocks)
 
     def held_blocks(self) -> list[int]:
-        """See `ConnectorScheduler.held_blocks`."""
+        """See `ConnectorScheduler.held_blocks`: the cached and the loaded blocks of unfinished loads."""
         loads = [load for load in self.loads if not load.finished]
         return [block for load in loads for block in [*load.cached, *load.blocks]]
 
     # Saves.
 
     def save_blocks(self, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
-        """See `ConnectorScheduler.save_blocks`."""
+        """See `ConnectorScheduler.save_blocks`: with `save_computed`, the next step saves them."""
         for name, block in zip(names, blocks, strict=True):
             self._name_of[block] = name
             if self.save_computed:
                 self._to_save[block] = name
 
     def blocks_evicted(self, blocks: Sequence[int]) -> None:
-        """See `ConnectorScheduler.blocks_evicted`."""
+        """See `ConnectorScheduler.blocks_evicted`: without `save_computed`, the next step saves them."""
         for block in reversed(blocks):  # from a sequence's beginning on
             name = self._name_of.pop(block, None)
             if name is not None and not self.save_computed:
@@ -321,7 +335,7 @@ class TieredConnector(ConnectorScheduler):
             self.disk.touch(digests)
 
     def _start_saves(self) -> None:
-        """Copy what is to be saved and is not in another tier yet, in one launch."""
+        """Copy the blocks in `_to_save` that are neither in host memory nor in files yet, in one launch."""
         if not self._to_save:
             return
         names: list[BlockName] = []
@@ -346,7 +360,7 @@ class TieredConnector(ConnectorScheduler):
     # What has finished.
 
     def poll(self) -> None:
-        """Start saves, and take in what has finished since the last step; a step ends with this."""
+        """See `ConnectorScheduler.poll`: start saves, and process copies and file jobs that have finished."""
         self._start_saves()
         for load in [each for each in self.loads if each.transfer.done()]:
             self.loads.remove(load)

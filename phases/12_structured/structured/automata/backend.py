@@ -27,9 +27,10 @@ MOST_STACKS = 64
 
 
 class AutomataBackend(Backend):
-    """The grammar backend of this phase: compiles a grammar to a pushdown automaton.
+    """The grammar backend of this phase: compiles a grammar to a pushdown automaton over UTF-8 bytes.
 
-    Masks are made when they are first needed, and shared by all outputs with this grammar.
+    vocabulary: the model's tokens. Token masks are made when they are first needed, and shared by all
+        outputs with the same grammar.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -37,10 +38,10 @@ class AutomataBackend(Backend):
         self.trie = Trie(vocabulary.tokens)
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Compile a grammar.
+        """Return a grammar compiled to an automaton; its matchers follow one output each.
 
         Raises:
-            UserError: it is wrong, too large, or written in Lark.
+            UserError: the grammar is wrong, too large, or written in Lark.
         """
         try:
             with within(SECONDS):
@@ -65,7 +66,10 @@ def rules_for(grammar: Grammar) -> dict[str, Node]:
 
 
 class AutomataGrammar(Compiled):
-    """A compiled grammar: its automaton, and the masks that were made up to now."""
+    """A compiled grammar: its automaton `machine`, and the token masks that were made up to now.
+
+    backend: has the trie of the vocabulary's tokens.
+    """
 
     def __init__(self, machine: Machine, backend: AutomataBackend) -> None:
         self.machine, self.backend = machine, backend
@@ -79,7 +83,7 @@ class AutomataGrammar(Compiled):
 
 
 class AutomataMatcher(Matcher):
-    """Follows one output through a compiled grammar, token by token.
+    """Follows one output through the compiled grammar `grammar`, token by token.
 
     history: the automaton's stacks before the first token, and after each; `rollback` drops the last ones.
     """
@@ -97,7 +101,7 @@ class AutomataMatcher(Matcher):
                 words[token >> 5] |= np.uint32(1 << (token & 31)).view(np.int32)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Accept tokens up to the first that is forbidden or ends the output; return how many were
+        """Accept token ids up to the first that is forbidden or ends the output; return how many were
         accepted.
         """
         texts = self.grammar.backend.vocabulary.tokens
@@ -111,7 +115,7 @@ class AutomataMatcher(Matcher):
         return len(tokens)
 
     def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens that `advance` accepted."""
+        """Undo the last `count` tokens that `advance` accepted: the matcher is where it was before them."""
         del self.history[len(self.history) - count :]
 
     @property

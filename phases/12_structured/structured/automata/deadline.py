@@ -15,7 +15,10 @@ _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the processor time of this thread inside the block: `check` raises after `seconds` of it."""
+    """Limit the processor time that this thread spends in a `with` block to `seconds`.
+
+    Once they are used up, the next call of `check` in the block raises `UserError`.
+    """
     token = _deadline.set(time.thread_time() + seconds)
     try:
         yield
@@ -24,6 +27,9 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise `UserError` if the time of `within` is used up; loops whose length a grammar decides call it."""
+    """Raise `UserError` if the block of `within` around this call has used up its processor time.
+
+    Loops whose length a grammar decides call this. Outside of such a block it does nothing.
+    """
     if time.thread_time() > _deadline.get():
         raise UserError("a grammar takes too long to make: simplify it")

@@ -36,27 +36,27 @@ class Dfa:
 
 
 def compile(node: Node, rules: dict[str, int] | None = None) -> Dfa:
-    """Compile a syntax tree to its smallest deterministic automaton.
+    """Return the smallest deterministic automaton of a syntax tree.
 
-    rules: the number of each rule that it may call, by its name.
+    rules: the number of each rule that the tree may call, by the rule's name; None: it calls none.
 
     Raises:
-        UserError: that takes too many states, or too long.
+        UserError: the automaton has too many states, or takes too long to make.
     """
     return minimize(determinize(Nfa(node, rules)))
 
 
 def determinize(nfa: Nfa) -> Dfa:
-    """Return an equivalent automaton, each of whose states is a set of states of `nfa`.
+    """Return a deterministic automaton that accepts the same texts as `nfa`.
 
-    It is the set of all states in which `nfa` may be after the same text.
+    Each of its states is the set of all states in which `nfa` may be after the same text.
     """
     classes, count = symbol_classes(nfa)
     closures: dict[int, frozenset[int]] = {}
 
     def closure(state: int) -> frozenset[int]:
-        """Return the states that `state` reaches without reading a symbol; only those with edges, and
-        the end.
+        """Return the states that `state` reaches without reading a symbol: only those with edges, and
+        the end state.
         """
         if state not in closures:
             seen, stack = {state}, [state]
@@ -101,7 +101,7 @@ def symbol_classes(nfa: Nfa) -> tuple[list[int], int]:
     """Group the symbols that no edge of `nfa` distinguishes into classes.
 
     Returns:
-        The class of each symbol, and the number of classes.
+        The number of the class of each symbol, by symbol, and how many classes there are.
     """
     size = 256 + len(nfa.rules)
     bounds = sorted(
@@ -111,9 +111,9 @@ def symbol_classes(nfa: Nfa) -> tuple[list[int], int]:
 
 
 def minimize(dfa: Dfa) -> Dfa:
-    """Return the equivalent automaton that has the fewest states.
+    """Return the automaton that accepts the same texts as `dfa` and has the fewest states.
 
-    It begins with two groups of states, the accepting ones and the others, and splits groups by the groups
+    It begins with two groups of states, the accepting ones and the others. It splits groups by the groups
     to which their symbols lead, until no symbol tells two states of a group apart.
     """
     count, width = dfa.table.shape

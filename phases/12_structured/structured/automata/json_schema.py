@@ -64,18 +64,21 @@ TYPE_OF: dict[type, str] = dict(
 
 
 def rules_of(schema: Any) -> dict[str, Node]:
-    """Return the rules of a JSON schema as syntax trees, by their names; an output follows the rule `start`.
+    """Return the rules of a decoded JSON schema as syntax trees, by their names; an output follows the rule
+    `start`.
 
     Raises:
-        UserError: a keyword is wrong or not known; it names it by a JSON pointer.
+        UserError: a keyword is wrong or not known; the error names its position by a JSON pointer.
     """
     return _SchemaReader(schema).rules
 
 
 class _SchemaReader:
-    """Translates the JSON schema `root` to rules of syntax trees; each method translates a part of it.
+    """Translates the JSON schema `root` to rules of syntax trees; each method translates a part of the
+    schema.
 
-    In all methods `pointer` is the JSON pointer of the part, for errors.
+    In all methods `pointer` is the JSON pointer of the part, for errors. All raise `UserError` for what is
+    wrong or not supported.
     """
 
     def __init__(self, root: Any) -> None:
@@ -85,9 +88,9 @@ class _SchemaReader:
         self.rules["start"] = self.value(root, "#")
 
     def rule(self, make: Callable[[Any, str], Node], schema: Any, pointer: str) -> Node:
-        """Return a call of the rule for a part of the schema; equal parts share a rule.
+        """Return a call of the rule for a part of the schema; equal parts with one `make` share a rule.
 
-        make: translates the part, when it is first seen.
+        make: translates the part, when it is first seen, given the part and its pointer.
         """
         key = f"{make.__name__} {json.dumps(schema)}"
         if key not in self.names:
@@ -99,11 +102,11 @@ class _SchemaReader:
         return Call(self.names[key])
 
     def any(self, schema: Any, pointer: str) -> Node:
-        """Return a node that matches any JSON value; one rule serves all schemas without a condition."""
+        """Return a node that matches any JSON value; one rule serves all schemas that state no condition."""
         return Alt(tuple(self.typed(kind, {}, "any") for kind in TYPES))
 
     def value(self, schema: Any, pointer: str) -> Node:
-        """Return a node that matches all values that a schema allows."""
+        """Return a node that matches the JSON text of all values that a schema allows."""
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
         if not isinstance(schema, Mapping):
@@ -145,14 +148,16 @@ class _SchemaReader:
         return Alt(tuple(self.typed(kind, schema, pointer) for kind in TYPES if kind in types))
 
     def listed(self, schema: Mapping[str, Any], key: str, pointer: str) -> list[Any]:
-        """Return the list under a key, empty if there is none. Raises `UserError` for another type."""
+        """Return the list under a keyword, empty if the keyword is missing. Raises `UserError` for another
+        type.
+        """
         value = schema.get(key, [])
         if not isinstance(value, list):
             raise UserError(f"{pointer}/{key}: must be a list")
         return value
 
     def typed(self, kind: str, schema: Mapping[str, Any], pointer: str) -> Node:
-        """Return a node that matches all values of a type, one of `TYPES`, that a schema allows."""
+        """Return a node that matches all values of the type `kind`, one of `TYPES`, that a schema allows."""
         if kind in SIMPLE:
             return SIMPLE[kind]
         own = {key: schema[key] for key in schema if key in OF_TYPE[kind]}
@@ -227,7 +232,7 @@ class _SchemaReader:
         return Cat((literal("{"), Members(tuple(members), COMMA, more), literal("}")))
 
     def target(self, reference: Any, pointer: str) -> Node:
-        """Return a node that matches what the schema behind a reference such as `#/$defs/name` allows."""
+        """Return a node that matches what the target of a reference such as `#/$defs/name` allows."""
         if not isinstance(reference, str) or not (
             reference == "#" or reference.startswith("#/")
         ):
@@ -242,18 +247,20 @@ class _SchemaReader:
 
 
 def escape(key: str) -> str:
-    """Return a key as a JSON pointer writes it."""
+    """Return an object's key as one part of a JSON pointer: `~` becomes `~0`, `/` becomes `~1`."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
 def pointed(reference: str) -> Iterator[str]:
-    """Yield the keys of a reference such as `#/$defs/name`."""
+    """Yield the unescaped keys on the way to the target of a reference: `$defs`, `name` for
+    `#/$defs/name`.
+    """
     for part in reference.split("/")[1:]:
         yield unquote(part).replace("~1", "/").replace("~0", "~")
 
 
 def constant(value: Any) -> Node:
-    """Return a node that matches one value, with the keys of objects in the order given."""
+    """Return a node that matches the JSON text of one value, with the keys of objects in the order given."""
     if isinstance(value, str):
         return Cat((QUOTE, literal(value, quoted=True), QUOTE))
     if isinstance(value, list):
@@ -268,12 +275,12 @@ def constant(value: Any) -> Node:
 
 
 def _member(key: Node, value: Node) -> Node:
-    """Return a node that matches a key, a colon and a value."""
+    """Return a node that matches one member of an object: its key, a colon and its value."""
     return Cat((key, COLON, value))
 
 
 def _several(part: Node, low: int, high: int | None) -> Node:
-    """Return a node that repeats a part `low` to `high` times; it matches no text if high < low."""
+    """Return a node that repeats a part `low` to `high` times (None: no limit); no text if high < low."""
     return Alt(()) if high is not None and high < low else Repeat(part, low, high)
 
 

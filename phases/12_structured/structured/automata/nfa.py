@@ -87,7 +87,9 @@ class Nfa:
             self.edges[begin].append((symbol, symbol, end))
 
     def read(self, sequence: list[tuple[int, int]], begin: int, end: int) -> None:
-        """Add a path from `begin` to `end` that reads one byte of each range, in order."""
+        """Add a path from state `begin` to state `end` that reads one byte of each (low, high) range, in
+        order.
+        """
         for low, high in sequence[:-1]:
             state = self.state()
             self.edges[begin].append((low, high, state))
@@ -95,7 +97,10 @@ class Nfa:
         self.edges[begin].append((*sequence[-1], end))
 
     def repeat(self, node: Repeat, begin: int, end: int) -> None:
-        """Add a repetition from `begin` to `end`: copies that must come, then copies that may, or a loop."""
+        """Add edges and states for a repetition from state `begin` to state `end`.
+
+        They are copies of the part that must come, then copies that may come, or a loop.
+        """
         for _ in range(node.low):
             begin = self.append(node.part, begin)
         if node.high is None:
@@ -110,7 +115,7 @@ class Nfa:
             self.free[begin].append(end)
 
     def members(self, node: Members, begin: int, end: int) -> None:
-        """Add the members of an object from `begin` to `end`.
+        """Add edges and states for the members of an object from state `begin` to state `end`.
 
         Before each member there are two states: in `nothing` no member was written yet; in `something` one
         was, so that a comma comes first.
@@ -139,7 +144,7 @@ class Nfa:
 
 
 def utf8(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
-    """Yield sequences of byte ranges that match the UTF-8 forms of all code points in `ranges`.
+    """Yield sequences of byte ranges (low, high) that match the UTF-8 forms of all code points in `ranges`.
 
     Each form is matched by one sequence only. Surrogates have no form.
     """
@@ -154,7 +159,8 @@ def utf8(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
 
 
 def last_of_block(low: int, high: int) -> int | None:
-    """Return where to split a range so that its first part is simpler; None if it need not be split.
+    """Return the last code point of the first part into which to split the range `low .. high`; None: no
+    split.
 
     A range need not be split if all its code points have UTF-8 forms of equal length, and each byte takes
     all values between that of the first form and that of the last.
@@ -177,9 +183,9 @@ ESCAPES |= {8: b"\\b", 9: b"\\t", 10: b"\\n", 12: b"\\f", 13: b"\\r", 34: b'\\"'
 
 
 def quoted_bytes(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
-    """Yield sequences of byte ranges that match characters in `ranges` as they stand inside a JSON string.
+    """Yield sequences of byte ranges (low, high) for the characters in `ranges` inside a JSON string.
 
-    Quotes, backslashes and control characters are written as escapes.
+    Quotes, backslashes and control characters are matched as escapes.
     """
     for code, text in ESCAPES.items():
         if any(low <= code <= high for low, high in ranges):

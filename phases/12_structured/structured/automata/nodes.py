@@ -13,7 +13,8 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Chars:
-    """Match one character whose code point is in `ranges`; with no ranges, match nothing.
+    """Match one character whose code point is in `ranges`, (first, last) pairs; with no ranges, match
+    nothing.
 
     quoted: True if the text stands inside a JSON string, where quotes, backslashes and control characters
         are written as escapes.
@@ -50,9 +51,9 @@ class Repeat:
 class Members:
     """Match the members of a JSON object, in order, with a comma between each two that are present.
 
-    members: (member, required) pairs; one that is not required may be left out.
+    members: (member, required) pairs; a member that is not required may be left out.
     comma: what separates two members.
-    more: a member that may follow these, any number of times; None: none may.
+    more: a member that may follow these, any number of times; None: no further members.
     """
 
     members: tuple[tuple[Node, bool], ...]
@@ -62,7 +63,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Call:
-    """Match a text of the rule of this name; rules may call each other and themselves."""
+    """Match a text of the rule named `rule`; rules may call each other and themselves."""
 
     rule: str
 
@@ -72,12 +73,15 @@ EMPTY = Cat(())
 
 
 def just(chars: str) -> Ranges:
-    """Return the ranges that hold these characters only."""
+    """Return the ranges of code points that hold the characters of `chars` only."""
     return tuple((ord(char), ord(char)) for char in chars)
 
 
 def literal(text: str, *, quoted: bool = False) -> Node:
-    """Return a node that matches exactly this text; `quoted` as in `Chars`."""
+    """Return a node that matches exactly this text.
+
+    quoted: whether the text stands inside a JSON string, with quotes and backslashes written as escapes.
+    """
     return Cat(tuple(Chars(just(char), quoted) for char in text))
 
 
@@ -87,7 +91,7 @@ def optional(part: Node) -> Node:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return the ranges of all code points that are in none of the given ranges."""
+    """Return the ranges of all code points that are in none of the given ranges of code points."""
     found, begin = [], 0
     for low, high in (*sorted(ranges), (LAST + 1, LAST + 1)):
         if begin < low:

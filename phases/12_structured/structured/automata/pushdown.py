@@ -35,7 +35,7 @@ Place = frozenset[Stack]
 
 
 def rules_that_end(rules: Mapping[str, Node]) -> dict[str, Node]:
-    """Return those of the rules that match some text of finite length; `a = "x" a` matches none."""
+    """Return those of the rules, by name, that match some text of finite length; `a = "x" a` matches none."""
     found: dict[str, Node] = {}
     while more := {
         name: node
@@ -48,7 +48,7 @@ def rules_that_end(rules: Mapping[str, Node]) -> dict[str, Node]:
 
 
 def has_text(node: Node, rules: Container[str]) -> bool:
-    """Return True if some text matches a node that may call no rules but these."""
+    """Return True if some text matches a node that may call no rules but those named in `rules`."""
     match node:
         case Chars(ranges):
             return next(utf8(ranges), None) is not None
@@ -122,7 +122,7 @@ class Machine:
         Only those are returned from which a byte can be read, and the one at which the output may end.
 
         Raises:
-            UserError: there is no end to it, since a rule calls itself before it reads a byte.
+            UserError: there are endlessly many, since a rule calls itself before it reads a byte.
         """
         found = set[Stack]()
         todo = [stack]
@@ -146,7 +146,7 @@ class Machine:
         return found
 
     def step(self, place: Place, byte: int) -> Place:
-        """Return the place (set of stacks) after `place` and one more byte, 0 to 255; empty if it
+        """Return the place (set of stacks) after `place` and one more byte, 0 to 255; empty if the byte
         cannot come next.
         """
         found = set[Stack]()
@@ -166,9 +166,9 @@ class MaskMaker:
     them.
 
     A mask depends on the states that one token can remove from the stack and the one below them, mostly on
-    the top state alone. A mask is kept under these states, and every stack that ends with them shares it.
+    the top state alone. A mask is cached under these states, and every stack that ends with them shares it.
 
-    made: how many masks were made.
+    made: number of masks that were computed so far.
     """
 
     def __init__(self, machine: Machine, trie: Trie) -> None:
@@ -177,9 +177,9 @@ class MaskMaker:
         self._masks: dict[Stack, Words] = {}
 
     def mask(self, place: Place) -> Words:
-        """Return the bit mask of the tokens that can come next, end tokens left out; it must not be changed.
+        """Return the bit mask `[ceil(V / 32)]` of the tokens that can come next, without end tokens.
 
-        place: the set of stacks after the text so far.
+        place: the set of stacks after the text so far. The caller must not change the mask, which is cached.
         """
         words = [self._of_stack(stack) for stack in place]
         return words[0] if len(words) == 1 else np.bitwise_or.reduce(words)
@@ -197,7 +197,7 @@ class MaskMaker:
         return words
 
     def _make(self, stack: Stack) -> tuple[Words, int]:
-        """Return the bit mask of a stack, and the lowest height, in states, to which one token can
+        """Return the bit mask of tokens for a stack, and the lowest height, in states, to which one token can
         reduce the stack.
         """
         self.made += 1
@@ -217,9 +217,10 @@ class MaskMaker:
         return self.trie.mask(reached), lowest
 
     def _explore(self, node: int, stacks: set[Stack], reached: Bools, lowest: int) -> int:
-        """Mark in `reached` the trie's nodes below `node` that one of the stacks there can read.
+        """Mark in `reached` (bool, by node) the trie's nodes below `node` that the automaton can read from
+        `stacks`.
 
-        lowest: the least height of a stack, in states, until now.
+        stacks: the automaton's stacks at `node`. lowest: the least height of a stack, in states, until now.
 
         Returns:
             The least of `lowest` and of the heights of the stacks on the way.

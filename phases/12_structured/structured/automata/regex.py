@@ -33,7 +33,7 @@ class Dialect:
     spaces: the characters of `\s`.
     line_ends: the characters that `.` does not match.
     controls: the character of each escape such as `\n`, by its letter.
-    quoted: whether patterns match text inside a JSON string, as in `Chars`.
+    quoted: whether patterns match text inside a JSON string, where quotes and such are escapes.
     """
 
     spaces: Ranges
@@ -69,11 +69,9 @@ COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?"
 
 
 def parse(pattern: str, where: str = "regex") -> Node:
-    """Parse a pattern of the dialect `ASCII` that must match a whole text.
+    """Parse a regular expression that must match a whole text; return its syntax tree. Classes are ASCII.
 
-    Args:
-        pattern: the regular expression.
-        where: what an error calls it.
+    where: what an error calls the pattern.
 
     Raises:
         UserError: the pattern is wrong, or no finite automaton can follow it. It names the character.
@@ -82,9 +80,12 @@ def parse(pattern: str, where: str = "regex") -> Node:
 
 
 def parse_search(pattern: str, where: str) -> Node:
-    """Parse a pattern of a JSON schema: the node matches every text that contains a match of it.
+    """Parse a pattern of a JSON schema; return a node that matches every text that contains a match.
 
-    `^` and `$` bind the match to the beginning and the end of the text. Arguments and errors as in `parse`.
+    `^` and `$` bind the match to the beginning and the end of the text. where: what an error calls it.
+
+    Raises:
+        UserError: the pattern is wrong, or no finite automaton can follow it.
     """
     anything, parts = Repeat(Chars(((0, LAST),), quoted=True)), list[Node]()
     for begins, node, ends in PatternReader(pattern, where, ECMASCRIPT).branches():
@@ -95,9 +96,10 @@ def parse_search(pattern: str, where: str) -> Node:
 
 
 class PatternReader:
-    """Parses a pattern of a dialect; each method parses one piece and moves `at` behind it.
+    """Parses a regular expression; each method parses one piece and moves `at` to the character after it.
 
-    at: the index of the next character.
+    at: the index of the next character. where: what an error calls the pattern.
+    dialect: the meaning of escapes and of `.`.
     """
 
     def __init__(self, pattern: str, where: str, dialect: Dialect) -> None:
@@ -115,13 +117,17 @@ class PatternReader:
         return self.pattern[self.at : self.at + 1]
 
     def take(self, text: str) -> bool:
-        """Move behind `text` and return True if it comes next; else return False."""
+        """If `text` comes next in the pattern, move to the character after it and return True; else return
+        False.
+        """
         found = self.pattern.startswith(text, self.at)
         self.at += len(text) * found
         return found
 
     def branches(self) -> list[tuple[bool, Node, bool]]:
-        """Parse the outermost alternatives; return (has `^` before it, node, has `$` behind it) of each."""
+        """Parse the outermost alternatives; return of each (has `^` before it, its node, has `$` after
+        it).
+        """
         found = list[tuple[bool, Node, bool]]()
         while not found or self.take("|"):
             begins = self.take("^")
@@ -132,21 +138,23 @@ class PatternReader:
         return found
 
     def alternatives(self) -> Node:
-        """Parse the alternatives of a group, which are separated by `|`."""
+        """Parse the alternatives of a group, separated by `|`; return a node that matches any of them."""
         parts = [self.sequence()]
         while self.take("|"):
             parts.append(self.sequence())
         return Alt(tuple(parts))
 
     def sequence(self) -> Node:
-        """Parse pieces in order, up to `|`, `)`, `$` or the end of the pattern."""
+        """Parse pieces up to `|`, `)`, `$` or the end of the pattern; return a node that matches them in
+        order.
+        """
         parts: list[Node] = []
         while self.peek() not in ("", "|", ")", "$"):
             parts.append(self.repeated())
         return Cat(tuple(parts))
 
     def repeated(self) -> Node:
-        """Parse one piece and the repetition behind it, if there is one."""
+        """Parse one piece and the repetition after it, if there is one; return their node."""
         node = self.one()
         if (char := self.peek()) in ("*", "+", "?", "{"):
             low, high = self.counts() if char == "{" else COUNTS[char]
@@ -170,7 +178,7 @@ class PatternReader:
         return least, most
 
     def one(self) -> Node:
-        """Parse one character, class or group."""
+        """Parse one character, class or group; return its node."""
         char = self.peek()
         if self.take("("):
             return self.group()
@@ -188,7 +196,7 @@ class PatternReader:
         return Chars(ranges, self.dialect.quoted)
 
     def group(self) -> Node:
-        """Parse a group, from behind its `(` up to and with its `)`."""
+        """Parse a group, from the character after its `(` up to and with its `)`; return its node."""
         if self.take("?") and not self.take(":"):
             raise self.refuse(
                 "a group must begin with '?:' or no '?', for nothing can look around"
@@ -201,7 +209,9 @@ class PatternReader:
         return node
 
     def escape(self) -> Ranges:
-        """Parse an escape, from behind its backslash on; return the characters that it matches."""
+        """Parse an escape, from the character after its backslash on; return the code points that it
+        matches.
+        """
         if found := HEX.match(self.pattern, self.at):
             self.at = found.end()
             code = int(found[1] or found[4] or found[5] or "0", 16)
@@ -224,7 +234,9 @@ class PatternReader:
         return just(char)
 
     def char_class(self) -> Ranges:
-        """Parse a class, from behind its `[` up to and with its `]`; return the matched characters."""
+        """Parse a class, from the character after its `[` up to and with its `]`; return the matched code
+        points.
+        """
         negated, found = self.take("^"), list[tuple[int, int]]()
         if self.peek() == "]" and self.dialect is not ECMASCRIPT:
             raise self.refuse("a class is empty; write \\] for the character")
@@ -233,7 +245,7 @@ class PatternReader:
         return complement(tuple(found)) if negated else tuple(found)
 
     def class_part(self) -> Ranges:
-        """Parse a character, an escape or a range of a class.
+        """Parse a character, an escape or a range of a class; return the code points that it matches.
 
         Beside an escape of several characters, `-` stands for itself: `[\\w-.]`.
         """
@@ -249,7 +261,7 @@ class PatternReader:
         return ((low[0][0], high[0][0]),)
 
     def class_item(self) -> Ranges:
-        """Parse one character or escape of a class."""
+        """Parse one character or escape of a class; return the code points that it matches."""
         char = self.peek()
         if not char:
             raise self.refuse("a class is not closed")

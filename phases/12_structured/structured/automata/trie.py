@@ -17,12 +17,10 @@ Bools = NDArray[np.bool_]
 class Trie:
     """A tree of all prefixes of tokens. Nodes are sorted by depth, then by text; node 0 is the empty text.
 
-    Args:
-        tokens: the bytes of each token, by its id; a token without bytes stands for no text.
-
+    tokens: the bytes of each token, by its id; a token without bytes stands for no text.
     size: number of nodes, `N`.
     parents, bytes: `[N]`, the parent of each node, and the byte that leads from the parent to it.
-    levels: of each depth from 1 on, its first node and the node behind its last.
+    levels: of each depth from 1 on, its first node and one past its last.
     children: `[N + 1]`; the children of node `n` are `children[n] .. children[n + 1] - 1`.
     token_nodes: `[V]`, the node where each token ends; `N`, which is no node, for tokens without bytes.
     """
@@ -43,7 +41,8 @@ class Trie:
         self.token_nodes = np.array([nodes[token] if token else self.size for token in tokens])
 
     def walk(self, table: Ints, state: int) -> Ints:
-        """Return the automaton's state at every node, `[N]`, if it reads from `state` on; -1: dead.
+        """Return the automaton's state at every node, `[N]`, if state `state` is that of node 0; -1: no
+        match.
 
         table: `[states + 1, 256]` int32, the state that follows each state and byte. Its last row, which is
             that of state -1, holds -1 only.
@@ -55,7 +54,7 @@ class Trie:
         return states
 
     def mask(self, reached: Bools) -> Words:
-        """Return the mask `[ceil(V / 32)]` of the tokens that end at a node of `reached`, bool `[N]`."""
+        """Return the bit mask `[ceil(V / 32)]` of the tokens that end at a node of `reached`, bool `[N]`."""
         allowed = np.append(reached, False)[self.token_nodes]
         words = np.zeros(-(-len(allowed) // 32), np.int32)
         packed = np.packbits(allowed, bitorder="little")

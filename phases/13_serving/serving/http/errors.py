@@ -36,10 +36,11 @@ MAX_MESSAGE = 1000
 class ApiError(Exception):
     """An error response to an HTTP request.
 
-    param: the field that is wrong, if it is one.
-    code: a word for programs.
-    retry: seconds after which it may be tried again.
-    close: the connection is of no further use.
+    status: of HTTP. message: a sentence for people; a very long one is cut.
+    param: the name of the request's field that is wrong; None: no field is.
+    code: an identifier of the error for programs.
+    retry: seconds after which the request may be sent again; None: the response does not say.
+    close: the connection is closed after the response.
     """
 
     def __init__(
@@ -61,19 +62,18 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers that belong to the error."""
+        """Return the HTTP headers of the error: `retry-after` and `connection: close`, where they apply."""
         retry = [] if self.retry is None else [(b"retry-after", b"%d" % self.retry)]
         return retry + ([(b"connection", b"close")] if self.close else [])
 
 
 @dataclass(frozen=True)
 class ErrorForm:
-    """The JSON form in which a route reports errors: OpenAI's, unless the route's protocol has one of its
-    own.
+    """The JSON form in which a route reports errors: OpenAI's, unless its protocol has another.
 
-    names: what a field of OpenAI's is called by the route's clients.
-    event: an error that ends a stream, around its JSON.
-    shape: makes the protocol's object of OpenAI's.
+    names: the route's name of a field, by OpenAI's name, where they differ.
+    event: the bytes of an event that ends a stream with an error; `%s` is the error's JSON.
+    shape: turns OpenAI's error object into that of the route's protocol.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class ErrorForm:
     shape: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body
 
     def body(self, error: ApiError) -> dict[str, Any]:
-        """Return the JSON object of an error, as it is sent."""
+        """Return the JSON object of an error, in the route's form."""
         default = "invalid_request_error" if error.status < 500 else "server_error"
         message, param = str(error), error.param
         if param is not None and param in self.names:
@@ -94,16 +94,20 @@ class ErrorForm:
 
 
 def wrong(param: str | None, message: str) -> ApiError:
-    """Return the error of a request with a wrong field."""
+    """Return the error (400) of a request in which the field `param` is wrong; None: no field of its own."""
     return ApiError(400, message, param=param)
 
 
 def too_large(limit: int) -> ApiError:
-    """Return the error of a body that is larger than the limit in bytes; the rest of it is not read."""
+    """Return the error (413) of a body with more than `limit` bytes; it closes the connection, so that the
+    rest is not read.
+    """
     words = f"the body has more than {limit:,} bytes, which is the limit"
     return ApiError(413, words, close=True)
 
 
 def too_many(field: str, count: int, limit: int, what: str) -> ApiError:
-    """Return the error of a field that has `count` of something (`what`), of which `limit` are allowed."""
+    """Return the error (400) of a field that has `count` of something (`what`), of which `limit` are
+    allowed.
+    """
     return wrong(field, f"{field} has {count:,} {what}, but may have at most {limit:,}")

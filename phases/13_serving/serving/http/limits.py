@@ -41,7 +41,7 @@ class Limits:
     grace_seconds: float = option(30.0, "seconds that open streams get after SIGTERM")
 
     def __post_init__(self) -> None:
-        """Raise `UserError` for a value out of its range."""
+        """Raise `UserError` for a value out of its range; change nothing."""
         for item in fields(self):
             check, low, high = (
                 (integer, 1, 1 << 40) if item.type == "int" else (number, 0.0, 1e9)

@@ -39,7 +39,7 @@ _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON bytes in one line; characters that some readers take for a line end are
+    """Return a value as JSON in UTF-8 on one line; characters that some readers take for a line end are
     escaped.
     """
     data = _encode(value)
@@ -54,15 +54,13 @@ class ClientDisconnected(Exception):
 
 
 class HttpRequest:
-    """An HTTP request, and what has been sent of its response so far.
+    """An HTTP request (ASGI), and what has been sent of its response so far.
 
-    id: the client's `x-request-id` where it is sane, or one of ours.
-    status: of the response, 0 before it.
-    content_length: the content-length, as it came.
-    unread: there may be a body that has not been read.
-    sending: when the write that the client has not taken yet began (`time.monotonic()`); 0 if none.
-    group: its completions, if it is a request for tokens.
-    form: of errors.
+    id: the client's `x-request-id` where it is well-formed, or a random one.
+    status: of the response, 0 before it. extra: more headers for the response.
+    content_length: value of that header, as it came. unread: there may be a body that has not been read.
+    sending: when the write that the client has not taken yet began (`time.monotonic()`); 0: none is waiting.
+    group: its completions, if it is a request for tokens; else None. form: the JSON form of its errors.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
@@ -88,15 +86,15 @@ class HttpRequest:
 
     @property
     def short_id(self) -> str:
-        """Return the id without its prefix, as responses have it behind theirs."""
+        """Return the request's id without `req-`; ids of responses are a prefix of their own and this."""
         return self.id.removeprefix("req-")
 
     async def body(self) -> bytes:
         """Read and return the whole body.
 
         Raises:
-            ApiError: 413 if it is too large, before it is read where its length is declared; 408 if it is
-                slow; 415 if it says that it is no JSON, so that no web page can send one without asking.
+            ApiError: 413: too large, before it is read where its length is declared; 408: too slow; 415: not
+                declared as JSON (so that no web page can send one without asking), or compressed.
             ClientDisconnected: the client has left.
         """
         kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
@@ -136,7 +134,9 @@ class HttpRequest:
         return message
 
     async def drain(self) -> None:
-        """Read a small body that is on its way, so that a client which still sends it reads the answer."""
+        """Read and drop the rest of a small body, so that a client which still sends it gets to read the
+        response.
+        """
         left = DRAINED_BYTES
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
@@ -146,7 +146,7 @@ class HttpRequest:
                     self.unread = message.get("more_body", False)
 
     async def disconnected(self) -> None:
-        """Wait until the client has left. Call it when the body has been read."""
+        """Wait until the client has closed the connection. Call this when the body has been read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -159,8 +159,8 @@ class HttpRequest:
         await self._send({"type": "http.response.start", "status": status, "headers": every})
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """Send a part of the response's body; waits for a client that is slow to read. more: it is not
-        the last part.
+        """Send a part of the response's body, and wait until a slow client has taken it. more: another part
+        follows.
         """
         self.sending = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
@@ -169,14 +169,14 @@ class HttpRequest:
     async def answer(
         self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)
     ) -> None:
-        """Send a whole response."""
+        """Send a whole response: status, headers and body."""
         await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self.write(b"" if self.method == "HEAD" else body, more=False)
 
     async def json(
         self, value: Any, status: int = 200, headers: Iterable[Header] = ()
     ) -> None:
-        """Send a whole response with a value as JSON."""
+        """Send a whole response with `value` as its JSON body."""
         await self.answer(status, encode_json(value), [JSON, *headers])
 
     async def fail(self, error: ApiError) -> None:

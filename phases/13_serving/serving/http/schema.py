@@ -13,9 +13,10 @@ from msgspec import Struct
 
 
 class StreamOptions(Struct):
-    """The field `stream_options`.
+    """The field `stream_options` of a request.
 
-    include_usage: one more chunk with the usage; continuous_usage_stats: usage in each chunk.
+    include_usage: send one more chunk with the token counts. continuous_usage_stats: send token counts
+        in each chunk.
     """
 
     include_usage: bool | None = False
@@ -23,7 +24,9 @@ class StreamOptions(Struct):
 
 
 class GenerationFields(Struct, kw_only=True):
-    """Fields of all requests for tokens. None is the same as a field that is not there."""
+    """Fields that all requests for tokens may have, under OpenAI's names. None: as if the field were not
+    there.
+    """
 
     model: str | None = None
     max_tokens: int | None = None

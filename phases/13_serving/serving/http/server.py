@@ -43,12 +43,10 @@ class HttpServer(uvicorn.Server):
     """The HTTP server (uvicorn), which ends in two steps: first streams may finish, then connections are
     closed.
 
-    Args:
-        on_ready: called when the engine is there.
-        config: of uvicorn, where it shall differ from `CONFIG`.
-
-    failure: why the engine could not be started, if it could not.
-    code: that the process should end with.
+    app: what it serves. on_ready: called when the engine first takes requests.
+    config: uvicorn's settings that shall differ from `CONFIG`.
+    failure: why the engine could not be started; None: it could.
+    code: the exit code with which the process should end.
     """
 
     failure: Exception | None = None
@@ -63,12 +61,13 @@ class HttpServer(uvicorn.Server):
         super().__init__(uvicorn.Config(app, **(CONFIG | config)))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first SIGTERM or SIGINT; end at once at the second."""
+        """Finish running streams at the first SIGTERM or SIGINT (`drain`); end at once at the second."""
         self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Take no new requests and let streams finish, within the grace period; a second call does not
-        wait.
+        """Take no new requests, and shut down when running streams have finished or the grace period is over.
+
+        A second call shuts down at once.
         """
         if self.app.draining:
             self.code = TERMINATED
@@ -90,10 +89,10 @@ class HttpServer(uvicorn.Server):
         self.app.closing = self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Close the connections of slow readers, ten times a second; announce the engine when it is first
-        ready.
+        """Close the connections of slow readers; at the first tick of a ready engine, call `on_ready`.
 
-        A timer for each write would cost 6 % of a token. Returns: True if the server should end.
+        Uvicorn calls this ten times a second; counter: the number of the tick. (A timer for each write would
+        cost 6 % of a token.) Returns: True if the server should end.
         """
         if self.app.engine.state == "ready" and not self.announced:
             self.announced = True
@@ -104,7 +103,9 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def serve(self, sockets: Any = None) -> None:
-        """Serve until a signal comes, or until the engine cannot be started."""
+        """Serve until a signal comes, or until the engine cannot be started. sockets: uvicorn's; None: it
+        opens its own.
+        """
         self._loop = asyncio.get_running_loop()
         engine = self.app.engine.start()
         engine.add_done_callback(self._engine_ended)

@@ -33,7 +33,7 @@ from triton_paged_attention.linear import KINDS, activate
 
 
 class Tile(NamedTuple):
-    """Block sizes of a program of `grouped_kernel`.
+    """Block sizes of a program of `grouped_kernel`, and its Triton launch options.
 
     rows: tokens of an expert. block_n: outputs; in the first product half gates and half ups. block_k:
         inputs that are read at a time.
@@ -58,7 +58,8 @@ OLDER = Tile(128, 128, 64, 8, 4)
 
 
 def tile_for(rows: float, x: Tensor) -> Tile:
-    """Return the block sizes for `rows` tokens per expert on average; as many stages as fit in shared memory.
+    """Return the block sizes for `rows` tokens per expert on average, with as many stages as shared memory
+    holds.
 
     x: the product's input, for its device and dtype.
     """
@@ -88,10 +89,10 @@ def gated_unit(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def tile_product(a, w, acc, scale, row, k0, columns, SIDE: tl.constexpr):
-    """Return `acc + a @ w`, float32 `[M, N]`, for inputs from `k0` on.
+    """Return `acc + a @ w`, float32 `[M, N]`, for `BLOCK_K` inputs from input `k0` on.
 
     a: `[M, BLOCK_K]`. w: `[BLOCK_K, N]`, of the weight's rows `row [N]`.
-    scale: one for each block of SIDE x SIDE weights, `[rows / SIDE, columns]`; SIDE 0: there is none.
+    scale: pointer to one scale for each block of SIDE x SIDE weights, `[rows / SIDE, columns]`; SIDE 0: none.
     """
     if a.dtype != w.dtype:
         w = w.to(a.dtype)  # eight bits are exact in sixteen
@@ -107,7 +108,7 @@ def tile_product(a, w, acc, scale, row, k0, columns, SIDE: tl.constexpr):
 def finish_sums(
     acc, unit, scale, bias, row, inside, ROUNDED: tl.constexpr, CHANNEL: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Multiply the sums `acc`, `[N]` or `[M, N]` float32, by their scales, and add biases.
+    """Return the sums `acc`, `[N]` or `[M, N]` float32, times their scales, plus biases.
 
     unit: scale of an input that was rounded to eight bits (ROUNDED). scale: of each weight row (CHANNEL).
     bias: of each weight row (BIAS). row: `[N]`, the weight rows of the outputs. inside: `[N]`, which exist.
@@ -136,9 +137,9 @@ def grouped_kernel(
         `x [T k, K]`, sorted by expert -> `out [T k, N]` in the order of choices, times `weights [T, k]`.
     data: `[E, N, K]`, with UP `[E, 2 N, K]`: gates, then ups. bias: `[E, N]` or `[E, 2 N]`, read if BIAS.
     scale: of each weight row (CHANNEL) or of SIDE x SIDE blocks; `scale_stride` numbers per expert.
-    x_scale: `[rows of x]`, if the input was rounded (ROUNDED). order, table: of `sort_in_tiles`; most: its
-        tiles.
-    KIND, LIMIT: of `gated_unit`. TOP_K: k, choices per token.
+    x_scale: `[rows of x]`, if the input was rounded (ROUNDED). TOP_K: k, choices per token.
+    order: `[T k]`, choices by expert. table: `[3, most]`: expert, first entry in `order`, rows of each tile.
+    KIND, LIMIT: activation and clamp of `gated_unit`.
     """
     parts: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
@@ -219,11 +220,11 @@ def product_arguments(
     Args:
         x: the product's input, `[T, K]`.
         experts: the product's weights.
-        act: the function behind the first product, gates and ups; None for the second product.
+        act: the function after the first product, on gates and ups; None for the second product.
         top_k: choices of a token.
 
     Returns:
-        The tensors `x, x_scale, data, scale, bias`, with `x` in the place of one that there is not; and the
+        The tensors `x, x_scale, data, scale, bias`, with `x` in place of any that does not exist; and the
         kernel's constants by name.
     """
     values, units = round_rows(x, "fp8") if experts.rounds_input else (x, x)
@@ -241,9 +242,10 @@ def product_arguments(
 
 
 def scratch_bytes(down: ExpertWeights, top_k: int, itemsize: int, tokens: int) -> int:
-    """Return the bytes that `grouped` allocates between its kernels, for a step of so many tokens.
+    """Return the bytes that `grouped` allocates between its kernels, for a step of `tokens` tokens.
 
-    down: weights of the second product. itemsize: bytes of a number of the model's dtype.
+    down: weights of the second product. top_k: choices of a token. itemsize: bytes of a number of the model's
+        dtype.
     """
     _, hidden, inside = down.data.shape
     rounded = inside if down.rounds_input else 0
@@ -253,7 +255,7 @@ def scratch_bytes(down: ExpertWeights, top_k: int, itemsize: int, tokens: int) -
 def grouped(
     layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor, tile: Tile | None = None
 ) -> Tensor:
-    """Compute a layer's experts by Triton kernels for any number of tokens: `[T, hidden]`, the weighted sums.
+    """Return a layer's experts' weighted sums, `[T, hidden]`, by Triton kernels for any number of tokens.
 
     x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts.
     tile: block sizes, for measurements; None takes them from `TABLE`.

@@ -31,9 +31,9 @@ def route_kernel(
     per token.
 
     logits: `[T, E]`. weights: output `[T, TOP_K]` float32, probabilities; with NORMALIZE they sum to 1.
-    chosen: output `[T, TOP_K]` int64. E_PAD: E rounded up to a power of two. A probability, as the bits of
-        a float that is not negative, is ordered as a whole number is; the expert's number stands behind
-        it, upside down, so one sort of whole numbers decides between equal ones as well.
+    chosen: output `[T, TOP_K]` int64. E_PAD: E rounded up to a power of two. PDL: the kernel before may
+    still run. A probability, as the bits of a float that is not negative, is ordered as a whole number is;
+    the expert's number follows it, upside down, so one sort decides between equal ones as well.
     """
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_PAD)
@@ -54,12 +54,14 @@ def route_kernel(
 
 
 def early(device: torch.device) -> dict[str, Any]:
-    """Return launch options that start a kernel while the one before still runs, where the device can."""
+    """Return launch options (programmatic dependent launch) that start a kernel while the one before still
+    runs, where the device can; else none.
+    """
     return {"PDL": True, "launch_pdl": True} if dependent_launch(device) else {"PDL": False}
 
 
 def route_at_once(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose each token's `top_k` experts in one kernel.
+    """Return each token's `top_k` experts and their weights, chosen in one kernel.
 
     logits: `[T, E]` of the router. normalize: let a token's weights sum to 1.
 
@@ -79,7 +81,7 @@ def route_at_once(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, 
 
 @triton.jit
 def count_kernel(counts, chosen, choices, BLOCK: tl.constexpr):
-    """Count how often an expert was chosen. One program per expert.
+    """Count how often each expert was chosen. One program per expert.
 
     counts: output `[E]` int32. chosen: `[choices]`, numbers of experts. BLOCK: choices that are read at a
         time.
@@ -102,9 +104,9 @@ def place_kernel(
     and one more.
 
     order: `[choices]` int32, numbers of choices sorted by expert. tiles: `[3, most]` int32: of each tile
-        its expert, its first entry in `order`, and its rows (0: an empty tile, written by the last
-        program).
-    counts: `[E]` int32 of `count_kernel`. chosen: `[choices]`, numbers of experts. ROWS: of a tile.
+        its expert, its first entry in `order`, and its rows (0: an empty tile, written by the last program).
+    counts: `[E]` int32, choices per expert. chosen: `[choices]`, numbers of experts. ROWS: of a tile.
+    BLOCK, TILES: choices and tiles that are processed at a time.
     """
     own = tl.program_id(0)
     e = tl.arange(0, E_PAD)
@@ -134,7 +136,7 @@ def place_kernel(
 
 
 def most_tiles(choices: int, experts: int, rows: int) -> int:
-    """Return the most tiles of `rows` rows that so many choices can need, however they are routed.
+    """Return the most tiles of `rows` rows that `choices` choices of `experts` experts can need.
 
     Every expert that was chosen may have one tile that is not full.
     """
@@ -145,11 +147,10 @@ def sort_in_tiles(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tens
     """Sort the choices of this rank's experts by expert, and split each expert's into tiles of `rows`
     choices.
 
-    chosen: `[T, k]`, numbers of experts; those that are not below `experts` belong to other ranks and are
-        left out.
+    chosen: `[T, k]`, numbers of experts; those not below `experts` belong to other ranks and are left out.
 
     Returns:
-        order: `[T k]` int32, numbers of choices; what lies behind those of this rank is undefined.
+        order: `[T k]` int32, numbers of choices; what follows those of this rank is undefined.
         table: `[3, most]` int32: of each tile the expert, its first entry in `order`, and its rows.
     """
     choices, device = chosen.numel(), chosen.device

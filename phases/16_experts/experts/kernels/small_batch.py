@@ -34,7 +34,7 @@ SHAPES = ((8, 512, 4), (4, 256, 4))
 
 @triton.jit
 def read_tile(data, row, inside, k, scale, columns, K: tl.constexpr, SIDE: tl.constexpr):
-    """Load weights of rows `row [N]` at inputs `k [BLOCK_K]`, times their scales: `[N, BLOCK_K]` float32.
+    """Return weights of rows `row [N]` at inputs `k [BLOCK_K]`, times their scales: `[N, BLOCK_K]` float32.
 
     data: one expert's `[rows, K]`. inside: `[N]`, which rows exist.
     scale: one for each block of SIDE x SIDE weights, `[rows / SIDE, columns]`; SIDE 0: none is applied.
@@ -57,7 +57,7 @@ def small_batch_expert_kernel(
     ROUNDED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute `BLOCK_N` of `N` outputs of one choice (UP), or the sum over one token's choices.
+    """Compute `BLOCK_N` of `N` outputs of one choice (UP), or of the sum over one token's choices.
 
     One program per choice or token, and part of the outputs.
     UP, the first product: `x [T, K]` -> `out [T k, N]`, gated. Otherwise the second one: `x [T k, K]` ->
@@ -65,7 +65,8 @@ def small_batch_expert_kernel(
     chosen: `[T, k]`, numbers of experts; those that are not below E are on another rank and count 0.
     data: `[E, N, K]`, with UP `[E, 2 N, K]`: gates, then ups. bias: `[E, N]` or `[E, 2 N]`, read if BIAS.
     scale: of each weight row (CHANNEL) or of SIDE x SIDE blocks; `scale_stride` numbers per expert.
-    x_scale: `[rows of x]`, if the input was rounded (ROUNDED). KIND, LIMIT: of `gated_unit`.
+    x_scale: `[rows of x]`, if the input was rounded (ROUNDED). KIND, LIMIT: activation and clamp of
+        `gated_unit`. PDL: the kernel before may still run.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns: tl.constexpr = (K + SIDE - 1) // SIDE if SIDE > 0 else 0
@@ -131,7 +132,8 @@ def gathered(
     chosen: Tensor,
     shapes: tuple[Shape, Shape] = SHAPES,
 ) -> Tensor:
-    """Compute a layer's experts for at most `SMALL_BATCH` tokens by Triton kernels: `[T, hidden]`.
+    """Return a layer's experts' weighted sums `[T, hidden]` for at most `SMALL_BATCH` tokens, by Triton
+    kernels.
 
     x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts.
     shapes: outputs of a program, inputs that it reads at a time, and warps, for each of the two products.

@@ -39,7 +39,7 @@ class DeltaTokens(NamedTuple):
     beta: Tensor
 
     def span(self, first: int, last: int) -> DeltaTokens:
-        """Return the inputs of the tokens `first .. last - 1`."""
+        """Return the inputs of the tokens `first .. last - 1` alone."""
         vectors = (x[..., first:last, :, :] for x in self[:3])
         return DeltaTokens(*vectors, *(x[..., first:last, :] for x in self[3:]))
 
@@ -77,9 +77,11 @@ def recurrence(state: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
 
 
 def scan(state: Tensor, tokens: DeltaTokens, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Apply the gated delta rule to `chunk` tokens at a time; outputs `[..., S, H, Dv]` and the new state.
+    """Apply the gated delta rule to `chunk` tokens at a time; return outputs `[..., S, H, Dv]` and the new
+    state.
 
-    state: `[..., H, Dk, Dv]`. The results are those of `recurrence`, but for rounding.
+    state: `[..., H, Dk, Dv]`, before the first token. The results equal those of `recurrence`, but for
+        rounding.
     """
     length = tokens.v.shape[-3]
     parts = []
@@ -92,6 +94,7 @@ def scan(state: Tensor, tokens: DeltaTokens, chunk: int = CHUNK) -> tuple[Tensor
 def one_chunk(state: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
     """Apply the gated delta rule to `C` tokens at once; return outputs `[..., C, H, Dv]` and the new state.
 
+    state: `[..., H, Dk, Dv]`, before the first token.
     A token writes `beta (v - what the state says of k)`, and the state holds the writes of the chunk's
     tokens before it. So the writes `W [C, Dv]` solve a triangular system, the WY form of the delta rule:
 

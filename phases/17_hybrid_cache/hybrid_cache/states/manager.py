@@ -25,20 +25,22 @@ from hybrid_cache.windows.manager import SingleTypeManager, Table
 
 
 def slot_count(rows: int) -> int:
-    """Return the number of state slots for `rows` requests: each may read one and write one, and keep a
-    snapshot.
+    """Return the number of state slots that `rows` running requests need: each may read one and write one,
+    and keep a snapshot.
     """
     return 3 * rows
 
 
 class SlotPool(LruPool):
-    """A pool of state slots, which evicts the oldest snapshots when it has no free slot.
+    """A pool of state slots, which evicts the oldest snapshots of states when it has no free slot.
 
     Running requests need at most two thirds of the slots, so there is always one to take.
     """
 
     def take(self, count: int) -> list[int]:
-        """Return `count` slots: free ones, then those of the oldest snapshots, which are lost."""
+        """Return the numbers of `count` slots: free ones, then those of the oldest snapshots, which are
+        lost.
+        """
         while self.allocator.free < count:
             self.evict_oldest(self.finished)
         return self.allocator.allocate(count)
@@ -50,14 +52,13 @@ class StateManager(SingleTypeManager):
 
     A slot is the one "block" of a page, from a pool of slots.
 
-    Args:
-        tables: block tables of all rows.
-        tokens_after: `[pages]` int32, for a step of several tokens that ends in a page: how many of them
-            come after its snapshot boundary. Negative if these are draft tokens; 0 if it saves nothing.
-        slot_offset: blocks in the pool of keys and values; slots are numbered behind them in copies.
-        arguments: `blocks [1, pages]` (slots), `changed` and `sizes` of a `SingleTypeManager`.
+    tables: block tables of all rows.
+    tokens_after: `[pages]` int32, for a step of several tokens that ends in a page: how many of them
+        come after its snapshot boundary. Negative if these are draft tokens; 0 if it saves nothing.
+    slot_offset: blocks in the pool of keys and values; slots are numbered after them in copies.
+    arguments: those of `SingleTypeManager`, with `blocks [1, pages]` for slots.
 
-    divergence: by row, how many tokens of its prompt the index knows, with a snapshot behind them or not.
+    divergence: by row, how many tokens of its prompt the index knows, with or without a snapshot after them.
     rollback_to: by row, tokens that the state has seen before drafts that are being verified.
     last_decode_page: by row, the page that its decodes left last, or -1.
     """
@@ -75,15 +76,17 @@ class StateManager(SingleTypeManager):
     # Rules of the type.
 
     def first_needed_page(self, start: int) -> int:
-        """Return the table index of the page whose state a step reads that begins at token `start`."""
+        """Return the index in a request's table of the page whose state is read by a step from token `start`
+        on.
+        """
         return max(0, start - 1) // self.block_size
 
     def required_pages(self, start: int, upto: int) -> int:
-        """Return how many pages of a request's table must have a slot before a step: up to the one that it
+        """Return how many pages of a request's table must have a slot before a step: up to the page that it
         reads.
 
-        start: its computed tokens. upto: tokens that it reserves room for. `assign_slots` gives slots to
-            pages that the step writes.
+        start: its number of computed tokens. upto: tokens that it reserves room for. (`assign_slots` gives
+            slots to pages that the step writes.)
         """
         return self.first_needed_page(start) + 1
 
@@ -102,7 +105,7 @@ class StateManager(SingleTypeManager):
         Returns:
             The work's end less its drafts, if these may be rejected. Otherwise the divergence of the row's
             prompt, if it lies strictly within the work. Otherwise the last page boundary before the work's
-            last token, or `work.start`, which means none, if that is not behind the start.
+            last token, or `work.start`, which means none, if that boundary is not after the start.
         """
         start = work.start
         end = work.start + work.count
@@ -116,11 +119,10 @@ class StateManager(SingleTypeManager):
     def roll_back(self, request: Request, upto: int) -> int:
         """Return how many of a request's first `upto` tokens its state has seen.
 
-        If drafts were among the tokens of its last step, the state has seen those before them:
-        `request.num_computed_tokens` goes back to there. A rollback happens once.
-
-        Args:
-            upto: tokens that are computed and accepted.
+        upto: number of tokens that are computed and accepted. If drafts were among the tokens of the
+            request's
+        last step, the state has seen those before them: `request.num_computed_tokens` is set back to there.
+        A rollback happens once.
         """
         seen = self.rollback_to.pop(request.row, upto)
         if seen < upto:
@@ -164,7 +166,7 @@ class StateManager(SingleTypeManager):
         return [(page, whole or page in snapshots) for page, whole in read]
 
     def _write_page(self, work: Work, tokens: int) -> None:
-        """Allocate a slot for the page that holds the last of a request's first `tokens` tokens."""
+        """Allocate a slot for the page with the last of the first `tokens` tokens of the work's request."""
         row = work.row
         at = (tokens - 1) // self.block_size
         page = int(self.tables[row, at])
@@ -181,8 +183,8 @@ class StateManager(SingleTypeManager):
         """Record for the device how many tokens of a step come after the snapshot boundary in the step's
         last page.
 
-        work: the request and its tokens. boundary: tokens before it. drafting: those after it are draft
-            tokens.
+        work: the request and its tokens. boundary: number of tokens before it. drafting: the tokens after it
+            are drafts.
         """
         end = work.start + work.count
         last = int(self.tables[work.row, (end - 1) // self.block_size])
@@ -191,7 +193,10 @@ class StateManager(SingleTypeManager):
         self.changed.add(last)
 
     def release_slots(self, read: Sequence[tuple[int, bool]]) -> None:
-        """Remove a step's use of the pages that it read. read: what `assign_slots` returned."""
+        """Remove a step's use of the pages that it read, and free slots that keep no snapshot.
+
+        read: what `assign_slots` returned.
+        """
         for page, snapshot in read:
             self._drop(page, self.pool.finished if snapshot else None)
 
@@ -201,7 +206,7 @@ class StateManager(SingleTypeManager):
         """Let a request use the new page `target` in place of the shared page `source` (copy on write).
 
         Returns:
-            The pair of slots that the device must copy, numbered behind all KV blocks.
+            The (source, target) slots that the device must copy, numbered after all KV blocks.
         """
         pairs = super().copy_page(source, target)
         return [(one + self.slot_offset, other + self.slot_offset) for one, other in pairs]
@@ -209,7 +214,7 @@ class StateManager(SingleTypeManager):
     def release_row(self, row: int, table: Table, committed: int) -> None:
         """Remove an ended request's use of its state slots; snapshots stay cached.
 
-        row: of the request. table: its pages. committed: how many of these the index knows.
+        row: of the request. table: its pages. committed: how many of these are in the prefix index.
         """
         super().release_row(row, table, committed)
         self.divergence[row], self.last_decode_page[row] = 0, -1

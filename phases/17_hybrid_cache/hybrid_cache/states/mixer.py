@@ -56,7 +56,9 @@ class DeltaInputs(NamedTuple):
 
 
 class Mixer(ABC):
-    """Interface of what mixes tokens in Gated DeltaNet layers: it keeps their states between steps."""
+    """Interface of what combines different tokens in Gated DeltaNet layers: it keeps their states between
+    steps.
+    """
 
     @abstractmethod
     def mix(self, inputs: DeltaInputs) -> Tensor:
@@ -64,10 +66,12 @@ class Mixer(ABC):
 
 
 class WholeSequence(Mixer):
-    """A `Mixer` that computes the whole sequence at every call and keeps no state, as phase 01 does."""
+    """A `Mixer` that computes the whole sequence at every call and keeps no state."""
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """Return `[..., S, H, Dv]` for inputs whose last dimension but one is the sequence."""
+        """Return a layer's outputs `[..., S, H, Dv]`, for inputs whose last dimension but one is the
+        sequence.
+        """
         x, config = inputs.mixed, inputs.config
         mixed, _ = causal_conv(x, inputs.conv, x.new_zeros(*x.shape[:-2], *config.conv_shape))
         empty = torch.zeros(*x.shape[:-2], *config.state_shape, device=x.device)
@@ -75,10 +79,11 @@ class WholeSequence(Mixer):
 
 
 def mixer_of(attention: Attention) -> Mixer:
-    """Return the `Mixer` of an engine's attention object.
+    """Return the `Mixer` of an engine's attention object: the object itself, or for one without a KV cache a
+    `WholeSequence`.
 
     Raises:
-        UserError: the phase that made it computes no Gated DeltaNet layers.
+        UserError: the object's class computes no Gated DeltaNet layers.
     """
     if isinstance(attention, Mixer):
         return attention

@@ -16,18 +16,14 @@ class StatePool:
     """The states of all Gated DeltaNet layers, in slots on the device, and the `Mixer` over them in plain
     torch.
 
-    Args:
-        config: sizes of the layers' heads.
-        slots: number of slots. There are two more: `null` is always zeros, the state before a text; the
-            last one takes states that no request reads, those behind draft tokens.
-        pages: number of pages.
-        block_size: tokens of a page.
-        dtype: of the model, and of the convolution's inputs; states are float32.
-
+    config: sizes of the layers' heads. dtype: of the convolution's inputs; states are float32.
+    slots: number of slots. There are two more: `null` is always zeros, the state before a text; the
+        last one takes states that no request reads, those after draft tokens.
+    pages, block_size: number of pages, and tokens of each.
     recurrent: `[layers, slots + 2, H, Dk, Dv]` float32, in the order of the layers that have states.
     conv: `[layers, slots + 2, W - 1, C]`.
     page_slots, page_tokens_after: `[pages]` int32, of each page its slot, and how many tokens of a step
-        that ends there come after its snapshot boundary. See `StateManager`.
+        that ends there come after its snapshot boundary (negative: they are drafts).
     step: `[4, B]` int32, for this step's requests: the slot that is read; the slot that the state at the
         snapshot boundary goes to (-1: none); the slot that the last state goes to (-1: padding); and the
         tokens before the boundary.
@@ -71,7 +67,9 @@ class StatePool:
         self.conv[:, targets] = self.conv[:, sources]
 
     def begin(self, batch: PagedBatch) -> None:
-        """Start a step: write the slots of its requests to `step`, on the device alone, for CUDA graphs."""
+        """Start a step: write the slots of its requests to `step`, by the device alone, as CUDA graphs need
+        it.
+        """
         ends, counts = batch.context_lens.long(), batch.query_starts.diff()
         starts = ends - counts
         live = (counts > 0) & (ends > 0)
@@ -93,7 +91,8 @@ class StatePool:
         self.start(batch, torch.stack((source, *parts)).int())
 
     def start(self, batch: PagedBatch, step: Tensor) -> None:
-        """Keep a step's batch and its slots (numbers of stored states), for the calls of `mix` that follow.
+        """Set the batch of a step and its slots (numbers of stored states), for the calls of `mix` that
+        follow.
 
         step: `[4, B]` int32, for each request: the slot to read (`null` at a text's beginning), the slot that
             keeps the state at the last block boundary (-1: none), the slot of the state after the step (-1:
@@ -140,7 +139,9 @@ class StatePool:
     def _advance(
         self, inputs: DeltaInputs, source: int | list[int], into: int | list[int]
     ) -> Tensor:
-        """Compute tokens from the states in slots `source`, and store the states behind them in slots `into`.
+        """Compute tokens from the states in slots `source`, and store the states after them in slots `into`.
+
+        inputs: of the tokens, of one request or of several with one token each.
 
         Returns:
             The outputs `[..., H, Dv]`.

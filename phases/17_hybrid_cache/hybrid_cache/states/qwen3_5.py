@@ -64,7 +64,11 @@ class GatedAttention(nn.Module):
 
 
 def rotate_first_dimensions(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first dimensions of every head of `x [..., H, D]`, as many as there are angles for."""
+    """Return `x [..., H, D]` with the first dimensions of every head rotated, as many as there are angles
+    for.
+
+    cos_sin: RoPE's cosines and sines of each token.
+    """
     turned = cos_sin[0].shape[-1]
     return torch.cat((apply_rope(x[..., :turned], cos_sin), x[..., turned:]), -1)
 
@@ -92,8 +96,9 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(values, hidden, bias=False)
 
     def forward(self, x: Tensor, mixer: Mixer) -> Tensor:
-        """Map hidden states `[..., hidden]` to the layer's output, same shape. Only `mixer` combines
-        different tokens.
+        """Map hidden states `[..., hidden]` to the layer's output, same shape.
+
+        mixer: combines different tokens and keeps the layer's states; nothing else here does.
         """
         decay = -self.A_log.float().exp() * F.softplus(
             self.in_proj_a(x).float() + self.dt_bias.float()
@@ -129,7 +134,8 @@ class Qwen35Block(nn.Module):
     ) -> Tensor:
         """Map hidden states `[..., hidden]` to the block's output, same shape.
 
-        cos_sin: RoPE's cosines and sines. attention: the engine's attention. mixer: its Gated DeltaNet.
+        cos_sin: RoPE's cosines and sines. attention: the engine's attention over its KV cache. mixer:
+            computes its Gated DeltaNet layers, with their states.
         """
         normed = self.input_layernorm(x)
         if self.keeps_state:
@@ -160,8 +166,9 @@ class Qwen35(Model):
         self.tie_weights()
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Return the final hidden states `[..., hidden]` of token ids and their positions; see
-        `Model.forward`.
+        """Return the final hidden states `[..., hidden]` of token ids and their positions.
+
+        attention: the engine's attention over its KV cache; it is the `Mixer` of the layers with states, too.
         """
         mixer = mixer_of(attention)
         x = self.embed_tokens(input_ids)  # [..., hidden]
@@ -173,8 +180,8 @@ class Qwen35(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Return a checkpoint's name without its prefix; None for weights of images and multi-token
-        prediction.
+        """Return a checkpoint's tensor name without its prefix; None for weights of images and multi-token
+        prediction, which are not loaded.
         """
         if name.startswith(("mtp.", "model.visual.", "visual.")):
             return None

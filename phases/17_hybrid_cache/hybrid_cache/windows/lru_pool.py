@@ -13,15 +13,12 @@ if TYPE_CHECKING:
 class LruPool:
     """The free list of blocks `0 .. count - 1`, shared by all managers that take from this pool.
 
-    A block is free, pinned (a running request needs it), or idle (it stays for a prefix hit until its room
+    A block is free, pinned (a running request needs it), or idle (cached for a prefix hit until its memory
     is needed).
 
-    Args:
-        count: number of blocks.
-        watermark: share of them that admission leaves free. See `PagedCache`.
-
+    count: number of blocks. watermark: share of them that admission leaves free.
     allocator: the free list.
-    null: number of the null block, which is all zeros and stands for a block that was given back.
+    null: number of the null block, which is all zeros and stands for a block that was freed.
     pinned: number of pinned blocks.
     skipped: pages with idle blocks that windows have skipped, oldest first.
     finished: pages with idle blocks whose last request has ended, oldest first.

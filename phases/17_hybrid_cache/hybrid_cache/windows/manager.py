@@ -33,16 +33,13 @@ class ManagerSizes(NamedTuple):
 class SingleTypeManager(ABC):
     """Allocator of blocks for one type of layers, such as those with a sliding window.
 
+    groups: layers of each KV cache group. pool: where blocks come from. sizes: of the engine.
+    blocks: `[groups, pages]` int32, the block of each page; `pool.null` where there is none.
+    changed: collects pages whose blocks changed, for the device's copy.
+
     A type says which pages of a request it needs: a range of its table, from the first page that its next
     query reads to the last page that it may write. Its pages there have a block in each group. A page that
     no running request needs keeps its blocks for prefix hits, and loses them when the pool needs room.
-
-    Args:
-        groups: layers of each group.
-        pool: where blocks come from.
-        blocks: `[groups, pages]` int32, the block of each page; `pool.null` where there is none.
-        changed: collects pages whose blocks changed, for the device's copy.
-        sizes: of the engine.
 
     users: by page, how many running requests need its blocks.
     ranges: by row, first and end of the range that its request needs.
@@ -69,18 +66,20 @@ class SingleTypeManager(ABC):
 
     @abstractmethod
     def first_needed_page(self, start: int) -> int:
-        """Return the table index of the first page that a query at position `start` or later reads."""
+        """Return the index in a request's table of the first page that a query at position `start` or later
+        reads.
+        """
 
     @abstractmethod
     def required_pages(self, start: int, upto: int) -> int:
         """Return how many pages from the start of a request's block table must have blocks before a step.
 
-        start: the request's computed tokens. upto: tokens that the scheduler reserves room for.
+        start: its number of computed tokens. upto: tokens that the scheduler reserves room for.
         """
 
     @abstractmethod
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
-        """Return the largest `n` such that a request can begin behind the first `n` of these cached pages."""
+        """Return the largest `n` such that a request can begin after the first `n` of these cached pages."""
 
     def max_blocks(self, tokens: int) -> int:
         """Return the most blocks that a request of `tokens` tokens needs at once."""
@@ -92,7 +91,7 @@ class SingleTypeManager(ABC):
     # Requests. `table` is the request's row of the block tables.
 
     def num_blocks_to_admit(self, pages: Sequence[int], start: int, upto: int) -> int:
-        """Return how many blocks a new request would pin that begins behind these cached pages.
+        """Return how many blocks a new request would pin that begins after these cached pages.
 
         start: tokens of its prefix hit. upto: tokens that it reserves room for.
         """
@@ -108,8 +107,8 @@ class SingleTypeManager(ABC):
         self._use_range(row, table, self.first_needed_page(start), start // self.block_size)
 
     def fork(self, child: int, table: Table, tokens: int) -> None:
-        """Count the request in row `child` as a user of what it needs of the first `tokens` tokens in
-        `table`.
+        """Count the request in row `child` as a user of the pages that it needs of the first `tokens` tokens
+        in `table`, its parent's pages.
         """
         self._use_range(
             child, table, self.first_needed_page(tokens), -(-tokens // self.block_size)
@@ -119,7 +118,7 @@ class SingleTypeManager(ABC):
         """Return how many blocks a request still needs for its first `upto` tokens, copies of shared pages
         included.
 
-        row: of the request. table: its pages. start: its computed tokens.
+        row: of the request. table: its pages. start: its number of computed tokens.
         """
         end, at = self.ranges[row][1], start // self.block_size
         shared = at < end and self.users[table[at]] > 1
@@ -128,7 +127,8 @@ class SingleTypeManager(ABC):
     def allocate_blocks(self, row: int, table: Table, start: int, upto: int) -> int:
         """Allocate blocks for all pages that a request requires; return for how many tokens there is room.
 
-        row: of the request. table: its pages. start: its computed tokens. upto: tokens to reserve room for.
+        row: of the request. table: its pages. start: its number of computed tokens. upto: tokens to reserve
+            room for.
         """
         first, end = self.ranges[row]
         required = max(end, self.required_pages(start, upto))
@@ -140,9 +140,10 @@ class SingleTypeManager(ABC):
     def remove_skipped_blocks(
         self, row: int, table: Table, start: int, committed: int
     ) -> None:
-        """Free the blocks of pages that no query of this request at `start` or later reads.
+        """Free the blocks of pages that no query of this request at position `start` or later reads.
 
-        Those of the first `committed` pages, which the index knows, stay for prefix hits while there is room.
+        row: of the request. table: its pages. The blocks of the first `committed` pages, which are in the
+            prefix index, stay for prefix hits until the pool needs them.
         """
         first, end = self.ranges[row]
         now = min(max(first, self.first_needed_page(start)), end)
@@ -154,7 +155,7 @@ class SingleTypeManager(ABC):
         """Let a request use the new page `target` in place of the shared page `source` (copy on write).
 
         Returns:
-            The pairs of blocks that the device must copy.
+            The (source, target) blocks that the device must copy.
         """
         self._drop(source, None)
         self._change(target, users=1, blocks=self.pool.take(len(self.groups)))
@@ -162,7 +163,7 @@ class SingleTypeManager(ABC):
         return list(zip(*both, strict=True))
 
     def replace_page(self, row: int, at: int, own: int, shared: int) -> None:
-        """Let the request in row `row` use the page `shared` in place of its `own`, which holds the same
+        """Let the request in row `row` use the page `shared` in place of its page `own`, which holds the same
         tokens.
 
         at: index of the page in its table. If the shared page has lost its blocks, it gets the request's.
@@ -179,8 +180,9 @@ class SingleTypeManager(ABC):
             self._drop(own, None)
 
     def release_row(self, row: int, table: Table, committed: int) -> None:
-        """Remove an ended request's use of its pages; blocks of the first `committed` ones stay for
-        prefix hits.
+        """Remove an ended request's use of its pages.
+
+        row: of the request. table: its pages. Blocks of the first `committed` pages stay for prefix hits.
         """
         first, end = self.ranges[row]
         for at, page in enumerate(table[first:end].tolist(), first):
@@ -222,8 +224,8 @@ class SingleTypeManager(ABC):
         self._change(page, users=1)
 
     def _drop(self, page: int, idle: dict[tuple[SingleTypeManager, int], None] | None) -> None:
-        """Remove one user of a page. After the last one its blocks become idle in the list `idle`, or
-        free (None).
+        """Remove one user of a page. After the last one its blocks become idle in the list `idle` (the pool's
+        `skipped` or `finished`), or free (None).
         """
         self._change(page, users=-1)
         if self.users[page] == 0 and self.has_blocks(page):
@@ -238,7 +240,9 @@ class SingleTypeManager(ABC):
         self.pool.finished.pop((self, page), None)
 
     def _change(self, page: int, users: int = 0, blocks: Sequence[int] | None = None) -> None:
-        """Add `users` to a page's users, or set its blocks, and count pinned blocks anew."""
+        """Add `users` to a page's users, or set its blocks (None: they stay), and update the pool's count of
+        pinned blocks.
+        """
         before = self.users[page] > 0 and self.has_blocks(page)
         self.users[page] += users
         assert self.users[page] >= 0, f"page {page} has {self.users[page]} users"
@@ -259,7 +263,9 @@ class FullAttentionManager(SingleTypeManager):
         return 0
 
     def required_pages(self, start: int, upto: int) -> int:
-        """Return how many pages the first `upto` tokens have; all of them must have blocks."""
+        """Return how many pages the first `upto` tokens have; all of them must have blocks. `start` does not
+        matter.
+        """
         return -(-upto // self.block_size)
 
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
@@ -268,19 +274,24 @@ class FullAttentionManager(SingleTypeManager):
 
 
 class SlidingWindowManager(SingleTypeManager):
-    """The manager of layers whose queries see the last `window` keys, their own included."""
+    """The manager of layers whose queries see the last `window` keys, their own included.
+
+    arguments: those of `SingleTypeManager`.
+    """
 
     def __init__(self, window: int, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.window = window
 
     def first_needed_page(self, start: int) -> int:
-        """Return the table index of the page with the oldest key in the window of the query at `start`."""
+        """Return the index in the table of the page with the oldest key in the window of the query at
+        `start`.
+        """
         return max(0, start - self.window + 1) // self.block_size
 
     def required_pages(self, start: int, upto: int) -> int:
         """Return how many pages must have blocks before a step: up to the end of a window and a step from
-        `start`.
+        `start`, and not beyond `upto` tokens.
 
         So a long prompt takes no blocks for what comes later. A request gets as many at once as it will
         ever need, so it never stops half way for want of blocks.
@@ -289,17 +300,18 @@ class SlidingWindowManager(SingleTypeManager):
         return -(-tokens // self.block_size)
 
     def max_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request needs at once: of all pages that a window and a step
-        touch.
+        """Return the most blocks that a request of `tokens` tokens needs at once: of all pages that a window
+        and a step touch.
         """
         span = self.window - 1 + self.step_tokens
         pages = (span + self.block_size - 2) // self.block_size + 1
         return len(self.groups) * min(-(-tokens // self.block_size), pages)
 
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
-        """Return the largest `n` such that all pages in the window behind the first `n` have blocks.
+        """Return the largest `n` such that all pages in the window after the first `n` have blocks.
 
-        It searches from the right: only the pages before a hit's end that the next query sees need blocks.
+        pages: the cached ones. It searches from the right: only the pages before a hit's end that the next
+            query sees need blocks.
         """
         length = len(pages)
         while length:

@@ -32,10 +32,11 @@ ONE: tl.constexpr = tl.constexpr(0x3F800000)
 
 @triton.jit
 def sum_weights(p):
-    """Return the sums of the rows of `p [M, N]`, numbers from 0 to 1, in one rounding for all layouts.
+    """Return the sums `[M]` of the rows of `p [M, N]`, numbers from 0 to 1, equal in every bit for all
+    layouts.
 
     Threads add up a row in an order that depends on the tile's shape and warps. So each number is rounded to
-    a multiple of 2**-23 and added as an integer. N is at most 128.
+    a multiple of 2**-23 and added as an integer, and the sum is rounded once. N is at most 128.
     """
     whole = (p + 1.0).to(tl.int32, bitcast=True) - ONE
     return tl.sum(whole, axis=1).to(tl.float32) * 1.1920928955078125e-07
@@ -43,7 +44,11 @@ def sum_weights(p):
 
 @triton.jit
 def fold_tile(s, values, m, total, acc, factor):
-    """Return the online softmax (m, total, acc) with raw scores `s [M, N]` and `values [N, D]` in it."""
+    """Return the online softmax (m, total, acc), extended by raw scores `s [M, N]` and `values [N, D]`.
+
+    m: `[M]`, the largest score. total: `[M]`, sum of weights. acc: `[M, D]`, weighted values. factor: makes
+        exponents of two from raw scores.
+    """
     new_m = tl.maximum(m, tl.max(s, axis=1) * factor)
     shrink = tl.exp2(m - new_m)
     p = tl.exp2(s * factor - new_m[:, None])
@@ -54,8 +59,9 @@ def fold_tile(s, values, m, total, acc, factor):
 
 @triton.jit
 def combine_chunk(m, total, acc, chunk_m, chunk_total, chunk_acc):
-    """Return the online softmax (m, total, acc) with a chunk's behind it. A chunk without keys changes no
-    bit.
+    """Return the online softmax (m, total, acc), extended by that of the chunk after it (`chunk_` arguments).
+
+    m, total: `[M]`, largest score and sum of weights. acc: `[M, D]`. A chunk without keys changes no bit.
     """
     new_m = tl.maximum(m, chunk_m)
     mine, theirs = tl.exp2(m - new_m), tl.exp2(chunk_m - new_m)
@@ -65,8 +71,9 @@ def combine_chunk(m, total, acc, chunk_m, chunk_total, chunk_acc):
 
 @triton.jit
 def share_of_chunks(begin, end, split, splits, CHUNK: tl.constexpr):
-    """Return the keys [low, high) of one of `splits` programs, and how many of the programs have any.
+    """Return the keys `low .. high - 1` of the program `split` of `splits`, and how many programs have any.
 
+    begin, end: all keys of the tile are `begin .. end - 1`.
     A program gets whole chunks, which end at multiples of CHUNK wherever `begin` and `end` are. How many it
     gets depends on `splits`, and so on the batch; no bit does, since each chunk is kept apart.
     """
@@ -94,11 +101,14 @@ def chunked_attention_kernel(
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     SCALED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute some or all chunks of a tile of query tokens for one key/value head.
+    """Compute attention of a tile of query tokens for one key/value head, over some or all chunks of its
+    keys.
 
+    q, out: `[T, H, D]`. k_cache, v_cache: paged blocks of `P` tokens. block_tables: of each request.
     One program per key/value head, share of the chunks, and tile. With SPLIT it stores the softmax of each
-    chunk, and the last program of a tile to finish combines all of them; without, there is one share, and the
-    chunks are combined on the way. ROWS: most real rows of a tile.
+    chunk (`chunk_acc`, `chunk_m`, `chunk_total`), and the last program of a tile to finish (`arrived` counts)
+    combines all of them; without, there is one share, and the chunks are combined on the way.
+    ROWS: most real rows of a tile.
     """
     kv_head = tl.program_id(0)
     item = tl.program_id(2)
@@ -202,6 +212,7 @@ class Scratch:
     """Memory for the softmax of chunks that several programs compute: allocated once, as a graph needs it.
 
     rows: the largest product of tiles, key/value heads, chunks and rows of a tile that is split.
+    d_pad: numbers of a head, rounded up to a power of two.
     """
 
     def __init__(self, rows: int, d_pad: int, device: torch.device) -> None:
@@ -212,7 +223,7 @@ class Scratch:
 
 
 class Launch(NamedTuple):
-    """Settings of a launch, on which no bit depends.
+    """Settings of a kernel launch, on which no bit of the result depends.
 
     block_m: rows of a tile. splits: programs that share the chunks of a tile.
     maxnreg: most registers of a thread; None: as many as the compiler wants.
@@ -245,12 +256,12 @@ def chunked_attention(
     """Return causal attention of query tokens over the paged cache, `q [T, H, D]` -> `[T, H, D]`.
 
     Args:
-        q, cache, block_tables, layer: as in `triton_paged_attention.decode.paged_decode`.
+        cache, block_tables, layer: the layer's blocks, each request's block numbers, the layer's sizes.
         chunk, block_n: keys of a chunk and of a tile, which decide the bits.
-        launch: how it is computed. It is not split where the scratch memory lacks rows.
-        tiles: `[n, 4]` int32, see `triton_paged_attention.prefill.query_tiles`; None: each request, or each
-            of `requests`, is one tile of at most `max_queries` tokens, at `query_starts` and `context_lens`.
-        scratch: for launches that are split.
+        launch: settings that decide no bit. It is not split where the scratch memory lacks rows.
+        tiles: `[n, 4]` int32, see `query_tiles`; None: each request, or each of `requests`, is one tile of
+            at most `max_queries` tokens, at `query_starts` and `context_lens`.
+        scratch: for launches that are split; None: none is.
         out: result; allocated if None. Rows in no tile are not written.
     """
     arguments = attention_arguments(layer, cache, block_tables)

@@ -25,8 +25,10 @@ PROMPT_LAUNCH = {64: (2, 128), 128: (3, None)}
 
 
 class ChunkedTriton(TritonPagedAttention):
-    """`TritonPagedAttention` with one kernel for decodes and prompts, whose bits the batch cannot change.
+    """`TritonPagedAttention` with one kernel for decodes and prompts; the batch does not change a request's
+    bits.
 
+    pool: keys and values. num_heads: query heads. options: keywords of `TritonPagedAttention`.
     chunk, block_n: keys of a chunk and of a tile.
     """
 
@@ -41,13 +43,15 @@ class ChunkedTriton(TritonPagedAttention):
         self._scratch = Scratch(SCRATCH_ROWS, max(16, triton.next_power_of_2(d)), device)
 
     def decode_launch(self, items: int) -> Launch:
-        """Return the launch for requests of one token or a small number: programs that fill the device."""
+        """Return launch settings for `items` requests of one token or a small number: programs that fill the
+        device.
+        """
         splits = max(1, self._programs // (items * self._kv_heads))
         rows = triton.next_power_of_2(self._max_queries) * self._group
         return Launch(max(TILE_ROWS, triton.next_power_of_2(rows)), 4, 3, splits)
 
     def prompt_launch(self) -> Launch:
-        """Return the launch for tiles of prompts."""
+        """Return launch settings for tiles of prompts."""
         stages, registers = PROMPT_LAUNCH.get(self._scratch.d_pad, (2, None))
         return Launch(self._prefill_config.block_m, 8, stages, maxnreg=registers)
 

@@ -20,7 +20,10 @@ def product_kernel(
     out, x, weight, bias, rows, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of `x W^T + bias`. Neighbouring programs share a tile of weights."""
+    """Compute one tile of `out = x W^T + bias`, `[rows, N]`. Neighbouring programs share a tile of weights.
+
+    x: `[rows, K]`. weight: `[N, K]`. bias: `[N]`, read if BIAS. BLOCK_M, BLOCK_N, BLOCK_K: of the tile.
+    """
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tile_m, tile_n = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
     i = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -45,7 +48,9 @@ def product_kernel(
 
 
 class ProductTile(NamedTuple):
-    """A tile, and the most rows for which it is the best one."""
+    """Block sizes and launch options of `product_kernel`. rows: most rows of a batch for which it is the
+    best.
+    """
 
     rows: int
     block_m: int
@@ -81,9 +86,10 @@ def product(
 
 
 class TritonProduct:
-    """The fixed product for a shape of weights, in the tiles that agree with the first of them.
+    """The fixed product for a shape of weights: a function with one order of sums, in several tile sizes.
 
     weight: one of this shape, `[N, K]`.
+    tiles: those to try; None: the module's. A tile is used if its results have the bits of the first one's.
     """
 
     def __init__(self, weight: Tensor, tiles: tuple[ProductTile, ...] | None = None) -> None:
@@ -99,7 +105,9 @@ class TritonProduct:
 
     @staticmethod
     def _agrees(tile: ProductTile, x: Tensor, weight: Tensor, expected: Tensor) -> bool:
-        """Return True if a tile runs on this device, and gives the expected bits."""
+        """Return True if a tile runs on this device, and gives the bits of `expected` for `x` and
+        `weight`.
+        """
         out = torch.empty_like(expected)
         try:
             product(x, weight, None, out, tile)
@@ -108,6 +116,6 @@ class TritonProduct:
         return torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """See `linear.Product`."""
+        """See `linear.Product`: write `x W^T + bias` to `out [T, N]`, by the best tile for `T` rows."""
         tile = next((tile for tile in self.tiles if len(x) <= tile.rows), self.tiles[-1])
         product(x, weight, bias, out, tile)
