@@ -41,7 +41,7 @@ MOST_PARTS = 16
 def solve(system, t, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Return the inverse of `1 - system`, `[CHUNK, CHUNK]`, for a strictly lower triangular `system`.
 
-    t: `arange(CHUNK)`. It is built from diagonal blocks of 1, then of 2, and so on. PRECISION: of `tl.dot`.
+    It is built from diagonal blocks of 1, then of 2, and so on. t: `arange(CHUNK)`. PRECISION: of `tl.dot`.
     """
     inverse = (t[:, None] == t[None, :]).to(tl.float32)
     size = 1
@@ -273,11 +273,12 @@ def scan_kernel(
 def scan(
     out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]
 ) -> None:
-    """Compute the rows of `out [T, H, Dv]` of requests with several tokens, in two kernels; update their
+    """Compute the rows of `out [T, H, Dv]` of requests with several tokens, in two kernels; update the
     states.
 
-    pool: states, and the step's slots. weights: of the layer between its projections.
-    x: output `[T, ...]` of the layer's first projection. sizes: the kernels' constants.
+    pool: recurrent states, and which slots of them this step reads and writes.
+    weights: of the layer between its projections. x: output `[T, ...]` of the layer's first projection.
+    sizes: the kernels' constants.
     """
     layer, config, conv, *rates, (norm, eps, _) = weights
     index = pool.index[layer]
@@ -305,9 +306,11 @@ def scan(
 
 
 def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Tensor:
-    """Return the inputs `[T, H Dv]` of a Gated DeltaNet layer's last projection; update the states.
+    """Return the inputs `[T, H Dv]` of a Gated DeltaNet layer's last projection; update the recurrent
+    states.
 
-    x: `[T, ...]`, the first projection's outputs for a ragged batch. pool: states, and the step's slots.
+    x: `[T, ...]`, the first projection's outputs for the step's tokens, request after request.
+    pool: recurrent states, and which slots of them this step reads and writes.
     decodes: True if every request computes one token.
     """
     layer = weights.config
@@ -371,17 +374,18 @@ def begin_kernel(
     P: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Look up a step's blocks in every KV cache group, and each request's state slots. One program per
-    request or token.
+    request or
+    token.
 
     Writes: tables: `[KINDS, requests, width]`, block tables of each group. slots: `[KINDS, tokens]`, each
         token's slot, block times P plus place in it. step: `[4, requests]` int32: the state slot to read;
         the slot for the state at the snapshot boundary, -1: none; the slot for the last state, -1:
-        padding, `null + 1`: drafts that are not kept; and cut, the tokens before the boundary.
-    Reads: page_tables: `[requests, width]`, pages. page_slots: `[tokens]`, page times P plus place, -1:
-        padding.
+        padding, `null + 1`: drafts that are not kept; and the number of tokens before the boundary.
+    Reads: page_tables: `[requests, width]`, pages: numbers that stand for a block in each group.
+        page_slots: `[tokens]`, page times P plus place, -1: padding.
         query_starts: `[requests + 1]`. context_lens: `[requests]`. blocks: `[KINDS, pages]`, of each page.
         states: `[pages]`, the state slot of each page, or `null`. tokens_after_snapshot: `[pages]`, tokens
-            of a step that ends there after its snapshot boundary; negative: drafts. All int32.
+        of a step that ends there after its snapshot boundary; negative: drafts. All int32.
     """
     at = tl.program_id(0)
     if at < tokens:
@@ -416,10 +420,12 @@ def begin_kernel(
 
 
 def begin(pool: HybridPool, batch: PagedBatch) -> list[PagedBatch]:
-    """Return a step's batch for each group of layers, with its block tables and slots, computed in one
+    """Return a step's batch for each KV cache group, with that group's block tables and slots, by one
     kernel.
 
-    Also writes the step's state slots. pool: of blocks; it must have states. batch: in pages.
+    Also writes which state slots the step reads and writes into `pool`.
+    pool: blocks and recurrent states. batch: the step's; its tables hold pages, which stand for a block in
+        each group.
     """
     states = pool.states
     kinds = len(pool.page_blocks)
