@@ -62,11 +62,16 @@ class GrammarDrafter(Drafter):
 
     @property
     def needs_finished_step(self) -> bool:
-        """Return True if the inner drafter needs it, or if steps take turns because of a grammar."""
+        """True if steps must not overlap now: the inner drafter needs it, or requests with a grammar run
+        (on a CPU).
+        """
         return self.inner.needs_finished_step or (self.in_turn and self._jumping)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Return True if the inner drafter proposes in this step, or a grammar may force tokens."""
+        """Return True if this step may have drafts: of the inner drafter, or tokens that a grammar forces.
+
+        running: the requests that run.
+        """
         guessing = self.inner.begin(running)
         most = MOST_SEQUENTIAL if self.in_turn else len(running)
         self._jumping = (
@@ -78,20 +83,25 @@ class GrammarDrafter(Drafter):
         return guessing or self._jumping
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Count accepted drafts, or let the inner drafter count them if it needs finished steps."""
+        """Count the drafts of one request in a finished step in `stats`; the inner drafter counts if it
+        must see it.
+
+        work: the request's tokens in the step. accepted: how many of its drafts the model confirmed.
+        """
         if self.inner.needs_finished_step:
             self.inner.on_step_finished(work, accepted)
         elif work.drafts:
             self.stats.count(work, accepted)
 
     def leave(self, request: Request) -> None:
-        """See `Drafter.leave`."""
+        """See `Drafter.leave`: the inner drafter forgets the request, too."""
         self.inner.leave(request)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Return forced tokens, or the inner drafter's drafts up to the first that the grammar forbids.
+        """Return at most `most` draft tokens for a request: the longer of two lists.
 
-        It returns the longer of both; see `Drafter.propose`.
+        These are the tokens that its grammar forces, and the inner drafter's up to the first forbidden one.
+        While the request's newest token is still being computed, only forced tokens that were noted before.
         """
         constraint = request.constraint
         if not isinstance(constraint, Constraint):

@@ -38,14 +38,14 @@ def gemv_kernel(
     PDL: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """Compute `ROWS` outputs of a matrix times a vector, with the operators around the product. One
-    program each.
+    """Compute `ROWS` outputs of a matrix times a vector, with norm, bias, residual and gate. One program
+    each.
 
     out: `[N]`. x: `[K]`. weight: `[N, K]`, or `[2 N, K]` with GATED: the gate's rows above the up
         projection's.
     norm_weight: `[K]`, of the input's RMSNorm (NORM; ONE_PLUS: its factor is `1 + weight`). eps: of that
         norm.
-    bias, residual: `[N]`, added if BIAS and ADD. KIND: the gate's activation, see `linear.KINDS`.
+    bias, residual: `[N]`, added if BIAS and ADD. KIND: number of the gate's activation (`linear.KINDS`).
     BLOCK_K: inputs that are read at a time. PDL: the GPU can start the next kernel early.
     TRIGGER: when the next kernel may start: at once (0), when the one before this is done (1), or when the
         matrix is read (2).

@@ -73,9 +73,8 @@ def unrounded(
 ):
     """Return attention's output `vector` unchanged, and 1 as the factor of the product.
 
-    Functions that round have the same parameters. inside: which numbers are no padding. LARGEST, WHOLE,
-    HARDWARE: the
-        format's largest number, whether it has integers, and whether an instruction rounds to it.
+    It stands where other functions round, and has their parameters. inside: True for numbers that are no
+    padding. LARGEST, WHOLE, HARDWARE: unused here.
     """
     return vector, 1.0
 
@@ -89,13 +88,13 @@ def heads_kernel(
     BIAS: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute `ROWS` outputs of the output projection: combine all heads' splits, then multiply. One
-    program each.
+    """Compute `ROWS` outputs of the output projection: combine all heads' splits, then multiply. One program
+    each.
 
     out, bias, residual: `[N]`; bias is added if BIAS. weight: `[N, H D]`. weight_scale: `[N]`, read if
-        SCALED.
-    partial, lse: splits of attention, as in `combine_heads`. context_len: `[1]`, which says how many there
-        are; SPLITS, BLOCK_N and WINDOW are those of attention's launch.
+        SCALED. context_len: `[1]`, which says how many splits there are.
+    partial, lse: attention's splits: outputs `[splits, H, D_PAD]`, and log2 of their softmax sums.
+    SPLITS, BLOCK_N, WINDOW: those of attention's launch.
     ROUND: rounds attention's output, such as `unrounded`; LARGEST, WHOLE, HARDWARE are its constants.
     PDL: the GPU can start the next kernel early. `_PAD`: rounded up to a power of two.
     """
