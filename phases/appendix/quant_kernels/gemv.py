@@ -28,7 +28,7 @@ from triton_paged_attention.linear import activate
 
 @triton.jit
 def sum_and_top(square_a, top_a, square_b, top_b):
-    """Combine two partial results (sum of squares, maximum) into one, so that one reduction computes both."""
+    """Return (square_a + square_b, max(top_a, top_b)): the combine function of one reduction for both."""
     return square_a + square_b, tl.maximum(top_a, top_b)
 
 
@@ -158,8 +158,9 @@ PAIRS = {
 def _four_words(kind: str) -> str:
     """Return PTX that multiplies four words of weights with sixteen inputs, and sums the products.
 
+    kind: format of the weights, "fp8" or "int8".
     Operands: a float32 sum; four int32 words of four weights; each word's first pair of float16 inputs, in
-        four words; then each word's second pair. kind: "fp8" or "int8".
+        four words; then each word's second pair.
     """
     text = "{.reg .b32 t, low, a, b, p, q; .reg .b16 x, y; .reg .f32 f, g; mov.b32 low, 0x64806480;"
     for word, total in enumerate("ppqq"):
@@ -328,7 +329,7 @@ def gemv8(x: Tensor, weight: QuantizedWeight, **operators: Unpack[FusedOperators
     """Return an eight-bit weight times one vector, with the operators around the product: `[..., N]`.
 
     x: `[..., K]`, one row. weight: `[N, K]`, or `[2 N, K]` with a gate; scales by channel or by block.
-    operators: keys of `FusedOperators`, such as norm, bias, residual, gate; as in `latency.gemv`.
+    operators: keys of `FusedOperators`: norm, bias, residual, gate, out_dtype, trigger_early.
     """
     scheme = weight.scheme
     assert scheme.scales in ("channel", "block") and weight.order is None, (

@@ -103,7 +103,8 @@ def load_rows(
 def load_group(numbers, row, real, k, other, K: tl.constexpr, GROUP: tl.constexpr):
     """Load `[ROWS, Q]` scales or zero points of rows `row [ROWS]` for the groups of inputs `k [Q]`.
 
-    numbers: `[N, K / GROUP]`. real: `[ROWS]`, which rows exist. other: what is returned outside.
+    numbers: `[N, K / GROUP]`. real: `[ROWS]`, which rows exist. other: what is returned for rows that do
+        not exist and inputs from K on.
     """
     at = row.to(tl.int64)[:, None] * (K // GROUP) + (k // GROUP)[None, :]
     return tl.load(numbers + at, mask=real[:, None] & (k < K)[None, :], other=other)
@@ -135,7 +136,7 @@ def sums(
     words, s, z: tuples of tiles, scales and zero points of `load_rows`. tile: number of the tile.
     even, odd: tuples of inputs `[Q, 4]`, four for each tile; pairs: the same as words of two float16.
     inputs: tuple of `[Q]`, the sums of the inputs, for the zero points.
-    scale, zero: `[N, K / GROUP]`, read here if ASM is False. here: the first output.
+    scale, zero: `[N, K / GROUP]`, read here if ASM is False. here: the program's first output.
     """
     PART: tl.constexpr = tile // MATRICES
     FIRST: tl.constexpr = PART * 4
@@ -178,9 +179,9 @@ def gemv4_kernel(
     GATED: tl.constexpr,
     KIND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, TRIGGER_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute a four-bit matrix times a vector, with the operators around the product.
+    """Compute a four-bit matrix times a vector, with norm, bias, residual and gate around the product.
 
-    As many programs as run at once; each loops over tiles of `ROWS` outputs, as in `gemv8_kernel`.
+    As many programs as run at once; each loops over tiles of `ROWS` outputs.
     out, bias, residual: `[N]`. x, norm_weight: `[K]`. weight: int32 words `[N, 16 ceil(K / 128)]` of
         `products.to_words`; with GATED the gate's rows above the up projection's.
     scale, zero: `[N, K / GROUP]`; without ZEROS every zero point is 8. KIND: the gate's activation.

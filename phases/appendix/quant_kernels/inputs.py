@@ -182,7 +182,7 @@ def _warps(padded: int) -> int:
 def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tensor]:
     """Allocate and return an output of `size` numbers a token, and a scale for each token, `[T]` float32.
 
-    kind: the output's eight-bit format, then it is `[T, size]`; None: it has `x`'s dtype, and is `[...,
+    kind: an eight-bit format: the output has it, and is `[T, size]`. None: it has `x`'s dtype, and is `[...,
         size]`.
     """
     tokens = x.numel() // x.shape[-1]
