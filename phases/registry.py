@@ -139,7 +139,7 @@ def load_checked(
 ) -> Streams:
     """Return a phase's engine for a model, with options that are checked already.
 
-    model: a loaded model, or its name. tokenizer: None: the engine has none, so grammars cannot be used.
+    model: a loaded model, or its name. tokenizer: used for grammars; may be None.
 
     Raises:
         UserError: the phase cannot compute the model's layers.

@@ -14,7 +14,7 @@ from phases import PHASES, Phase, in_checkout
 
 
 def version(package: str = "inference-ladder") -> str:
-    """Return an installed package's version; a note instead if it is not installed."""
+    """Return an installed package's version; "unknown" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -22,7 +22,7 @@ def version(package: str = "inference-ladder") -> str:
 
 
 def line() -> str:
-    """Return one line with the versions of this package and what it runs on, for the report of a defect."""
+    """Return one line for the report of a defect: the versions of this package, PyTorch and Python."""
     return f"ladder {version()}, torch {version('torch')}, Python {platform.python_version()}"
 
 
