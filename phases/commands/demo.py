@@ -64,7 +64,7 @@ CHUNKED = 7
 
 @dataclass(frozen=True)
 class Show:
-    """What the demo says about one phase.
+    """Text and options of the demo for one phase.
 
     why: what the phase adds, in a sentence.
     count: the entry of `COUNTS` that shows it; empty: none.

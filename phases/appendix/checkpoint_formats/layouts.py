@@ -26,7 +26,7 @@ Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How the tensors of one quantized layer lie in a checkpoint's file.
+    """Layout of the tensors of one quantized layer in a checkpoint's file.
 
     scheme: the numbers' format, and that of their scales.
     scale: name of the tensor of scales.

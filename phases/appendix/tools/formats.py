@@ -28,7 +28,7 @@ OPENING = '{"name": "'
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes tool calls: `{"name": NAME, ARGUMENTS: {...}}` between marks.
+    """Format in which a model writes tool calls: `{"name": NAME, ARGUMENTS: {...}}` between marks.
 
     trigger: text that begins a call; empty: an output that begins with a brace is a call, and the only one.
     before, after: texts between the trigger and the brace, and after the call.
