@@ -38,15 +38,12 @@ def whole_app(
     """Return the ASGI application that `ladder serve` runs: phase 13's, with the appendix's routes and
     fields.
 
-    Args:
-        engine, tokenizer, model: the engine, its tokenizer, and the name of the model.
-        hosts: names in the Host header that are accepted; `*`: any.
-        allowed_origins: web origins, such as `https://example.org`, whose pages may read responses.
-        keys: API keys of which a client must send one; none: no key is needed.
-        access_log: a path, "-" for standard error, or "none".
-        limits: on what a client may send; None: the defaults.
-        version: of the server.
-        server: further arguments of `App`.
+    model: its name. hosts: names in the Host header that are accepted; `*`: any.
+    allowed_origins: web origins, such as `https://example.org`, whose pages may read responses.
+    keys: API keys of which a client must send one; none: no key is needed.
+    access_log: a path, "-" for standard error, or "none". limits: on what a client may send; None: the
+        defaults.
+    version: of the server. server: further arguments of `App`.
     """
     checked = limits or Limits()
     app = App(

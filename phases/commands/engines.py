@@ -20,9 +20,9 @@ DEFAULT_QUESTION = "What is the capital of France?"
 
 
 def read_prompts(given: Sequence[str] | None, prompts_file: Path | None) -> list[str]:
-    """Return the prompts of a command: the texts given, or one a line of a file (blank lines skipped).
+    """Return the prompts of a command: the texts `given`, or one a line of a file (blank lines skipped).
 
-    The list is empty if neither is given.
+    None: not given; if neither is, the list is empty.
 
     Raises:
         UserError: both are given, the prompt is empty or no text, or the file cannot be read, is no text,

@@ -28,8 +28,9 @@ FLAGS = ("--json-schema", "--regex", "--choice", "--grammar")
 def chosen_grammar(
     json_schema: Path | None, regex: str | None, choice: str | None, grammar: Path | None
 ) -> Grammar | None:
-    """Return the grammar that the flags give: a file, an expression, or texts with commas; None: none is
-    given.
+    """Return the grammar that the flags of `ladder run` give; None: none is given.
+
+    json_schema, grammar: files. regex: an expression. choice: texts with commas between them.
 
     Raises:
         UserError: two flags are given, or a file cannot be used.

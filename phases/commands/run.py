@@ -121,7 +121,10 @@ def _exit_code(served: Served) -> int:
 def to_json(
     phase: Phase, model: str, prompts: Sequence[str], served: Served
 ) -> dict[str, object]:
-    """Return the object that `--json` prints: phase, model, completions, and counts of tokens."""
+    """Return the object that `--json` prints: phase, model, completions, token counts, and seconds.
+
+    prompts: their texts. served: the output of the engine for them.
+    """
     return {
         "phase": phase.name,
         "model": model,

@@ -41,12 +41,9 @@ def serve_replicas(
 ) -> int:
     """Serve copies of the server behind a proxy until a signal, and return the exit code. Imports Ray.
 
-    Args:
-        given: the arguments of the command line, with `limits` and `keys` as objects.
-        folder: of the tokenizer.
-        make: returns the engine's process; called in each replica.
-        copies: how many replicas, and where.
-        made: phase, engine options, device and dtype, which are checked first.
+    given: the arguments of the command line, with `limits` and `keys` as objects. folder: of the tokenizer.
+    make: returns the engine's process; called in each replica. copies: how many replicas, and where.
+    made: phase, engine options, device and dtype, which are checked first.
 
     Raises:
         EngineLost, UserError: the replicas cannot be started.

@@ -26,7 +26,7 @@ COUNTS = {
 
 
 def model_of(phase: Phase, engine: Any) -> Model:
-    """Return the model of a phase's engine."""
+    """Return the model of an engine; phases keep it in different attributes."""
     model: Model = engine.runner.model if phase.number >= ROWS else engine.model
     return model
 

@@ -107,7 +107,9 @@ def _shapes(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _raised(source: str, node: Function) -> Iterator[str]:
-    """Yield comments with the errors that a body raises, since tests may compare their messages."""
+    """Yield comments with the errors that the function `node` of `source` raises: tests may compare their
+    messages.
+    """
     found = [part.exc for part in ast.walk(node) if isinstance(part, ast.Raise)]
     calls = sorted(
         (call for call in found if isinstance(call, ast.Call)), key=lambda call: call.lineno

@@ -29,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Exercise:
-    """Functions of one file that a student writes, with the cases and tests that judge them."""
+    """Functions of one file that a student writes, with the worked cases and tests that judge them."""
 
     id: str
     """Phase and number: `05.3`."""
@@ -70,7 +70,7 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Question:
-    """A number to predict (`05.p1`) or to measure (`05.m1`), compared with a value of the evidence."""
+    """A question for a number to predict (`05.p1`) or to measure (`05.m1`), which the evidence has."""
 
     id: str
     points: int

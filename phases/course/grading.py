@@ -154,7 +154,7 @@ def _metric(question: Question, wanted: Mapping[str, Any]) -> float:
 
 
 def is_right(question: Question, answer: float) -> bool:
-    """Return True if a number is within the question's tolerance of the evidence's value."""
+    """Return True if `answer` is within the question's tolerance of the evidence's value."""
     known = truth(question)
     return abs(answer - known) <= question.tolerance * abs(known)
 

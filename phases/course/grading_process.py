@@ -103,7 +103,7 @@ class Recorder:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> None:
-        """Record the exception of a test that raised one."""
+        """Remember the exception of a test that raised one, for its report."""
         if call.excinfo is not None:
             self._raised[item.nodeid] = raised(call.excinfo.value, self._file)
 
@@ -127,5 +127,5 @@ class Recorder:
             }
 
     def pytest_sessionfinish(self) -> None:
-        """Write the record."""
+        """Write the record as JSON to the open file."""
         os.write(self._record_file, json.dumps(self._record).encode())

@@ -82,7 +82,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def limit_resources(seconds: float) -> None:
-    """Limit processor time, memory, and the size of a file, of this process and each that it starts."""
+    """Limit this process and each that it starts: processor time, in `seconds`, memory, and the size of a
+    file.
+    """
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
@@ -232,7 +234,7 @@ def _mount(kind: str, place: Path, flags: int, options: str) -> None:
 
 
 def _succeeds(result: int) -> int:
-    """Return what a function of the C library returned. Raises `OSError` for -1."""
+    """Return `result`, what a function of the C library returned. Raises `OSError` for -1."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

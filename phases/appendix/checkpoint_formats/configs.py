@@ -85,7 +85,7 @@ class Stored:
 
 
 def stored(raw: Mapping[str, Any]) -> Stored:
-    """Return the storage format that a checkpoint's ``quantization_config`` describes.
+    """Return the storage format that a checkpoint's ``quantization_config`` (`raw`) describes.
 
     Raises:
         UserError: the method or a setting is not supported; the text names which.
@@ -153,7 +153,8 @@ def _patterns(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _fp8(raw: Mapping[str, Any]) -> Stored:
-    """Return the format of an `fp8` configuration: e4m3 weights and inputs, which are scaled as they come.
+    """Return the format of an `fp8` configuration `raw`: e4m3 weights and inputs; these are scaled as
+    they come.
 
     Weights have a scale for each block of 128 x 128, or one for the tensor.
     """
@@ -175,8 +176,8 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
 
 
 def _gptq(raw: Mapping[str, Any]) -> Stored:
-    """Return the format of a GPTQ configuration (4 bits); with act-order, `g_idx` gives each input its
-    group.
+    """Return the format of a GPTQ configuration `raw` (4 bits); with act-order, `g_idx` gives each input
+    its group.
     """
     _only(raw, "bits", 4)
     head = () if Field("lm_head", bool, default=False).read(raw) else ("lm_head",)
@@ -190,7 +191,7 @@ def _gptq(raw: Mapping[str, Any]) -> Stored:
 
 
 def _awq(raw: Mapping[str, Any]) -> Stored:
-    """Return the format of an AutoAWQ configuration: 4 bits in groups, with zero points."""
+    """Return the format of an AutoAWQ configuration `raw`: 4 bits in groups, with zero points."""
     _only(raw, "bits", 4)
     _only(raw, "version", "gemm", missing=True)
     _only(raw, "zero_point", True, missing=True)
@@ -200,7 +201,7 @@ def _awq(raw: Mapping[str, Any]) -> Stored:
 
 
 def _compressed(raw: Mapping[str, Any]) -> Stored:
-    """Return the format of a compressed-tensors configuration: groups of layers, each with its own
+    """Return the format of a compressed-tensors configuration `raw`: groups of layers, each with its own
     layout.
     """
     _only(raw, "quantization_status", "compressed", missing=True)

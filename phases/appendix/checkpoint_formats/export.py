@@ -126,8 +126,8 @@ def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def layer_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return a quantized layer's tensors for the file; the keys end their names there, such as
-    `weight_packed`.
+    """Return the tensors to store for one quantized layer, by the last part of their names
+    (`weight_packed`).
     """
     scheme, (n, k) = weight.scheme, weight.shape
     assert weight.order is None and weight.zero is None, "not what is made here"

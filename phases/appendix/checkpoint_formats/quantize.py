@@ -34,13 +34,11 @@ def quantize_model(
 ) -> None:
     """Replace the linear layers of a model's blocks by `QuantLinear`s, in place; the head stays as it is.
 
-    Args:
-        model: phase 01's. Its plain layers are freed one by one.
-        scheme: the format of all layers, with smaller groups where they do not divide a layer's inputs.
-        method: rtn (round to nearest), gptq or awq. These two need int4; gptq also takes eight bits with
-            scales by channel.
-        texts: pieces of a calibration text as token ids, for gptq and awq.
-        progress: called with each block's name before it is quantized.
+    model: phase 01's. Its plain layers are freed one by one. progress: called with a block's name before it.
+    scheme: the format of all layers, with smaller groups where they do not divide a layer's inputs.
+    method: rtn (round to nearest), gptq or awq. These two need int4; gptq also takes eight bits with scales
+        by channel.
+    texts: pieces of a calibration text as token ids, for gptq and awq.
 
     Raises:
         UserError: the method does not go with the scheme, or has no text.
@@ -69,9 +67,10 @@ def quantize_model(
 def quantize_block(
     name: str, block: nn.Module, scheme: Scheme, method: Method, hessians: Hessians
 ) -> None:
-    """Replace the linear layers of `block` by quantized ones, one after the other, in place.
+    """Replace the linear layers of `block` by layers quantized to `scheme`, one after the other, in place.
 
-    name: of the block. hessians: `X^T X` of each layer's inputs, by the layer's name; used by gptq and awq.
+    name: of the block. method: rtn, gptq or awq. hessians: `X^T X` of each layer's inputs, by the layer's
+    name; used by gptq and awq.
     """
     for inner in plain_layers(block):
         layer = block.get_submodule(inner)
@@ -87,7 +86,8 @@ def quantize_block(
 
 
 def move_scales(name: str, block: nn.Module, scheme: Scheme, hessians: Hessians) -> None:
-    """Multiply weights of a block, in place, by AWQ's scale of each input, before they are rounded.
+    """Multiply weights of a block, in place, by AWQ's scale of each input, before they are rounded to
+    `scheme`.
 
     The layer that computes these inputs is divided by the scales, and so are the Hessians.
     name: of the block. hessians: `X^T X` of each linear layer's inputs, by name.

@@ -65,15 +65,15 @@ def prepare_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Prepare the chunks of a request's prompt for one key head: q, k, v, decays, and each chunk's solved
+    """Prepare chunks of a request's prompt for one key head: q, k, v, decays, and each chunk's solved
     system.
 
-    One program per request, key head and part of its chunks. Requests of one token are skipped.
-    x: `[T, WIDTH]`, the first projection's output. weight: `[C, W]`, of the convolution.
-    kept: `[slots, W - 1, C]`, inputs that the convolution keeps. step: `[4, requests]` of `StatePool.step`.
+    One program per request, key head and part of its chunks. Requests of one token are skipped. x: `[T,
+        WIDTH]`, the first projection's output. weight: `[C, W]`, of the convolution. a_log, dt_bias: `[H]`.
     q_out, k_out: `[T, KH, DK]`. v_out: `[T, H, DV]`, H = KH GROUPS. totals: `[T, H]`, running sums of decays.
     solved, scores: `[T, H, CHUNK]`: inverted systems times beta; and products of queries and keys.
-    a_log, dt_bias: `[H]`, of the decay. query_starts: `[requests + 1]`. scale: of queries.
+    kept: `[slots, W - 1, C]`, inputs that the convolution keeps. step: `[4, requests]`, the slots to use.
+    query_starts: `[requests + 1]`. scale: of queries.
     """
     request = tl.program_id(0)
     key_head = tl.program_id(1)
@@ -158,11 +158,11 @@ def scan_kernel(
     """Run the recurrence over a request's prepared chunks for one value head; write outputs and the new
     state.
 
-    One program per request and value head. Requests of one token are skipped.
-    out: `[T, H, DV]`, normalized and gated. q_in to totals: what `prepare_kernel` wrote.
+    One program per request and value head. Requests of one token are skipped. out: `[T, H, DV]`, normalized
+        and gated. q_in, k_in, v_in, solved, scores, totals: what `prepare_kernel` wrote.
     x: `[T, WIDTH]`, the first projection's output, for the gate. norm: `[DV]`, weights of the output's norm.
     states: `[slots, H, DK, DV]` float32. kept: `[slots, W - 1, C]`, inputs that the convolution keeps.
-    step: `[4, requests]` of `StatePool.step`, the slots to read and to write. query_starts: `[requests + 1]`.
+    step: `[4, requests]`, the slots to read and to write. query_starts: `[requests + 1]`.
     """
     request, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)
@@ -310,8 +310,8 @@ def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Ten
     states.
 
     x: `[T, ...]`, the first projection's outputs for the step's tokens, request after request.
+    weights: of the layer between its projections. decodes: True if every request computes one token.
     pool: recurrent states, and which slots of them this step reads and writes.
-    decodes: True if every request computes one token.
     """
     layer = weights.config
     out = x.new_empty(len(x), layer.value_heads, layer.value_dim)

@@ -35,14 +35,12 @@ from triton_paged_attention.linear import join
 class FusedGatedAttention(FusedAttention):
     """Qwen3.5's `GatedAttention` by phase 06's kernels; the QKV projection also computes the gate.
 
+    old: the layer that it replaces. turned: how many numbers of a head rotate.
+    attention_scaling: factor of the numbers that rotate, multiplied into the norms' weights.
+
     Phase 06 rotates pairs of numbers that are half a head apart. The numbers of a head may stand in any
     order, if queries and keys have the same order. So the pairs that rotate are moved half a head apart
     here, and pairs that do not rotate have an angle of 0.
-
-    Args:
-        old: the layer that it replaces.
-        turned: how many numbers of a head rotate.
-        attention_scaling: factor of the numbers that rotate, multiplied into the norms' weights.
     """
 
     def __init__(self, old: GatedAttention, turned: int, attention_scaling: float) -> None:
@@ -128,10 +126,11 @@ class FusedDelta(nn.Module):
         norm: NormWeights | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Map hidden states `x [T, hidden]` to the layer's output, same shape, plus `residual` if there is
-        one.
+        """Map hidden states `x [T, hidden]` to the layer's output, same shape, plus `residual` if there
+        is one.
 
-        mixer: attention with the states' pool. norm: of the input; None: it is normalized already.
+        mixer: runs the recurrence over the engine's states. norm: of the input; None: it is normalized
+            already.
         """
         assert isinstance(mixer, GroupedTriton) and mixer.pool.states is not None
         x = self.in_proj(x, norm=norm)

@@ -21,7 +21,7 @@ from triton_paged_attention.kernels.norms import NormWeights
 
 @triton.jit
 def unit(x):
-    """Return vectors `x [..., D]` scaled to length 1; one near 0 stays near 0."""
+    """Return vectors `x [..., D]` scaled to length 1; a vector near 0 stays near 0."""
     return x * tl.rsqrt(tl.sum(x * x, axis=-1, keep_dims=True) + 1e-6)
 
 

@@ -63,14 +63,11 @@ BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
 class GuidanceGrammar(Compiled):
     """A compiled grammar of llguidance: several parsers at its start, each with a lexer of its own.
 
+    starts: the parsers. eos: ids of the tokens that end an output. size: an estimate of its memory, in bytes.
+
     An output gets a copy of a parser, which shares that parser's lexer. A lexer caches what it has computed
     for one output for the others, but only one thread at a time may use it. So up to `SMALL_BATCH` outputs
     share one lexer, and more outputs are spread over all.
-
-    Args:
-        starts: the parsers.
-        eos: ids of the tokens that end an output.
-        size: an estimate of the memory, in bytes.
     """
 
     def __init__(self, starts: Sequence[ll.LLMatcher], eos: Sequence[int], size: int) -> None:
@@ -249,13 +246,13 @@ def fill_in_turn(jobs: Sequence[Job], words: Words) -> None:
 def source_of(grammar: Grammar, vocabulary: Spelling) -> tuple[str, set[int]]:
     """Return a request's grammar in the library's notation, and the ids of added tokens that it asks for.
 
-    The text of a schema is used unchanged wherever it can be: to parse it would hold Python's lock, and with
-    it the engine's step, for a millisecond per 100 kB.
-
     vocabulary: the tokens that the grammar may ask for.
 
     Raises:
         ValueError: the library would give the grammar another meaning.
+
+    The text of a schema is used unchanged wherever it can be: to parse it would hold Python's lock, and with
+    it the engine's step, for a millisecond per 100 kB.
     """
     if grammar.kind == "json_schema":
         source = {"true": "{}", "false": '{"not": {}}'}.get(

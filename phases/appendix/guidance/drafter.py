@@ -20,7 +20,13 @@ is worth little, and drafts cost one more call of attention a layer, since they 
 
 
 class GrammarDrafter(Drafter):
-    """A `Drafter` that adds forced tokens to the drafts of another one.
+    """A `Drafter` that adds tokens which a grammar forces to the drafts of another drafter.
+
+    inner: proposes drafts for requests with and without a grammar. jump_forward: whether to draft forced
+        tokens.
+    most_overlapped: most running requests for which an overlapped step has drafts.
+    in_turn: whether steps do not overlap while a request has a grammar and at most `MOST_SEQUENTIAL` run.
+        On a CPU overlapping hides nothing, and fewer forced tokens would be known in time.
 
     Where a grammar leaves no choice, the tokens that must come are drafts (jump-forward: Zheng et al.,
     "SGLang", arXiv 2312.07104). They are verified like all drafts and always accepted: the mask of each
@@ -28,15 +34,8 @@ class GrammarDrafter(Drafter):
     that the grammar forbids, so that every draft has a mask.
 
     An overlapped step is scheduled before the token of the step before is known. If that token is forced, it
-    is known all the same, and so are the tokens forced behind it. Tokens that are forced behind a free choice
+    is known all the same, and so are the tokens forced after it. Tokens that are forced after a free choice
     are drafted one step later.
-
-    Args:
-        inner: proposes drafts for requests with and without a grammar.
-        jump_forward: whether to draft forced tokens.
-        most_overlapped: most running requests for which an overlapped step has drafts.
-        in_turn: whether steps do not overlap while a request has a grammar and at most `MOST_SEQUENTIAL` run.
-            On a CPU overlapping hides nothing, and fewer forced tokens would be known in time.
 
     drafts_overlapped: whether overlapped steps have drafts now.
     forced: number of tokens that were drafted because they were forced.

@@ -25,12 +25,10 @@ if TYPE_CHECKING:  # the library is imported when the first grammar comes
 class MaskStaging:
     """Copies masks to the device through one buffer on the host and one on the device.
 
+    width: int32 words of a mask, `W`. device: the device to copy to.
+
     One of each is enough: the masks of a step are made when the tokens of the step before are known, and then
     that step has read its masks. On a GPU the copy runs on a stream of its own, beside the forward pass.
-
-    Args:
-        width: int32 words of a mask, `W`.
-        device: the device to copy to.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -84,15 +82,13 @@ class Filling(NamedTuple):
 class LibraryGrammarManager(AutomataGrammarManager):
     """A grammar manager that lets threads compute masks, and begins before the sampler asks for them.
 
+    plain: the manager of phase 12 that this one replaces. pool: compiles grammars.
+    most_forced: most requests in a step for which forced tokens are noted for a drafter.
+
     In a step the engine launches forward n + 1, reads token n, and calls `begin`. That advances every
     matcher by token n. Threads then write the masks of n + 1, while the host distributes token n and
     schedules n + 2. `fill_bitmask` waits for the masks and copies them to the device. The sampling of n +
     1 comes last.
-
-    Args:
-        plain: the manager of phase 12 that this one replaces.
-        pool: compiles grammars.
-        most_forced: most requests in a step for which forced tokens are noted for a drafter.
     """
 
     def __init__(

@@ -53,11 +53,8 @@ class Effort:
 class GuidanceMatcher(Matcher):
     """The state of one output in its grammar: a `Matcher` by a parser of llguidance.
 
-    Args:
-        inner: the parser.
-        lexer: the number of its lexer, which some outputs share and only one thread at a time may use.
-        eos: ids of the tokens that end an output.
-
+    inner: the parser. eos: ids of the tokens that end an output.
+    lexer: the number of its lexer, which some outputs share and only one thread at a time may use.
     effort: the processor time of its masks and tokens.
     certain: forced tokens, noted before the last masks were made; empty if no drafter may ask for them.
     """

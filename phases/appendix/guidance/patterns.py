@@ -38,7 +38,7 @@ def rewrite_pattern(pattern: str, where: str) -> str:
 
 
 def rewrite_regex(pattern: str, flags: str = "") -> str:
-    """Return a regular expression of the dialect `ASCII` in the notation of llguidance.
+    """Return the regular expression `pattern` of the dialect `ASCII` in the notation of llguidance.
 
     flags: the letters after the expression in a Lark grammar, such as "i".
 
@@ -203,7 +203,7 @@ class _Rewriter:
         return spelled(tuple(ranges), "".join(properties), negated=negated)
 
     def property(self) -> str:
-        r"""Step over a property such as `\p{L}`, and return it; empty if there is none."""
+        r"""Read a property such as `\p{L}`, and return it unchanged; "" if the next characters are none."""
         found = _PROPERTY.match(self.reader.pattern, self.reader.at)
         self.reader.at = found.end() if found else self.reader.at
         return f"\\{found[0]}" if found else ""
@@ -250,7 +250,7 @@ def spelled(ranges: Ranges, properties: str = "", *, negated: bool = False) -> s
 
 
 def _scalar(code: int, instead: int) -> int:
-    """Return a code point, or `instead` of half of a surrogate pair, which is no character."""
+    """Return the code point `code`; `instead` if it is half of a surrogate pair, which is no character."""
     return instead if 0xD800 <= code <= 0xDFFF else code
 
 

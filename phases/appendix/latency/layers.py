@@ -163,7 +163,7 @@ class LatencyBlock:
 
 
 def combiner_of(out: FusedLinear) -> HeadCombiner | None:
-    """Return the function of an output projection that combines attention's splits and multiplies.
+    """Return the function of output projection `out` that combines attention's splits and multiplies.
 
     None: it has none, or several ranks share the product.
     """

@@ -88,13 +88,13 @@ def heads_kernel(
     BIAS: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute `ROWS` outputs of the output projection: combine all heads' splits, then multiply. One program
-    each.
+    """Compute `ROWS` outputs of the output projection: combine all heads' splits, then multiply. One
+    program each.
 
-    out, bias, residual: `[N]`; bias is added if BIAS. weight: `[N, H D]`. weight_scale: `[N]`, read if
-        SCALED. context_len: `[1]`, which says how many splits there are.
+    out, bias, residual: `[N]`; bias is added if BIAS. weight: `[N, H D]`. weight_scale: `[N]`, used if
+        SCALED.
     partial, lse: attention's splits: outputs `[splits, H, D_PAD]`, and log2 of their softmax sums.
-    SPLITS, BLOCK_N, WINDOW: those of attention's launch.
+    context_len: `[1]`, gives the number of splits. SPLITS, BLOCK_N, WINDOW: those of attention's launch.
     ROUND: rounds attention's output, such as `unrounded`; LARGEST, WHOLE, HARDWARE are its constants.
     PDL: the GPU can start the next kernel early. `_PAD`: rounded up to a power of two.
     """
@@ -153,15 +153,11 @@ def project_heads(
 ) -> Tensor:
     """Return `residual + bias + weight @ (attention's output)`, `[1, N]`, from attention's splits.
 
-    Args:
-        residual: `[1, N]`.
-        weight: `[N, H D]`.
-        bias: `[N]`, or None.
-        parts: what `attend_single_request` returned; its splits are still in its workspace.
-        rows: outputs of a program.
-        chunk: splits that are combined at a time.
-        scale: of each row of a quantized weight, `[N]`.
-        rounding: of attention's output before the product; None: it is not rounded.
+    residual: `[1, N]`. weight: `[N, H D]`. bias: `[N]`, or None. scale: of each row of a quantized weight,
+        `[N]`.
+    parts: what `attend_single_request` returned; its splits are still in its workspace.
+    rows: outputs of a program. chunk: splits that are combined at a time.
+    rounding: of attention's output before the product; None: it is not rounded.
     """
     layer = parts.layer
     workspace = parts.workspace

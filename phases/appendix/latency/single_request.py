@@ -123,12 +123,11 @@ def single_request_attention_kernel(
     """Compute one split of the keys for the query heads of one key/value head. One program per head and
     split.
 
-    The last split also normalizes, rotates and stores the new token's key and value.
-    qkv: `[(H + 2 KH) D]`, the projection's output. cos, sin: `[D]`. q_weight, k_weight: `[D]`, read with
-        NORM.
-    k_cache, v_cache: the layer's blocks. block_table: `[max_blocks]`. context_len, slots: `[1]`; slot -1:
-        do not store. partial, lse, arrived: the workspace: outputs, log2 of softmax sums, counters of
-        ended splits.
+    The last split also normalizes, rotates and stores the new token's key and value. qkv: `[(H + 2 KH) D]`.
+    cos, sin: `[D]`. q_weight, k_weight, eps: of norms, `[D]`, read with NORM. scale: of the scores.
+    k_cache, v_cache: the layer's blocks; strides in numbers. block_table: `[max_blocks]`.
+    context_len, slots: `[1]`; slot -1: do not store. partial, lse, arrived: the workspace: outputs, log2 of
+        softmax sums, counters of ended splits.
     WAIT_FOR_SPLITS: the last split to end combines all into `out`; otherwise they stay in the workspace.
     """
     kv_head, split = tl.program_id(0), tl.program_id(1)
@@ -282,9 +281,10 @@ def attend_step(
     workspace: Workspace,
     wait_for_all_splits: bool,
 ) -> SingleRequestSplits:
-    """Return the attention of a step with one token, over the engine's KV cache; store its key and value.
+    """Return attention's output for a step with one token, over the engine's KV cache; store its key and
+    value.
 
-    qkv: `[1, (H + 2 KH) D]`. cos_sin: RoPE's. norms: of queries and keys, or None.
+    qkv: `[1, (H + 2 KH) D]`. cos_sin: RoPE's. norms: of queries and keys, or None. layer: sizes and index.
     workspace: memory for splits. wait_for_all_splits: True: the output is complete; False: it stays in
         splits.
     """
@@ -320,13 +320,12 @@ def attend_single_request(
 ) -> SingleRequestSplits:
     """Compute attention of one request's one token, and store its key and value in the cache.
 
-    Launch it after a `gemv` with `trigger_early=False`, unless `starts_early` is True for the layer.
-
     qkv: `[1, (H + 2 KH) D]`. cos_sin: RoPE's. norms: of queries and keys, or None. cache: the layer's blocks.
     block_tables: `[1, max_blocks]`. context_lens: `[1]`, with the new token. slots: `[1]`, of the new token.
-    wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace for
-        `project_heads`.
+    wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace for `project_heads`.
     config: block sizes; None: the default.
+
+    Launch it after a `gemv` with `trigger_early=False`, unless `starts_early` is True for the layer.
     """
     assert not cache.scaled, "new keys and values are stored by a kernel that knows no scales"
     heads = layer.num_heads

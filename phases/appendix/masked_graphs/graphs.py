@@ -64,11 +64,8 @@ class LogitsGraph:
     """A CUDA graph that computes logits from a decode graph's hidden states, while masks are still being
     made.
 
-    Args:
-        half: the decode graph, which does not sample; it is replayed right before.
-        masks: the buffers that logits are written to, for `half.size` requests or more.
-        capturer: captures the graph.
-
+    half: the decode graph, which does not sample; it is replayed right before. capturer: captures the graph.
+    masks: the buffers that logits are written to, for `half.size` requests or more.
     inputs: `[3, size]` int64, a copy of those of `half`: the next step's inputs may overwrite those while
         masks are made.
     """
@@ -210,7 +207,7 @@ class MaskedGraphExecutor:
     ) -> Pending:
         """Launch the sampling of a step by its graph; return its tokens, which are still being computed.
 
-        allowed: the masks; None: no request has one.
+        works: the step's requests. allowed: the masks; None: no request has one.
         """
         graph.first.masks.put(allowed, graph.first.half.size)
         graph.replay()

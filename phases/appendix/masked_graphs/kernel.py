@@ -59,7 +59,10 @@ class Forbids(SamplerBackend):
     """A sampler backend that applies grammar masks by a kernel and samples by torch."""
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
-        """Set the logits `[B, V]` of forbidden tokens to minus infinity, in place, by the kernel."""
+        """Set the logits `[B, V]` of forbidden tokens to minus infinity, in place, by the kernel.
+
+        allowed: bit masks of some rows. sampler: not used.
+        """
         forbid(logits, allowed)
 
 

@@ -20,7 +20,13 @@ class AccessLog:
     """
 
     def __init__(self, where: str, metrics: Metrics) -> None:
-        """Open the file for appending. Raises `UserError` if it cannot be opened."""
+        """Open the log for appending. where: a path, "-" for standard error, or "none".
+
+        metrics: counts lines that cannot be written.
+
+        Raises:
+            UserError: the file cannot be opened.
+        """
         self.metrics = metrics
         self._file: IO[str] | None = None
         if where == "-":

@@ -22,7 +22,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Block(Struct):
-    """A part of a message: a text, reasoning, a call, or the answer to one."""
+    """A part of a message: a text, reasoning, a tool call, or the result of a tool call."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str = ""
@@ -43,7 +43,7 @@ class MessageParam(Struct):
 
 
 class ToolChoice(Struct):
-    """The calls that have to be made, or may be."""
+    """Which tool calls the model has to make, or may make."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

@@ -272,7 +272,7 @@ async def show(app: App, http: HttpRequest) -> None:
 
 
 def capabilities(model: ServedModel) -> list[str]:
-    """Return what the model can do, in Ollama's words."""
+    """Return what the model can do, in Ollama's words, such as "completion" and "tools"."""
     if not model.tokenizer.has_chat_template:
         return ["completion", "embedding"]
     thinking = ["thinking"] if reasons(model.tokenizer) else []
@@ -280,7 +280,10 @@ def capabilities(model: ServedModel) -> list[str]:
 
 
 async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
-    """Respond to `/api/generate` or `/api/chat`: generate, or only confirm that the model is loaded."""
+    """Respond to `/api/generate` or `/api/chat`: generate, or only confirm that the model is loaded.
+
+    app: the server. ollama: the route, which translates the request.
+    """
     http.form = ollama.form
 
     def parse(fields: dict[str, Any], ready: Ready) -> ParsedRequest | dict[str, Any]:

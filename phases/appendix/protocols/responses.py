@@ -32,7 +32,7 @@ SHARE = 4
 
 
 class InputItem(Struct):
-    """A message, a call, its answer, or reasoning."""
+    """An item of a conversation: a message, a tool call, its result, or reasoning."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"

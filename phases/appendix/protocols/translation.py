@@ -180,5 +180,8 @@ class Translation:
 
 
 def call_of(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Return an earlier tool call of another protocol in the form of a chat's `tool_calls`."""
+    """Return an earlier tool call of another protocol as an entry of a chat's `tool_calls`.
+
+    id: of the call. name: of the function. arguments: an object, or its JSON.
+    """
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -115,8 +115,8 @@ def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
     """Load eight neighbouring inputs for each `q`: the four even and the four odd ones, `[Q, 4]` float32
     each.
 
-    x: `[K]`. start: the tile's first input. part: 0 to 3, which quarter of a word's nibbles they belong
-        to: 32 inputs further for each.
+    x: `[K]`. start: the tile's first input. q: `[Q]`, numbers of words. part: 0 to 3, which quarter of a
+        word's nibbles these inputs belong to: 32 inputs further for each.
     """
     at = (start + q // 4 * 128 + q % 4 * 8)[:, None] + part * 32 + tl.arange(0, 8)[None, :]
     eight = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)  # as they lie: one load

@@ -87,8 +87,8 @@ def round_vector(
 ):
     """Round attention's output `vector` to eight bits; return it, still float32, and its scale.
 
-    inside: which numbers are no padding, which may hold any finite number. LARGEST: the format's largest
-        number.
+    inside: True for numbers that are no padding; padding may hold any finite number. LARGEST: the format's
+        largest number.
     WHOLE: it has integers. HARDWARE: the GPU has an instruction for e4m3.
     """
     scale, inverse = token_scale(

@@ -141,6 +141,8 @@ def pair_place(slot, block_stride, slot_stride, P: tl.constexpr):
 def fit(config: DecodeConfig | PrefillConfig, block_size: int) -> DecodeConfig | PrefillConfig:
     """Return `config` for values in pairs: without TMA, and decode tiles of twice the tokens if they fit
     a block.
+
+    block_size: tokens of a block of the KV cache.
     """
     block_n = max(config.block_n, LEAST_TILE)
     if isinstance(config, PrefillConfig):
