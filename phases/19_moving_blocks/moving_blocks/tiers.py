@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from time import monotonic
 
 from common.request import Request
@@ -248,12 +249,10 @@ class TieredConnector(ConnectorScheduler):
         """Return how many blocks after the `found` cached ones to load now from host memory: 0 if computing
         them is faster.
         """
-        count = 0
-        for name in wait.names[found:]:
-            block = self.host.get(name.digest)
-            if block is None or not block.loadable:
-                break
-            count += 1
+        blocks = (self.host.get(name.digest) for name in wait.names[found:])
+        count = len(
+            list(takewhile(lambda block: block is not None and block.loadable, blocks))
+        )
         size = self.cache.block_size
         loaded, end = (found + count) * size, len(wait.request.tokens)
         return count if self.rule.should_load(found * size, loaded, end, count) else 0
