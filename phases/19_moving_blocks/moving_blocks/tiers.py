@@ -250,9 +250,7 @@ class TieredConnector(ConnectorScheduler):
         them is faster.
         """
         blocks = (self.host.get(name.digest) for name in wait.names[found:])
-        count = len(
-            list(takewhile(lambda block: block is not None and block.loadable, blocks))
-        )
+        count = len([*takewhile(lambda block: block and block.loadable, blocks)])
         size = self.cache.block_size
         loaded, end = (found + count) * size, len(wait.request.tokens)
         return count if self.rule.should_load(found * size, loaded, end, count) else 0
