@@ -200,7 +200,7 @@ class TieredConnector(ConnectorScheduler):
             block = self.host.get(name.digest)
             if block is not None:
                 self.host.pin([block])
-            elif self.disk is not None and (block := self.host.allocate(name.digest)):
+            elif self.disk and (block := self.host.allocate(name.digest)):
                 block.loadable = False
                 self.host.pin([block])  # once more: the thread outlives the request
                 self.disk.read(name, block, self.host.view(block))
