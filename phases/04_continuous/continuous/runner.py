@@ -40,7 +40,7 @@ class BatchAttention(Protocol):
     """
 
     def begin(self, batch: Batch) -> None:
-        """Prepare masks and indices for a step."""
+        """Prepare masks and indices for a step; all layers' calls then use `batch`."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store `k` and `v [T, KH, D]`, and return attention of `q [T, H, D]`: `[T, H, D]`."""

@@ -60,7 +60,9 @@ class Loop(Protocol):
         """Return True if no step is in flight."""
 
     def advance(self, engine: Engine) -> None:
-        """Launch the engine's next step, and collect the results of a step that was launched before."""
+        """Launch the engine's next step, and append the tokens of a step launched before to their
+        requests.
+        """
 
 
 class SequentialLoop:
@@ -69,7 +71,7 @@ class SequentialLoop:
     idle = True
 
     def advance(self, engine: Engine) -> None:
-        """Launch a step, wait for it, and collect its results."""
+        """Launch the engine's next step, wait for it, and append its tokens to their requests."""
         pending = engine.launch(engine.schedule())
         if pending is not None:
             engine.collect(pending)

@@ -44,7 +44,7 @@ class DecodeGraphExecutor:
         self._staging = Staging(3 * self.sizes[-1], runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all decode graphs, largest first; by `capturer`; call `part` with each one's name."""
+        """Capture all decode graphs by `capturer`, largest first; call `part` with each one's name."""
         for size, features in product(reversed(self.sizes), KINDS):
             part(f"{size} requests")
             given = self._staging.device[: 3 * size].view(3, size)
@@ -100,7 +100,7 @@ def decodes(works: Sequence[Work]) -> bool:
 
 
 class ChunkGraphExecutor:
-    """Runs other small steps, and full ones of small models, each by the smallest chunk graph that holds it.
+    """Runs steps with several tokens a request, up to a size, each by the smallest chunk graph that holds it.
 
     most_tokens: in the largest graph, apart from one for full steps (of `step_tokens` tokens); 0: there are
         no graphs.
@@ -128,7 +128,7 @@ class ChunkGraphExecutor:
         self._staging = Staging(largest, runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all chunk graphs, largest first; by `capturer`; call `part` with each one's name."""
+        """Capture all chunk graphs by `capturer`, largest first; call `part` with each one's name."""
         for (tokens, requests), layout in reversed(self._layouts.items()):
             part(f"{tokens} tokens of {requests} requests")
             given = self._staging.device[: layout.size]

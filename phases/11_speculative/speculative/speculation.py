@@ -204,7 +204,8 @@ class Verifier(OutputVerifier):
     """Decides which sampled tokens a request with drafts gets: the accepted drafts, and one more.
 
     tokens: `[R, max_len]` int64, the rows of the engine.
-    agree: says which drafts are right; replacing it changes the text.
+    agree: returns how many drafts are right, given the sampled tokens and them; another rule changes the
+        text.
     """
 
     def __init__(self, tokens: Tensor, agree: Agree = agreeing) -> None:

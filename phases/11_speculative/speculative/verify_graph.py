@@ -53,7 +53,9 @@ class VerifyGraph(ChunkGraph):
         super().__init__(machine, layout, inputs, capturer)
 
     def compute(self) -> None:
-        """Run the step from the fixed inputs; this function is captured."""
+        """Run the step from the fixed inputs, and store its results in attributes; this function is
+        captured.
+        """
         super().compute()
         on, given = self.machine, self.inputs
         hidden = self.hidden[given["sample_at"]]  # [tokens, hidden]
