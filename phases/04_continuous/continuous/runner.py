@@ -55,11 +55,15 @@ class OutputVerifier:
     """
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write the draft tokens of a step into their requests' rows, before it runs; here there are none."""
+        """Write the draft tokens of a step into their requests' rows, before it runs; here there are none.
+
+        works: the step's requests and tokens.
+        """
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return, for each sampled request in order, the list of sampled tokens that it keeps; tokens: all
-        that the step has sampled.
+        """Return, for each sampled request in order, the list of sampled tokens that it keeps.
+
+        works: the step's requests and tokens. tokens: all that the step has sampled.
         """
         return [[token] for token in tokens]
 

@@ -111,7 +111,8 @@ class GrammarManager:
     def needs_mask(self, works: Sequence[Work]) -> bool:
         """Return True if a request that this step samples is constrained by a grammar.
 
-        Then all tokens before this step must be known when `fill_bitmask` is called.
+        works: the step's requests and tokens. Then all tokens before this step must be known when
+            `fill_bitmask` is called.
         """
         return False
 
@@ -127,8 +128,10 @@ class GrammarManager:
         return True
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """Return the bit masks of allowed tokens for the samples of a step, in order; None: all tokens
-        are allowed.
+        """Return the bit masks of allowed tokens for the samples of a step, in order; None: all tokens are
+        allowed.
+
+        works: the step's requests and tokens.
         """
         return None
 
