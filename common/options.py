@@ -43,7 +43,7 @@ def described(kind: type) -> Iterator[tuple[str, str, str]]:
 def route(
     options: Mapping[str, Any], kinds: Sequence[type], others: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Distribute options over the dataclasses that define them.
+    """Return options (values by name), distributed over the dataclasses that define them.
 
     Args:
         options: values by name.

@@ -63,7 +63,7 @@ class ComputeCost:
         )
 
     def __add__(self, other: ComputeCost) -> ComputeCost:
-        """Return the work of both stretches together."""
+        """Return the work of this stretch of computation and of `other` together."""
         return ComputeCost(
             self.weight_bytes + other.weight_bytes,
             self.kv_bytes + other.kv_bytes,

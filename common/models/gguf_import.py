@@ -114,7 +114,7 @@ def _write_blocks(
 
 
 def block_parts(rows: npt.NDArray[np.uint8], kind: str) -> dict[str, npt.NDArray[Any]]:
-    """Split a matrix of blocks into its numbers, scales and minimums; nothing is rounded.
+    """Return a matrix of blocks as arrays by name: its numbers, scales and minimums; nothing is rounded.
 
     Args:
         rows: `[N, bytes of a row]`, the blocks as the file has them.
@@ -122,7 +122,7 @@ def block_parts(rows: npt.NDArray[np.uint8], kind: str) -> dict[str, npt.NDArray
 
     Returns:
         `data`: q8_0 int8 `[N, K]`; q4_0 and q4_1 uint8 `[N, K / 2]`, where byte i of a block's 16 holds
-        number i in its low and number i + 16 in its high half. `scale`, and of q4_1 `minimum`: float16
+            number i in its low and number i + 16 in its high half. `scale`, and of q4_1 `minimum`: float16
         `[N, K / 32]`.
     """
     blocks = np.ascontiguousarray(rows).view(_BLOCK_TYPES[kind])  # [N, K / 32]
@@ -186,7 +186,7 @@ def model_config(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest decimal that is the same float32: 9.999999747378752e-06 -> 1e-05."""
+    """Return the shortest decimal that is the same float32 as `value`: 9.999999747378752e-06 -> 1e-05."""
     return float(str(np.float32(value)))
 
 

@@ -148,14 +148,14 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if each token is the most likely one; besides temperature 0, `top_k` 1 and `top_p` 0 leave no
-        other.
+        """Return True if each token is the most likely one; besides temperature 0, `top_k` 1 and `top_p` 0
+        leave no other.
         """
         return self.temperature < GREEDY_BELOW or self.top_k == 1 or self.top_p == 0.0
 
     @property
     def penalized(self) -> bool:
-        """True if the choice depends on the tokens before, so that they have to be counted."""
+        """Return True if the choice depends on the tokens before, so that they have to be counted."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0

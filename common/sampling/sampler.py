@@ -113,7 +113,9 @@ class HostSampled:
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """Queue a copy of a CUDA tensor into pinned memory of the host, and return it before it is filled."""
+    """Queue a copy of a CUDA tensor into pinned memory of the host, and return that tensor, not filled
+    yet.
+    """
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
@@ -135,7 +137,7 @@ class SamplerBackend:
         return logits
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
-        """Set the logits of all tokens that are not allowed to minus infinity, in place."""
+        """Set the logits `[B, V]` of all tokens that `allowed` excludes to minus infinity, in place."""
         for part in zip(
             *(torch.split(some, sampler.at_once) for some in allowed), strict=True
         ):

@@ -171,7 +171,7 @@ def count_characters(value: Any) -> int:
 
 
 def _said(parts: Iterable[Message]) -> set[str]:
-    """Return the set of fields that at least one of the messages has with a value that is not empty."""
+    """Return the set of fields that at least one of `parts` (messages) has with a value that is not empty."""
     return {field for part in parts for field, value in part.items() if value not in _NOTHING}
 
 

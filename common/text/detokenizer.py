@@ -39,7 +39,7 @@ class TokenBytes(dict[int, bytes]):
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """Read from the decoder of `backend` which kind of tokenizer it is."""
+        """Read from the decoder of `backend` whether the tokenizer is byte-level or has byte fallback."""
         super().__init__()
         self._backend = backend
         decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())

@@ -142,13 +142,13 @@ def _to_json(
 
 
 def _plain(value: Any) -> None:
-    """Return null for a `NullContent`, which JSON cannot write otherwise."""
+    """Return None, for JSON to write as null, if `value` is a `NullContent`."""
     if not _is_none(value):
         raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
 
 
 def _is_none(value: Any) -> bool:
-    """Return True for None and for a `NullContent`: the test `is none`."""
+    """Return True if `value` is None or a `NullContent`: the templates' test `is none`."""
     return value is None or isinstance(value, NullContent)
 
 

@@ -55,12 +55,12 @@ class TextStream:
 
     @property
     def begins(self) -> bool:
-        """True if the next token begins a text, so that some decoders drop its leading space."""
+        """Return True if the next token begins a text, so that some decoders drop its leading space."""
         return self._detokenizer.begins
 
     @property
     def text(self) -> str:
-        """The text returned so far, joined anew at each call."""
+        """Return all text returned so far, joined anew at each call."""
         return "".join(self._shown)
 
     def push(self, event: TokenEvent) -> str:

@@ -51,7 +51,9 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Mean and variance normalization with weight and bias, in float32 (arXiv 1607.06450)."""
+    """Normalization by mean and variance over the last dimension, with weight and bias, in float32 (arXiv
+    1607.06450).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x [..., size]`` normalized, in ``x``'s dtype."""

@@ -23,10 +23,12 @@ from forward.surgery import clone
 
 
 class WeightLoader(Protocol):
-    """Interface of what chooses the format of linear layers while a model is loaded. Phase 10 has one."""
+    """Interface of a loader that may replace layers, such as by quantized ones, while a model is loaded."""
 
     def expect(self, model: Model) -> None:
-        """Replace layers of a model on `meta` by layers that have the tensors of a quantized checkpoint."""
+        """Replace layers of a model on `meta`, in place, by layers that have the tensors of a quantized
+        checkpoint.
+        """
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
         """Store a tensor of a checkpoint, or a quantized form of it, at `name` in `model`."""

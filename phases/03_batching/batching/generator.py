@@ -161,7 +161,9 @@ class BatchGenerator(Generator):
             self.waste.finished += len(active) - len(live)
 
     def _append(self, row: Row, token: int) -> str | None:
-        """Append a token to a row; return the text that it adds, if stop strings are looked for."""
+        """Append a token to a row, and set its reason if it ends; return the text it adds, None without stop
+        strings.
+        """
         row.output.append(token)
         row.reason = finish_reason(
             token, len(row.output), row.params, self.model.config.eos_token_ids, row.limit

@@ -237,7 +237,7 @@ class Engine:
         return works
 
     def launch(self, works: list[Work]) -> Pending | None:
-        """Launch one step on the device, and return its pending results; None if it is empty or failed."""
+        """Launch a step of these works, and return its pending results; None if it is empty or failed."""
         return self.sample(self.forward(works))
 
     def forward(self, works: list[Work]) -> Forwarded | None:
@@ -271,15 +271,15 @@ class Engine:
         return None
 
     def collect(self, pending: Pending) -> None:
-        """Wait for a step's tokens, and append them to their requests. A step that fails ends only its
-        own requests.
+        """Wait for the tokens of the step `pending`, and append them to their requests. A step that fails
+        ends only its own requests.
         """
         results = self.wait(pending)
         if results is not None:
             self.append_tokens(pending, results)
 
     def wait(self, pending: Pending) -> Results | None:
-        """Return the tokens of each sampled request of a step, after a wait; None if the step failed."""
+        """Wait for the step `pending`; return the tokens of each sampled request, None if the step failed."""
         with self.failing(pending.works):
             results = pending.get()
             self._collected = time.perf_counter()

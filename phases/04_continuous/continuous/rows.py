@@ -56,7 +56,9 @@ class RequestRows:
         request.row = NO_ROW
 
     def upload(self) -> list[Request]:
-        """Copy the tokens of requests that got a row since the last call to the device, and return these."""
+        """Copy the tokens of requests that got a row since the last call to the device, and return these
+        requests.
+        """
         fresh = list(self.fresh.values())
         if fresh:
             write(self.tokens, [(one.row, 0, one.ids(0, len(one.tokens))) for one in fresh])

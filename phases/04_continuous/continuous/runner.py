@@ -40,7 +40,7 @@ class BatchAttention(Protocol):
     """
 
     def begin(self, batch: Batch) -> None:
-        """Prepare masks and indices for a step."""
+        """Prepare masks and indices for a step; all layers' calls then use `batch`."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store `k` and `v [T, KH, D]`, and return attention of `q [T, H, D]`: `[T, H, D]`."""
@@ -55,11 +55,15 @@ class OutputVerifier:
     """
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write the draft tokens of a step into their requests' rows, before it runs; here there are none."""
+        """Write the draft tokens of a step into their requests' rows, before it runs; here there are none.
+
+        works: the step's requests and tokens.
+        """
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return, for each sampled request in order, the list of sampled tokens that it keeps; tokens: all
-        that the step has sampled.
+        """Return, for each sampled request in order, the list of sampled tokens that it keeps.
+
+        works: the step's requests and tokens. tokens: all that the step has sampled.
         """
         return [[token] for token in tokens]
 

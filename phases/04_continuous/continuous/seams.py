@@ -60,7 +60,9 @@ class Loop(Protocol):
         """Return True if no step is in flight."""
 
     def advance(self, engine: Engine) -> None:
-        """Launch the engine's next step, and collect the results of a step that was launched before."""
+        """Launch the engine's next step, and append the tokens of a step launched before to their
+        requests.
+        """
 
 
 class SequentialLoop:
@@ -69,7 +71,7 @@ class SequentialLoop:
     idle = True
 
     def advance(self, engine: Engine) -> None:
-        """Launch a step, wait for it, and collect its results."""
+        """Launch the engine's next step, wait for it, and append its tokens to their requests."""
         pending = engine.launch(engine.schedule())
         if pending is not None:
             engine.collect(pending)
@@ -109,7 +111,8 @@ class GrammarManager:
     def needs_mask(self, works: Sequence[Work]) -> bool:
         """Return True if a request that this step samples is constrained by a grammar.
 
-        Then all tokens before this step must be known when `fill_bitmask` is called.
+        works: the step's requests and tokens. Then all tokens before this step must be known when
+            `fill_bitmask` is called.
         """
         return False
 
@@ -125,8 +128,10 @@ class GrammarManager:
         return True
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """Return the bit masks of allowed tokens for the samples of a step, in order; None: all tokens
-        are allowed.
+        """Return the bit masks of allowed tokens for the samples of a step, in order; None: all tokens are
+        allowed.
+
+        works: the step's requests and tokens.
         """
         return None
 

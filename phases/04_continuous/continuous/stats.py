@@ -22,7 +22,7 @@ class Stats:
     most_running: int = 0
 
     def begin(self, works: Sequence[Work], running: int) -> None:
-        """Count a step. works: its requests and tokens. running: how many requests run."""
+        """Add a step to the counters. works: its requests and tokens. running: how many requests run."""
         tokens = sum(work.count for work in works)
         self.steps += 1
         self.decode_steps += tokens == len(works)

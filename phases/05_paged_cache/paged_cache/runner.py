@@ -86,6 +86,8 @@ class PagedRunner(Runner):
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
         """See `Runner.forward`: return a step's hidden states, computed by the first executor that supports
         it.
+
+        works: the step's requests and tokens. masked: True if its samples get bit masks.
         """
         for executor in self.executors:
             if (ticket := executor.supports(works, masked)) is not None:
@@ -96,7 +98,10 @@ class PagedRunner(Runner):
         return self.last
 
     def eager(self, works: Sequence[Work]) -> Forwarded:
-        """Run the first half of any step, one operation after the other, and return its hidden states."""
+        """Run the first half of any step, one operation after the other, and return its hidden states.
+
+        works: the step's requests and tokens.
+        """
         return super().forward(works)
 
     def release(self) -> None:
@@ -114,19 +119,28 @@ class PagedRunner(Runner):
             self.attention.pool.copy(copies)
 
     def prepare(self, works: Sequence[Work]) -> Batch:
-        """Return the inputs of a step on the device, with block tables and slots."""
+        """Return the inputs of a step on the device, with block tables and slots.
+
+        works: the step's requests and tokens.
+        """
         host = HostBatch.of(works, self.rows.prompt_lens)
         return PagedBatch.of(
             host, self.rows, block_tables=self.block_tables(host), slots=self.slots(host)
         )
 
     def block_tables(self, host: HostBatch) -> NDArray[np.int32]:
-        """Return the block tables `[B, max_blocks]` of a batch, no wider than the longest context needs."""
+        """Return the block tables `[B, max_blocks]` of a batch, no wider than the longest context needs.
+
+        host: the batch's rows and lengths.
+        """
         width = self.cache.blocks_for(int(host.context_lens.max()))
         return self.cache.tables[host.rows, :width]
 
     def slots(self, host: HostBatch) -> Ints:
-        """Return where each new token's key and value go: `[T]`, `block * P + offset`."""
+        """Return where each new token's key and value go: `[T]`, `block * P + offset`.
+
+        host: the batch's rows and positions.
+        """
         size = self.cache.block_size
         blocks = self.cache.tables[host.token_rows, host.positions // size]
         return blocks.astype(np.int64) * size + host.positions % size

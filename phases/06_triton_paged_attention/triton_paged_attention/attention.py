@@ -48,7 +48,9 @@ class TritonPagedAttention(PagedAttention):
         self._workspace = Workspace(pairs * rows, d_pad, device)
 
     def plan(self) -> None:
-        """Sort the step's requests into decode and prefill, and split those of prefill into query tiles."""
+        """Prepare the step `self.batch`: sort requests by kernel, decode or prefill; split the latter into
+        query tiles.
+        """
         host = self.batch.host
         decodes = host.query_lens <= self.most_queries
         # One or the most: a kernel in between would be compiled for each number, and gain nothing.

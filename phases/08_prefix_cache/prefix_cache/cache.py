@@ -173,8 +173,9 @@ class PrefixCache(PagedCache):
         return super().users() + self.index.blocks()
 
     def check(self) -> None:
-        """Raise `AssertionError` unless blocks have the right users, and the evictable ones the index
-        alone.
+        """Raise `AssertionError` unless each block's count is that of its users (requests and the index).
+
+        Evictable blocks must have the index as their one user.
         """
         super().check()
         alone = sum(self.allocator.refs[block] == 1 for block in self.index.blocks())

@@ -43,7 +43,7 @@ def most_tiles(attention: TritonPagedAttention, tokens: int, requests: int) -> i
 class Layout:
     """The offsets of a chunk graph's inputs in one flat array of int64, so that one copy sends them all.
 
-    Inputs that are parts of a `HostBatch` have their names there.
+    Inputs have the names of `HostBatch`'s fields, such as `positions`.
 
     tokens, requests: most of a step. There is room for one request more: it has no tokens, and pads lists
         of requests.
@@ -143,7 +143,7 @@ class ChunkGraph:
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
-        """Run the forward pass from the fixed inputs; this function is captured."""
+        """Run the forward pass from the fixed inputs, and store `hidden`; this function is captured."""
         on = self.machine
         batch = self.batch
         given = self.inputs

@@ -122,7 +122,9 @@ class DecodeGraph:
         self.steps[:] = 0
 
     def compute(self) -> None:
-        """Run the step from the fixed inputs; this function is captured."""
+        """Run the step from the fixed inputs, and store its results in attributes; this function is
+        captured.
+        """
         on, batch = self.machine, self.batch
         on.gather(self.rows, self.at, batch, decodes=True)
         on.attention.begin(batch)

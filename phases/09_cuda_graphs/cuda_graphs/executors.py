@@ -44,7 +44,7 @@ class DecodeGraphExecutor:
         self._staging = Staging(3 * self.sizes[-1], runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all decode graphs, largest first; by `capturer`; call `part` with each one's name."""
+        """Capture all decode graphs by `capturer`, largest first; call `part` with each one's name."""
         for size, features in product(reversed(self.sizes), KINDS):
             part(f"{size} requests")
             given = self._staging.device[: 3 * size].view(3, size)
@@ -53,7 +53,10 @@ class DecodeGraphExecutor:
             )
 
     def supports(self, works: Sequence[Work], masked: bool) -> tuple[int, bool] | None:
-        """Return the size of a graph, and whether the step's samples are masked; None if no graph fits."""
+        """Return the size of a graph, and whether the step's samples are masked; None if no graph fits.
+
+        works: the step's requests and tokens. masked: True if its samples get bit masks.
+        """
         size = smallest(self.sizes, len(works)) if decodes(works) else None
         return None if size is None else (size, masked)
 
@@ -61,7 +64,8 @@ class DecodeGraphExecutor:
         """Run the first half of a step by a graph, and return it; the graph samples too, unless tokens are
         masked.
 
-        ticket: the graph's size, and whether the step's samples are masked.
+        works: the step's requests and tokens. ticket: the graph's size, and whether the step's samples are
+            masked.
         """
         size, masked = ticket
         self.runner.replays += 1
@@ -78,8 +82,10 @@ class DecodeGraphExecutor:
         return Forwarded(works, graph.sampled(rows), graph.hidden)
 
     def stage(self, works: Sequence[Work], size: int) -> Ints:
-        """Send the inputs of a decode graph of this size: rows, positions and block tables; return the
-        rows `[B]`.
+        """Send the inputs of a decode graph of this size: rows, positions and block tables; return the rows
+        `[B]`.
+
+        works: the step's requests and tokens.
         """
         runner = self.runner
         count = len(works)
@@ -95,12 +101,14 @@ class DecodeGraphExecutor:
 
 
 def decodes(works: Sequence[Work]) -> bool:
-    """Return True if each request computes one token and samples the next, unlike a chunk of one token."""
+    """Return True if each work (one request's tokens in a step) is a decode: one token, from which the next
+    is sampled.
+    """
     return all(work.count == 1 and len(work.sampled_requests) == 1 for work in works)
 
 
 class ChunkGraphExecutor:
-    """Runs other small steps, and full ones of small models, each by the smallest chunk graph that holds it.
+    """Runs steps with several tokens a request, up to a size, each by the smallest chunk graph that holds it.
 
     most_tokens: in the largest graph, apart from one for full steps (of `step_tokens` tokens); 0: there are
         no graphs.
@@ -128,7 +136,7 @@ class ChunkGraphExecutor:
         self._staging = Staging(largest, runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all chunk graphs, largest first; by `capturer`; call `part` with each one's name."""
+        """Capture all chunk graphs by `capturer`, largest first; call `part` with each one's name."""
         for (tokens, requests), layout in reversed(self._layouts.items()):
             part(f"{tokens} tokens of {requests} requests")
             given = self._staging.device[: layout.size]
@@ -137,8 +145,10 @@ class ChunkGraphExecutor:
             )
 
     def supports(self, works: Sequence[Work], masked: bool) -> ChunkGraph | None:
-        """Return the smallest graph that holds a step, or None; the one of full steps only if it is
-        nearly full.
+        """Return the smallest graph that holds a step, or None; the largest only if the step nearly fills
+        that.
+
+        works: the step's requests and tokens. masked: not read.
         """
         count = sum(work.count for work in works)
         samples = sum(max(1, len(work.sampled_requests)) + len(work.drafts) for work in works)
@@ -154,7 +164,7 @@ class ChunkGraphExecutor:
     def run(self, works: Sequence[Work], ticket: ChunkGraph) -> Forwarded:
         """Run the forward pass of a step by a graph, and return it; the caller samples.
 
-        ticket: the graph that `supports` returned.
+        works: the step's requests and tokens. ticket: the graph that `supports` returned.
         """
         self.runner.refresh(works)
         works, host = replay_chunk(self.runner, self._staging, works, ticket)

@@ -46,7 +46,9 @@ class OverlappedLoop:
         return self.in_flight_step is None and self.half is None
 
     def advance(self, engine: Engine) -> None:
-        """Launch the next step, or its forward pass if it needs masks; then collect the step before."""
+        """Launch the next step, or its forward pass if it needs masks; then append the tokens of the step
+        before.
+        """
         if engine.scheduler.drafter.needs_finished_step:
             self.finish_steps(engine)
         step = engine.forward(self._schedule(engine))

@@ -34,7 +34,7 @@ class GraphExecutor(StepExecutor, Protocol):
     count: int
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs, largest first; by `capturer`; call `part` with each one's name."""
+        """Capture all graphs by `capturer`, largest first; call `part` with each one's name."""
         ...
 
 

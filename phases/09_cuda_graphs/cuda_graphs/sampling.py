@@ -155,8 +155,7 @@ def finish_kernel(
     tokens, best, races, ids, rows, floats, float_stride,
     CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
-    """Store the token of a row: of its chunks' tokens the one of the largest -E / weight. One program per
-    row.
+    """Store the token of a row: of its chunks' tokens that with the largest -E / weight. One program per row.
 
     Weights are relative to the row's largest logit. In a greedy row, or where the row's largest logit is
     not finite, it is the argmax, the first of equals.

@@ -18,11 +18,10 @@ def gather_kernel(
 ):  # fmt: skip
     """Write one token's inputs of a step, given its row and position. One program per token.
 
-    Reads: rows, at: `[T]` int64, row and position (-1: padding). tokens: `[R, max_len]`. tables: `[R,
-        width]`.
-        drafts: `[T]`, tokens that are in no row yet, -1: none; read if DRAFTS.
-    Writes: ids, positions, slots: `[T]`; a slot is block times P plus place in it, -1 for padding. With
-        TABLES, contexts: `[T]` int32, and batch_tables: `[T, width]`, the rows' block tables.
+    rows, at: `[T]` int64, row and position (-1: padding). tokens: `[R, max_len]`. tables: `[R, width]`.
+    drafts: `[T]`, tokens that are in no row yet, -1: none; read if DRAFTS. P: tokens of a block.
+    ids, positions, slots: outputs `[T]`; a slot is block times P plus place in it, -1 for padding.
+    contexts, batch_tables: outputs if TABLES: `[T]` int32, and `[T, width]`, the rows' block tables.
     """
     i = tl.program_id(0)
     row, position = tl.load(rows + i), tl.load(at + i)

@@ -97,8 +97,8 @@ class Tries:
     tried: float = 0.0
 
     def add(self, tried: int, accepted: int, memory: float) -> None:
-        """Add the drafts of a step, `tried` of them; each reduces the weight of earlier ones to `memory`
-        times.
+        """Add the drafts of a step, `tried` of them; each multiplies the weight of earlier ones by
+        `memory`.
         """
         keep = memory**tried
         self.tried = self.tried * keep + tried
@@ -261,12 +261,12 @@ class DraftController:
         self._overall.add(tried, accepted, LONG_MEMORY)
 
     def add_work(self, work: Work) -> None:
-        """Count one request's part of a finished step, if steps are timed."""
+        """Count the tokens and drafts of one request (`work`) in a finished step, if steps are timed."""
         if self.adaptive:  # otherwise nothing would ever remove it
             self._finished.append(work)
 
     def leave(self, request: Request) -> None:
-        """Drop a request's counts, after which another request may begin."""
+        """Drop the draft counts of a request that frees its row."""
         self._rates.pop(request, None)
         self._newcomer = True
 

@@ -68,7 +68,7 @@ def follow(tokens: Sequence[int], at: int, most: int) -> list[int]:
 
 
 class NGrams(Proposer):
-    """A proposer of drafts by look-up of earlier n-grams, with an index for each request."""
+    """A proposer of drafts: the tokens that followed an earlier occurrence of a request's last n-gram."""
 
     rehearses = True
 

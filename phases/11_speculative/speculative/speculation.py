@@ -177,8 +177,10 @@ class SpeculativeRunner(Drafter):
         return self.guesses.get(request, ())[:most]
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Count a request's accepted drafts of a finished step, and let the proposer of drafts learn
-        from it.
+        """Count a request's accepted drafts of a finished step, and let the proposer of drafts learn from the
+        step.
+
+        work: the request's tokens in the step. accepted: its drafts that the model confirmed.
         """
         if not (self.needs_finished_step or work.drafts):
             return
@@ -204,14 +206,18 @@ class Verifier(OutputVerifier):
     """Decides which sampled tokens a request with drafts gets: the accepted drafts, and one more.
 
     tokens: `[R, max_len]` int64, the rows of the engine.
-    agree: says which drafts are right; replacing it changes the text.
+    agree: returns how many drafts are right, given the sampled tokens and them; another rule changes the
+        text.
     """
 
     def __init__(self, tokens: Tensor, agree: Agree = agreeing) -> None:
         self.tokens, self.agree = tokens, agree
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write a step's drafts after the newest tokens in their requests' rows on the device, its inputs."""
+        """Write a step's drafts after the newest tokens in their requests' rows on the device, its inputs.
+
+        works: the step's requests and tokens.
+        """
         ends = ((work, work.start + work.count) for work in works if work.drafts)
         lines = [(work.row, end - len(work.drafts), work.drafts) for work, end in ends]
         if lines:
@@ -222,7 +228,8 @@ class Verifier(OutputVerifier):
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
         """Return for each sampled request its accepted drafts, and the token sampled after them.
 
-        tokens: all that the step has sampled, at each draft's position and after the last.
+        works: the step's requests and tokens. tokens: all that the step has sampled, at each draft's position
+            and after the last.
         """
         if not any(work.drafts for work in works):
             return super().accepted(works, tokens)

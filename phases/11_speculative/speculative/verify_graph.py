@@ -53,7 +53,9 @@ class VerifyGraph(ChunkGraph):
         super().__init__(machine, layout, inputs, capturer)
 
     def compute(self) -> None:
-        """Run the step from the fixed inputs; this function is captured."""
+        """Run the step from the fixed inputs, and store its results in attributes; this function is
+        captured.
+        """
         super().compute()
         on, given = self.machine, self.inputs
         hidden = self.hidden[given["sample_at"]]  # [tokens, hidden]
@@ -68,6 +70,8 @@ class VerifyGraph(ChunkGraph):
 def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
     """Return for each token of a step its id if it is a draft, else -1: `[T]`; drafts are the last tokens of
     a request in the step.
+
+    works: the step's requests and tokens. host: the batch's layout.
     """
     drafts: Ints = np.full(len(host.positions), -1)
     for work, end in zip(works, host.query_starts[1:].tolist(), strict=True):
@@ -114,8 +118,10 @@ class VerifyGraphExecutor:
             self.graphs[tokens, requests, kind] = graph
 
     def supports(self, works: Sequence[Work], masked: bool) -> VerifyGraph | None:
-        """Return the smallest graph that holds a step and samples as its requests want; None if there
-        is none.
+        """Return the smallest graph that holds a step and samples as its requests want; None if there is
+        none.
+
+        works: the step's requests and tokens. masked: True if its samples get bit masks.
         """
         requests = None if masked else smallest(self._requests, len(works))
         if requests is None:
@@ -130,8 +136,9 @@ class VerifyGraphExecutor:
         return self.graphs[tokens, requests, plan.features] if captured(plan) else None
 
     def run(self, works: Sequence[Work], ticket: VerifyGraph) -> Forwarded:
-        """Run both halves of a step by the graph `ticket`, and return it: hidden states and sampled
-        tokens.
+        """Run both halves of a step by the graph `ticket`, and return it: hidden states and sampled tokens.
+
+        works: the step's requests and tokens.
         """
         works, host = replay_chunk(self.runner, self._staging, works, ticket, drafts_of)
         tokens = ticket.for_host[: len(host.sample_at)]

@@ -240,7 +240,7 @@ def angles_kernel(
 
 
 class FusedRope(nn.Module):
-    """RoPE whose cosines and sines come from one kernel; phase 01's `Rope` takes eight."""
+    """RoPE's cosines and sines of positions from one kernel; in plain torch it takes eight."""
 
     inverse_frequencies: Tensor
 
