@@ -219,8 +219,8 @@ class ChoiceGroup:
             self._updated.set()
 
     def give_up(self, failure: Failure, message: str) -> None:
-        """Abort the completions that have not ended, and set `failure`: the kind, and a sentence about it.
-        The engine frees them at its next step.
+        """Abort the completions that have not ended, and set `self.failure` to the kind of failure and the
+        message, a sentence. The engine frees them at its next step.
         """
         if self.failure is None and (self.left or failure == "slow"):
             self.failure = failure, message
@@ -261,7 +261,7 @@ async def serve(
 ) -> None:
     """Run a request for tokens in the engine, and send its whole response, from admission to the last byte.
 
-    However this function is left, the engine drops what is not finished.
+    tokenizer: makes text of the tokens. However this function is left, the engine drops what is not finished.
 
     Raises:
         ApiError: the request cannot be answered, or not in full.
@@ -298,8 +298,8 @@ async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
 
 
 async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
-    """Send the completions' text as server-sent events as it comes. Nothing is sent before the first token,
-    so that errors have a status.
+    """Send the text of a group's completions as server-sent events as it comes. Before the first token
+    nothing is sent, so that errors have a status.
     """
     request, waiting = group.request, group.choices
     while waiting:
@@ -324,7 +324,7 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
 def _events(
     group: ChoiceGroup, pieces: list[tuple[Choice, Piece, bool]], *, end: bool
 ) -> bytes:
-    """Return the bytes of the server-sent events of some pieces.
+    """Return the bytes of the server-sent events for some pieces of a group's text.
 
     pieces: (completion, its text, whether it is the completion's last). end: also end the stream.
     """

@@ -176,8 +176,8 @@ class Part:
         return value
 
     def place(self, name: str, value: Tensor) -> None:
-        """Store a finished part in this rank's model as the tensor `name`, quantized if the options say
-        so.
+        """Store `value`, a finished part, in this rank's model as the tensor `name`, quantized if the options
+        say so.
         """
         if value.is_meta:  # tied: the other one is enough
             return

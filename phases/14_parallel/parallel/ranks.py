@@ -144,7 +144,9 @@ class Ranks:
             self._gloo = gloo(store, rank, size, options)
 
     def __deepcopy__(self, memo: object) -> Ranks:
-        """Return this object itself: copies of layers add up over the same ranks."""
+        """Return this object itself, not a copy: copies of layers add up over the same ranks. `memo` is not
+        used.
+        """
         return self
 
     # Sums.

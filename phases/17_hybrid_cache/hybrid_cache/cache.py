@@ -47,7 +47,9 @@ class PageAllocator(BlockAllocator):
         self._on_free = on_free
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one user from each of these pages, and free those that have no user left."""
+        """Remove one user from each of these pages (`blocks` are page numbers), and free those without
+        users.
+        """
         pages = list(blocks)
         super().release(pages)
         for page in pages:

@@ -39,7 +39,7 @@ class BlockName(NamedTuple):
 
 
 def digest_of(*parts: bytes) -> bytes:
-    """Return the digest of some byte strings; where one ends and the next begins counts as well."""
+    """Return the digest (bytes) of some byte strings; where one ends and the next begins counts as well."""
     state = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))

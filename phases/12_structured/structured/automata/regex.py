@@ -42,7 +42,9 @@ class Dialect:
     quoted: bool = False
 
     def escaped(self, letter: str) -> Ranges | None:
-        r"""Return the characters of an escape such as `\d` or `\n`; None if there is no such escape."""
+        r"""Return the code points that an escape matches, given the letter after its backslash, such as `d`
+        or `n`; None if there is no such escape.
+        """
         if letter in self.controls:
             return just(self.controls[letter])
         found = self.spaces if letter.lower() == "s" else CLASSES.get(letter.lower())

@@ -259,7 +259,7 @@ class FullAttentionManager(SingleTypeManager):
     """
 
     def first_needed_page(self, start: int) -> int:
-        """Return 0: a query reads all pages of its request."""
+        """Return 0: a query reads all pages of its request, whatever its position `start`."""
         return 0
 
     def required_pages(self, start: int, upto: int) -> int:

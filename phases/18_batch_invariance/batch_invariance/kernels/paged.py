@@ -58,7 +58,9 @@ class ChunkedTriton(TritonPagedAttention):
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """See `TritonPagedAttention.attend`."""
+        """See `TritonPagedAttention.attend`: return the attention `[T, H, D]` of the step's tokens, by
+        chunks.
+        """
         batch, q = self.batch, q.contiguous()
         out = torch.empty_like(q)
         shared: dict[str, Any] = {
