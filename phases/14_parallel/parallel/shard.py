@@ -73,9 +73,9 @@ class Shard:
     def vocabulary(self, whole: int) -> tuple[int, int, int]:
         """Return this rank's first token id, its number of tokens, and the number that it has room for.
 
-        whole: tokens of the vocabulary. Room is the same on all ranks: the vocabulary by ranks, rounded up.
-            Ranks
-        fill it in their order, so the last may have fewer tokens, or none: then its first is `whole`.
+        whole: number of tokens of the vocabulary.
+        Room is the same on all ranks: the vocabulary by ranks, rounded up. Ranks fill it in their order, so
+        the last may have fewer tokens, or none: then its first is `whole`.
         """
         room = -(-whole // self.size)
         first = min(whole, self.rank * room)

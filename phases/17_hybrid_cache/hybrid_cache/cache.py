@@ -27,10 +27,11 @@ from prefix_cache.radix import RadixIndex
 
 
 class Moves(NamedTuple):
-    """An update for the device: the pages whose blocks changed, and their blocks now.
+    """An update for the device: the pages (numbers in block tables) whose blocks changed, and their blocks
+    now.
 
     pages: `[n]` int64. blocks: `[groups, n]` int32; with layers that keep states it has two rows more:
-        state slots, and tokens after the snapshot boundary (see `StateManager`).
+        state slots, and the number of a step's tokens after its snapshot boundary.
     """
 
     pages: NDArray[np.int64]
@@ -273,7 +274,7 @@ class HybridCache(PrefixCache):
         self.allocator.release(own)
 
     def release(self, request: Request) -> None:
-        """Free the pages and blocks of an ended request; pages that are in the index stay cached."""
+        """Free the pages and blocks of an ended request; pages that are in the prefix index stay cached."""
         row = request.row
         for manager in self.managers:
             manager.release_row(row, self.tables[row], self._committed[row])
@@ -297,7 +298,9 @@ class HybridCache(PrefixCache):
         return moves
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the pairs of blocks (source, target) that the device must copy before the next step."""
+        """Return the (source, target) pairs of blocks and state slots that the device must copy before the
+        next step.
+        """
         copies, self._block_copies = self._block_copies, []
         return [pair for _, pairs in copies for pair in pairs]
 

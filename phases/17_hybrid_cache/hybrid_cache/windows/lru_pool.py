@@ -55,6 +55,6 @@ class LruPool:
 
     @staticmethod
     def evict_oldest(idle: dict[tuple[SingleTypeManager, int], None]) -> None:
-        """Free the blocks of the oldest page in `idle`, which is `skipped` or `finished`."""
+        """Free the blocks of the oldest page in `idle`, which is this pool's `skipped` or `finished`."""
         manager, page = next(iter(idle))
         manager.evict(page)
