@@ -74,7 +74,7 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Return all text so far."""
+        """Return the completion's text so far."""
         return "".join(self.texts)
 
     @property
@@ -132,7 +132,7 @@ class Choice:
         self.group.hear(True)
 
     def take(self) -> Piece:
-        """Return all text that is unsent, as one piece, and count it as sent."""
+        """Return all of the completion's text that is unsent, as one piece, and count it as sent."""
         start, self.sent = self.sent, len(self.texts)
         return Piece("".join(self.texts[start:]), start, self.sent)
 
@@ -209,9 +209,7 @@ class ChoiceGroup:
         self._deadline = loop.call_later(seconds, self.give_up, "deadline", message)
 
     def hear(self, ended: bool) -> None:
-        """Wake the task that waits for updates: a token or an end has come for a completion. ended: it was
-        its end.
-        """
+        """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
         if self.first_token is None:
             self.first_token = self.engine.now
         self.left -= ended

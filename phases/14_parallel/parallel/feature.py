@@ -100,7 +100,7 @@ class Parallel(Feature):
         return torch.device("cuda", first) if device.type == "cuda" else device
 
     def install(self, builder: EngineBuilder) -> None:
-        """Do nothing: with one rank the engine is phase 13's."""
+        """Do nothing: with one rank the engine stays as it is."""
 
 
 def rank_zero_engine(

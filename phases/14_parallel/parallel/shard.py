@@ -20,9 +20,7 @@ VOCABULARY = ("embed_tokens", "lm_head")
 
 
 class Slice(NamedTuple):
-    """A range of one dimension of a tensor: `length` entries of `dim` from `start` on, or as many as
-    there are.
-    """
+    """A range of the dimension `dim` of a tensor: `length` entries from `start` on, or fewer at its end."""
 
     dim: int
     start: int

@@ -88,7 +88,7 @@ class Router(RequestRouter):  # type: ignore[misc]
         self.in_flight.end(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take Ray's new list of replicas, and forget the policy's memory of those that are missing."""
+        """Store Ray's new list of replicas, and forget the policy's memory of those that are missing."""
         super().update_replicas(replicas)
         names = {name_of(replica_id) for replica_id in self.curr_replicas}
         self.policy.keep(names)

@@ -26,7 +26,7 @@ class ExpertRouter(nn.Module):
         self.bias = nn.Parameter(torch.empty(count)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states `[T, hidden]` to logits `[T, E]`."""
+        """Map hidden states `[T, hidden]` to the experts' scores (logits) `[T, E]`."""
         return F.linear(x, self.weight, self.bias)
 
 

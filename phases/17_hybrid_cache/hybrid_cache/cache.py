@@ -214,7 +214,9 @@ class HybridCache(PrefixCache):
         )
 
     def _copy_shared_pages(self) -> None:
-        """Allocate blocks for pages that phase 05 has just copied before a write (copy on write)."""
+        """Allocate blocks for the pages that were just made as copies of shared ones, before a write to
+        them.
+        """
         for source, target in super().take_copies():
             self._evict_until_free(self.num_groups)
             pairs = [

@@ -164,6 +164,8 @@ class ChunkedTorch(TorchPagedAttention):
 
 
 class GroupedChunkedTorch(ChunkedTorch, GroupedTorch):
-    """`ChunkedTorch` over the block tables of several groups of layers."""
+    """Batch-invariant attention by torch (`ChunkedTorch`) over the block tables of several groups of
+    layers.
+    """
 
     pool: HybridPool

@@ -29,7 +29,9 @@ Product = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 
 
 class RowRange(NamedTuple):
-    """Rows `first .. last - 1` of a batch that one call computes, by the library or by the fixed product."""
+    """The rows `first .. last - 1` of a batch, which one call computes, by the library or by the fixed
+    product.
+    """
 
     first: int
     last: int

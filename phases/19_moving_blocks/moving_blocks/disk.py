@@ -247,7 +247,7 @@ def digest_in(path: Path) -> bytes | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file if it is there and can be removed."""
+    """Remove a file; do nothing if it does not exist or cannot be removed."""
     try:
         path.unlink()
     except OSError:

@@ -90,7 +90,7 @@ class DiskTier:
             self._writes.put(partial(self.files.touch, digests))
 
     def take_finished(self) -> list[DiskJob]:
-        """Return the jobs that have finished since the last call."""
+        """Return the jobs (reads and writes of blocks) that have finished since the last call."""
         jobs: list[DiskJob] = []
         while self._finished:
             jobs.append(self._finished.popleft())

@@ -166,7 +166,9 @@ class PatternReader:
         return node
 
     def counts(self) -> tuple[int, int | None]:
-        """Parse `{m}`, `{m,}` or `{m,n}`; return the least and the most repetitions, None for no limit."""
+        """Parse `{m}`, `{m,}` or `{m,n}`; return the least and the most repetitions; most is None for no
+        limit.
+        """
         found = COUNT.match(self.pattern, self.at)
         if not found:
             raise self.refuse(

@@ -89,7 +89,9 @@ class StateManager(SingleTypeManager):
         return self.first_needed_page(start) + 1
 
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
-        """Return the largest `n` such that the `n`-th of these pages has a snapshot; 0 if none has."""
+        """Return the largest `n` such that the `n`-th of these cached pages has a snapshot after it; 0 if
+        none has.
+        """
         lengths = range(len(pages), 0, -1)
         return next((at for at in lengths if self.has_blocks(pages[at - 1])), 0)
 

@@ -36,7 +36,10 @@ class DeltaInputs(NamedTuple):
     beta: Tensor
 
     def take(self, tokens: slice | Tensor) -> DeltaInputs:
-        """Return the inputs of some tokens of a ragged batch. tokens: a slice, or indices of any shape."""
+        """Return the inputs of some tokens of a ragged batch (requests' tokens end to end).
+
+        tokens: a slice, or indices of any shape.
+        """
         mixed, decay, beta = (part[tokens] for part in self[3:])
         return self._replace(mixed=mixed, decay=decay, beta=beta)
 

@@ -62,7 +62,7 @@ class StatePool:
         return int(sum(config.layers) * each)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole slots on the device, from numbers `sources [n]` to numbers `targets [n]`."""
+        """Copy the states in whole slots on the device, from slot numbers `sources [n]` to `targets [n]`."""
         self.recurrent[:, targets] = self.recurrent[:, sources]
         self.conv[:, targets] = self.conv[:, sources]
 

@@ -35,12 +35,12 @@ class LruPool:
 
     @property
     def available(self) -> int:
-        """Return the number of blocks that are free or idle."""
+        """Return the number of blocks that are free or idle (cached, and needed by no running request)."""
         return self.allocator.count - self.pinned
 
     @property
     def admissible(self) -> int:
-        """Return the number of blocks that a new request may pin, the watermark left out."""
+        """Return the number of blocks that a new request may pin; the watermark's share is left out."""
         return self.available - (self._reserve if self.pinned else 0)
 
     def take(self, count: int) -> list[int]:

@@ -82,7 +82,7 @@ class SingleTypeManager(ABC):
         """Return the largest `n` such that a request can begin after the first `n` of these cached pages."""
 
     def max_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request of `tokens` tokens needs at once."""
+        """Return the most blocks that a request of `tokens` tokens needs at the same time."""
         starts = range(0, tokens + 1, self.block_size)
         return len(self.groups) * max(
             self.required_pages(at, tokens) - self.first_needed_page(at) for at in starts
@@ -272,7 +272,7 @@ class FullAttentionManager(SingleTypeManager):
         return -(-upto // self.block_size)
 
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
-        """Return the number of these cached pages: what the index finds has its blocks."""
+        """Return the number of these cached pages: each page that the prefix index finds has its blocks."""
         return len(pages)
 
 

@@ -98,6 +98,8 @@ class ChunkedTriton(TritonPagedAttention):
 
 
 class GroupedChunkedTriton(ChunkedTriton, GroupedTriton):
-    """`ChunkedTriton` over the block tables of several groups of layers."""
+    """Batch-invariant attention by Triton (`ChunkedTriton`) over the block tables of several groups of
+    layers.
+    """
 
     pool: HybridPool
