@@ -25,7 +25,7 @@ def freeze_collector() -> None:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Turn the garbage collector off in a block, where freeing an object would do harm."""
+    """Return a context in which the garbage collector is off, where freeing an object would do harm."""
     enabled = gc.isenabled()
     gc.disable()
     try:

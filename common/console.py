@@ -9,10 +9,10 @@ from rich.table import Table
 
 
 def table(*left: str, right: Iterable[str] = ()) -> Table:
-    """Make a table without lines.
+    """Return an empty table (of rich) that draws no lines.
 
     left: titles of columns of words, which are folded where there is no room.
-    right: titles of the columns of numbers behind them, which stay whole.
+    right: titles of the columns of numbers, to their right, which stay whole.
     """
     made = Table(box=None, pad_edge=False, header_style="bold")
     for title in left:

@@ -64,9 +64,7 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def free_memory(device: torch.device | str) -> tuple[int, int]:
-    """Return the free bytes and all bytes of the device's memory; what PyTorch caches of a GPU
-    counts as free.
-    """
+    """Return (free bytes, all bytes) of the device's memory; what PyTorch caches of a GPU counts as free."""
     if torch.device(device).type != "cuda":
         memory = psutil.virtual_memory()
         return memory.available, memory.total
@@ -78,7 +76,7 @@ def free_memory(device: torch.device | str) -> tuple[int, int]:
 def device_name(device: torch.device) -> str:
     """Return the vendor's name of the GPU, or of the processor.
 
-    A virtual machine's processor often hides its generation behind a bare "AMD EPYC", so its family and
+    A virtual machine's processor often hides its generation under a bare "AMD EPYC", so its family and
     model numbers are appended.
     """
     if device.type == "cuda":

@@ -10,7 +10,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_device(name: str) -> tuple[str, str]:
-    """Split a device's name into its kind and its index: `cuda:1` -> `("cuda", "1")`, `cpu` -> `("cpu", "")`.
+    """Return the kind and the index of a device's name: `cuda:1` -> `("cuda", "1")`, `cpu` -> `("cpu", "")`.
 
     Raises:
         UserError: it is none of auto, cpu, cuda, cuda:INDEX, mps.

@@ -38,14 +38,13 @@ def limit_threads_and_noise(
     measuring: bool = False,
     begun: Usage | None = None,
 ) -> None:
-    """Set environment variables of PyTorch's threads and of libraries' messages, unless the user has set
+    """Set variables of PyTorch's threads and of libraries' messages in `environment`, unless the user has set
     them.
 
-    It must be called before PyTorch is imported.
+    Call it before PyTorch is imported.
 
-    Args:
-        measuring: the command is a benchmark, which is to have the machine for itself.
-        begun: counters when the command began; what others have taken since is looked at.
+    measuring: True for a benchmark, whose threads may wait by spinning since the machine is theirs.
+    begun: processor counters read earlier, to see what other programs have taken since; None: read now.
     """
     made, limit = dict(QUIET), quota()
     if limit is not None and limit < len(processors()):
@@ -65,9 +64,8 @@ def is_crowded(
 ) -> bool:
     """Return True where threads have to share processors: with others, by a quota, or with each other.
 
-    Args:
-        limit: see `quota`.
-        before: counters from which on the others' share is measured, until `SAMPLE_SECONDS` later at least.
+    environment: may set the number of threads. limit: processors that `quota` allows; None: all.
+    before: counters from which on other programs' share is measured, for at least `SAMPLE_SECONDS`.
     """
     threads = environment.get(THREADS, "")
     if limit is not None and limit < len(processors()):
@@ -79,9 +77,10 @@ def is_crowded(
 
 
 def quota(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Return the processors' time a second that a container may use, in processors; None: all.
+    """Return how many processors a container may use, such as 1.5; None: no limit.
 
-    root, own: where Linux says limits of groups, and this process's groups; both versions of them are read.
+    root: the folder in which Linux keeps the limits of control groups. own: the file that names this
+        process's groups. Versions 1 and 2 are read.
     """
     try:
         group = own.read_text().rpartition("0::")[2].strip().lstrip("/")

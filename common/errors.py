@@ -90,7 +90,8 @@ def one_line(message: str) -> str:
 def integer(
     name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None
 ) -> int:
-    """Return `value` as an int; numpy's integers are accepted. name: of the field, for the error.
+    """Return `value` as an int; numpy's integers are accepted. low, high: limits; None: none. name: of the
+    field, for the error.
 
     Raises:
         UserError: it is not an integer (nor is a bool, since `max_tokens=True` is a mistake), or not in low
@@ -181,7 +182,7 @@ def text(name: str, value: str) -> str:
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turn any error of the tokenizers library in a block into a `UserError` that names `what`.
+    """Return a context that turns any error of the tokenizers library into a `UserError` that names `what`.
 
     The library raises nothing more specific than Exception, and where its Rust code panics, for instance
     because a file contradicts itself, a BaseException that `except Exception` would let through.

@@ -58,7 +58,7 @@ class TokenEvent(NamedTuple):
 
 
 class Streams(Protocol):
-    """The interface of the engine that every phase's `load` returns."""
+    """The interface of the engine that every phase's `load` returns: its `stream` yields token events."""
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
         """Yield the events of a completion of every prompt (a list of token ids).
@@ -130,7 +130,9 @@ class Completion:
 def params_per_prompt(
     prompts: Sequence[Sequence[int]], params: Params
 ) -> list[SamplingParams]:
-    """Return one `SamplingParams` for each prompt. Raises `UserError` if there is another number of them."""
+    """Return one `SamplingParams` for each prompt; `params` is one for all, or a sequence. Raises `UserError`
+    if there is another number of them.
+    """
     if not isinstance(prompts, Sized):
         raise UserError(f"prompts is {shown(prompts)}, but must be a list of prompts")
     if isinstance(params, SamplingParams):
@@ -154,9 +156,10 @@ def follow(
     params: Params,
     tokenizer: Tokenizer | None = None,
 ) -> Iterator[tuple[Completion, str]]:
-    """Run `engine` on `prompts` (token ids); yield after each event its completion and the text that is
-    added.
+    """Run `engine` on `prompts` (token ids); after each token event, yield its completion and the text it
+    adds.
 
+    params: for all prompts, or one for each.
     tokenizer: decodes the texts; without one they are empty. `Completion.text` is set when it ends.
     """
     each = params_per_prompt(prompts, params)
@@ -192,7 +195,8 @@ def generate(
 ) -> list[Completion]:
     """Run `engine` on `prompts` (token ids) to the end; return the completions in (prompt, sample) order.
 
-    tokenizer: decodes the completions' texts; without one they stay empty.
+    params: for all prompts, or one for each. tokenizer: decodes the completions' texts; without one they stay
+        empty.
     """
     found = {
         (one.index, one.sample): one for one, _ in follow(engine, prompts, params, tokenizer)

@@ -20,8 +20,8 @@ PROBE_BYTES = 1 << 16
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary file beside `path` to write to; it replaces `path` if the block ends without an
-    error.
+    """In a `with` block, give a temporary file beside `path` to write to; it replaces `path` if the block
+    ends without an error.
 
     Readers see the old file or the new one, never half of one. The suffix is that of `path`. Missing
     folders are created. Temporary files that killed processes have left for the same `path` are deleted.
@@ -86,7 +86,9 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for another program to write into it, as a pipe would."""
+    """Return the descriptor of a file opened with `flags` of `os.open`, without waiting for a pipe's
+    writer.
+    """
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -110,8 +112,8 @@ def read_text(path: Path, flag: str, most: int) -> str:
 
 
 def decoded(raw: bytes, name: str) -> str:
-    """Return UTF-8 bytes as text, without a byte order mark. Raises `UserError`, which begins with `name`,
-    for others.
+    """Return `raw`, UTF-8, as text without a byte order mark. Raises `UserError`, which begins with `name`,
+    for other bytes.
     """
     try:
         return raw.decode("utf-8-sig")

@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay SIGINT while a block runs; its handler runs when the block has ended.
+    """Return a context that delays SIGINT while its block runs; its handler runs when the block has ended.
 
     Python raises KeyboardInterrupt between any two operations of the main thread, so a count that is
     updated in several operations could become wrong. A second Ctrl-C does not wait: the block may hang.

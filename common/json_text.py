@@ -35,9 +35,9 @@ T = TypeVar("T")
 
 
 class FieldError(UserError):
-    """A field that has a wrong type, or is missing.
+    """Raised for a JSON object with a field that has a wrong type, or is missing.
 
-    field: its name; None if it is the whole that is wrong.
+    field: its name; None if the whole object is wrong.
     """
 
     def __init__(self, field: str | None, message: str) -> None:
@@ -46,10 +46,11 @@ class FieldError(UserError):
 
 
 def check_json(data: bytes, most_parts: int) -> None:
-    """Raise `FieldError` for JSON of too many parts, or nested too deeply, before any of them is decoded.
+    """Raise `FieldError` for JSON of too many parts, or nested too deeply, before it is decoded: `data`,
+    UTF-8.
 
-    Each part costs a microsecond or more in which a server does nothing else. What stands in strings does not
-    count.
+    most_parts: values and names allowed in all. Each part costs a microsecond or more in which a server does
+    nothing else. What stands in strings does not count.
     """
     opened = data.count(b"{") + data.count(b"[")
     if opened <= MAX_DEPTH and opened + data.count(b":") <= most_parts:
@@ -68,7 +69,9 @@ def check_json(data: bytes, most_parts: int) -> None:
 
 
 def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
-    """Return the object that a client has sent. Raises `FieldError` if it is none, or too large."""
+    """Return the JSON object in `data`, UTF-8. Raises `FieldError` if it is none, or has over `most_parts`
+    parts.
+    """
     check_json(data, most_parts)
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
@@ -80,7 +83,7 @@ def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
 
 
 def _too_large(data: bytes) -> str | None:
-    """Return the first field of an object in which a number is out of range."""
+    """Return the name of an object's first field that holds a number out of range; None: no field does."""
     for name, value in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
         try:
             msgspec.json.decode(value)
@@ -90,7 +93,11 @@ def _too_large(data: bytes) -> str | None:
 
 
 def convert_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
-    """Return the fields that a struct declares; others do not count. Raises `FieldError` for a wrong one."""
+    """Return an object of the msgspec struct `kind` made from `fields`; names that it lacks are ignored.
+
+    Raises:
+        FieldError: a field has a wrong type or value, or is missing.
+    """
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -98,7 +105,9 @@ def convert_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def _in_words(message: str) -> tuple[str | None, str]:
-    """Return the field that msgspec complains of, and the complaint as a sentence."""
+    """Return the field in msgspec's error message (None: the whole object), and the complaint as a
+    sentence.
+    """
     found = re.search(r"`\$\.?([^`]*)`$", message)
     path = found[1] if found else ""
     if missing := re.search(r"required field `(\w+)`", message):
@@ -118,7 +127,7 @@ def _in_words(message: str) -> tuple[str | None, str]:
 
 
 def decode_written(text: str) -> dict[str, Any] | None:
-    """Return the object that a model has written as JSON; None if it is none, or was cut off.
+    """Return the object that a model has written as JSON; None if the text is no object, or was cut off.
 
     Whatever comes back can be written as JSON again: a number that has no form there becomes the nearest that
     has one, and halves of surrogate pairs are replaced.
@@ -137,7 +146,7 @@ def _integer(digits: str) -> int | float:
 
 
 def _encodable(value: Any) -> Any:
-    """Return a value in which every number is finite and every text has a UTF-8 form."""
+    """Return a copy of a JSON value in which every number is finite and every text has a UTF-8 form."""
     if isinstance(value, float):
         return min(max(value, -_LARGEST), _LARGEST) if value == value else None
     if isinstance(value, str):

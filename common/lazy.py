@@ -8,7 +8,9 @@ from typing import Any
 
 
 def members_of(module: str, names: Sequence[str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package, which takes members of these names from a module."""
+    """Return a package's `__getattr__(name)`: it imports `module` on demand and returns its member, one of
+    `names`.
+    """
 
     def member(name: str) -> Any:
         if name not in names:

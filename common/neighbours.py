@@ -59,14 +59,17 @@ def usage() -> Usage:
 
 
 def share(before: Usage, after: Usage) -> float:
-    """Return the share 0 to 1 of the processors that others took between two readings; 0 if they are too
-    close.
+    """Return the share 0 to 1 of the processors that other programs took between two readings; 0 if these are
+    too close in time.
     """
     return others_share(before, after) if after.clock - before.clock >= LEAST_SECONDS else 0.0
 
 
 def others_share(before: Usage, after: Usage) -> float:
-    """Return the share as `share` does, however close the readings are; a counter ticks every 10 ms."""
+    """Return the share 0 to 1 of the processors that other programs took between two readings, however close.
+
+    The counters tick every 10 ms, so that close readings give a coarse share.
+    """
     elapsed = max(after.clock - before.clock, 1e-3)
     others = (after.machine - before.machine) - (after.ours - before.ours)
     return min(max(others / (elapsed * len(processors())), 0.0), 1.0)
@@ -86,7 +89,7 @@ def warn(before: Usage) -> None:
 
 
 def _advice() -> str:
-    """Return advice on how to share the processors, as far as it is not followed already."""
+    """Return a sentence of advice on how to share the processors; parts already followed are left out."""
     if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
         return ""
     return " OMP_WAIT_POLICY=PASSIVE loses less beside them, and is the default if they run at the start."

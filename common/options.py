@@ -22,12 +22,12 @@ def option(default: Any, help: str) -> Any:
 
 
 def names(kind: type) -> tuple[str, ...]:
-    """Return the names of a dataclass's options, in order."""
+    """Return the names of the options (fields) that the dataclass `kind` has, in order."""
     return tuple(item.name for item in fields(kind))
 
 
 def described(kind: type) -> Iterator[tuple[str, str, str]]:
-    """Yield each option's name, type and line of help.
+    """Yield the name, type and line of help of each option that the dataclass `kind` has.
 
     The type is int, float, bool or str: of `int | None` int, and of a `Literal` of strings str.
     """

@@ -12,7 +12,8 @@ from common.console import err
 
 @contextmanager
 def bar(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar of `total` parts; yield a function to call with a label when a part begins.
+    """Show a progress bar of `total` parts in a `with` block, which gets a function to call with each part's
+    label.
 
     Nothing is shown unless standard error is a terminal.
     """

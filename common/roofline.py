@@ -33,7 +33,7 @@ class Ceilings:
     matmul_flop_per_s: float
 
     def to_json(self) -> dict[str, float]:
-        """Return the ceilings by name, for the evidence file."""
+        """Return the two ceilings by name, for the evidence file."""
         return asdict(self)
 
 
@@ -55,7 +55,9 @@ class ComputeCost:
         return self.weight_bytes + self.kv_bytes
 
     def seconds(self, ceilings: Ceilings) -> float:
-        """Return the least seconds at these ceilings, with reading and computing at once."""
+        """Return the seconds of this work at these ceilings: of reading or of computing, whichever takes
+        longer.
+        """
         return max(
             self.bytes / ceilings.read_bytes_per_s, self.flops / ceilings.matmul_flop_per_s
         )
@@ -94,7 +96,7 @@ def layer_parameters(config: ModelConfig, experts: float | None = None) -> float
 def _mixer_parameters(config: ModelConfig, attention: int) -> int:
     """Return the number of weights of attention or Gated DeltaNet, in all layers.
 
-    attention: weights of one layer of plain attention.
+    attention: number of weights in one layer of plain attention.
     """
     delta, states = config.delta, _state_layers(config)
     if delta is None:
@@ -158,8 +160,8 @@ def decode_work(
 def prefill_work(
     config: ModelConfig, dtype: torch.dtype, prompt_lens: Sequence[int]
 ) -> ComputeCost:
-    """Return the work of prompts computed in one pass: all tokens through the layers, the head for the
-    last ones.
+    """Return the work of prompts of `prompt_lens` tokens computed in one pass: all tokens through the layers,
+    the head for the last ones.
     """
     head = config.vocab_size * config.hidden_size
     tokens = sum(prompt_lens)
@@ -184,10 +186,12 @@ def generation_work(
 ) -> list[ComputeCost]:
     """Return the work of all prefills, and of all decodes, of requests that run at most `batch` at a time.
 
-    The number of decode steps is the least that any schedule needs: no request goes faster than one token
-    a step, and no step yields more than `batch` tokens. The first output token comes from the prefill.
+    prompt_lens, output_lens: tokens of each request.
+    cached: False: no KV cache, so that every output token is a prefill of all that stands before it (phase
+        01).
 
-    cached=False: no cache, so that every output token is a prefill of all that stands before it (phase 01).
+    The number of decode steps is the least that any schedule needs: no request goes faster than one token a
+    step, and no step yields more than `batch` tokens. The first output token comes from the prefill.
     """
     if not cached:
         works = []
@@ -215,7 +219,7 @@ def generation_work(
 
 
 def ideal_seconds(works: Sequence[ComputeCost], ceilings: Ceilings) -> float:
-    """Return the least seconds of several stretches of work, one after the other."""
+    """Return the least seconds that a machine with these ceilings takes for `works`, one after the other."""
     return sum(work.seconds(ceilings) for work in works)
 
 
@@ -263,8 +267,8 @@ def time_call(
 ) -> list[float]:
     """Return the seconds of each of `repeats` calls of a function, for kernels and probes.
 
-    On CUDA each call is timed by events on the device, so launch costs before it do not count. warm_up:
-    calls before that are not timed. floor: call on until this many seconds were spent.
+    On CUDA each call is timed by events on the device, so launch costs before it do not count. floor: seconds
+    to spend at least, by more calls than `repeats` if need be. Some calls before are not timed.
     """
     for _ in range(WARM_UPS):
         function()
@@ -288,9 +292,9 @@ def time_call(
 
 
 def probe_read(device: torch.device) -> float:
-    """Bytes a second that a large tensor is read at: the best of several sums over it.
+    """Return the bytes per second at which `device` reads a large tensor: the best of several sums over it.
 
-    It is far larger than the caches: 1 GiB on CUDA, 256 MiB elsewhere.
+    The tensor is far larger than the caches: 1 GiB on CUDA, 256 MiB elsewhere.
     """
     size = 2**30 if device.type == "cuda" else 2**28
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
@@ -307,9 +311,9 @@ def probe_read(device: torch.device) -> float:
 
 
 def probe_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOPs per second of an n x n matrix product: the best of several.
+    """Return the FLOPs per second of a matrix product of two `n x n` matrices: the best of several.
 
-    n: 8,192 on CUDA, else 1,024, by default.
+    n is 8,192 on CUDA, else 1,024.
     """
     n = 8192 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device).to(dtype)

@@ -27,18 +27,16 @@ def check_prompt(
     has_tokenizer: bool = True,
     continuous: bool = False,
 ) -> NDArray[np.int64]:
-    """Raise `UserError` for a request that no phase can serve; every phase calls this before it computes.
+    """Return a prompt's token ids, int64 `[P]`; raise `UserError` for a request that no phase can serve.
 
-    The rule for lengths is vLLM's: prompt and output together never exceed `max_context` tokens, and a
-    prompt must leave room for one, so a prompt has at most `max_context - 1` tokens. `max_tokens` may ask
-    for more than there is room for; the request then ends with "length" when the context is full
-    (`output_limit`).
-
+    params: the request's, checked as far as they depend on the prompt or the engine.
     has_tokenizer: False for an engine that sees only token ids and so cannot look for stop strings.
     continuous: True for the engine of phase 04 and later, which checks grammars itself.
 
-    Returns:
-        The prompt's token ids, int64 `[P]`.
+    Every phase calls this before it computes. The rule for lengths is vLLM's: prompt and output together
+    never exceed `max_context` tokens, and a prompt must leave room for one, so a prompt has at most
+    `max_context - 1` tokens. `max_tokens` may ask for more than there is room for; the request then ends with
+    "length" when the context is full (`output_limit`).
     """
     last = vocab_size - 1
     if not isinstance(params, SamplingParams):
@@ -105,15 +103,15 @@ def finish_reason(
     eos_ids: Collection[int],
     limit: int | None = None,
 ) -> FinishReason | None:
-    """Return why `token` ends its request, or None: the one finish rule of all phases.
+    """Return why `token` ends its request, "stop" or "length"; None: it does not.
 
     token: the newest generated token, number `output_len` of the output (counted from 1).
-    limit: `output_limit(...)`; None means `params.max_tokens`.
+    limit: most output tokens; None: `params.max_tokens`. eos_ids: the model's end-of-sequence tokens.
 
     A stop token beyond the first `min_tokens` tokens is "stop", even as the last one allowed; so is an
     end-of-sequence token, unless `ignore_eos`. (The sampler masks them before that; the rule is repeated
-    here for tokens that did not come from it.) Stop strings need text: see `TextStream`. Under a grammar an
-    end-of-sequence token is allowed only where the output may end, so it always ends it.
+    here for tokens that did not come from it.) Stop strings need text, which `TextStream` searches. Under a
+    grammar an end-of-sequence token is allowed only where the output may end, so it always ends it.
     """
     if params.grammar is not None and token in eos_ids:
         return "stop"

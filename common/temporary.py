@@ -23,7 +23,7 @@ _locks: dict[Path, int] = {}
 
 
 def temporary_folder() -> Path:
-    """Create a folder that only this user may enter; it is deleted when the process ends, or by
+    """Create and return a folder that only this user may enter; it is deleted when the process ends, or by
     `delete_folder`.
 
     Raises:
@@ -49,7 +49,7 @@ def delete_folder(folder: Path) -> None:
 def lock_path(path: Path, *, wait: bool = True) -> int | None:
     """Lock a file or a folder until the returned descriptor is closed or the process ends.
 
-    wait: until another process unlocks it.
+    wait: True: wait until another process unlocks it.
 
     Returns:
         A descriptor; None if there is no such path, or another process has locked it and `wait` is False.

@@ -16,12 +16,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def in_checkout() -> bool:
-    """Return True in a checkout, whose files measure and teach, and False in an installed wheel."""
+    """Return True if this package lies in a checkout (with lessons, benchmarks, tests), False in a wheel."""
     return (ROOT / "benchmarks").is_dir()
 
 
 def need_checkout(command: str) -> None:
-    """Raise `UserError` if a command needs files of the checkout, and this is an installed wheel."""
+    """Raise `UserError` if this is an installed wheel, which lacks the lessons, benchmarks and evidence.
+
+    command: name of the `ladder` command that needs these files, for the error's text.
+    """
     if not in_checkout():
         raise UserError(
             f"`ladder {command}` works in a checkout only, because it needs lessons, benchmarks or evidence: "
@@ -33,7 +36,7 @@ def need_checkout(command: str) -> None:
 class Phase:
     """One phase: a folder with a lesson, and the package inside it.
 
-    number: from 1. title: for tables. The other fields are described below.
+    number: from 1. title: for tables. The fields below have a text each.
     """
 
     number: int
@@ -180,7 +183,9 @@ PHASES = tuple(
 
 
 def find_phase(text: str) -> Phase | None:
-    """Return the phase meant by `1`, `01`, `forward` or `01_forward`, or None."""
+    """Return the phase meant by a text such as `1`, `01`, `forward` or `01_forward`; None if it means no
+    phase.
+    """
     wanted = text.strip().lower().replace("-", "_").removeprefix("phase_")
     for phase in PHASES:
         # Compared as text: a number of thousands of digits is none that int() takes.
@@ -190,11 +195,11 @@ def find_phase(text: str) -> Phase | None:
 
 
 def phase_named(text: str, *others: str) -> Phase:
-    """Return the phase meant by `1`, `01`, `forward` or `01_forward`.
+    """Return the phase meant by a text such as `1`, `01`, `forward` or `01_forward`.
 
     Raises:
-        UserError: there is none. The message names the phases and the `others` that the caller accepts as
-            well.
+        UserError: the text means no phase. The message names the phases and `others`: further words that
+            the calling command accepts.
     """
     phase = find_phase(text)
     if phase is None:
@@ -205,11 +210,11 @@ def phase_named(text: str, *others: str) -> Phase:
 
 
 class Flag(NamedTuple):
-    """An option of an engine or of a server, as the command line has it.
+    """A command line option of an engine or of a server.
 
-    kind: the name of its type.
-    panel: the heading that it stands under.
-    first: the first phase whose engine has it; 0 for one of a server.
+    name: as the parameter is called in Python. kind: the name of its type. help: its help text.
+    panel: the heading under which the help shows it.
+    first: number of the first phase whose engine has it; 0 for an option of a server.
     """
 
     name: str
@@ -221,23 +226,27 @@ class Flag(NamedTuple):
 
 @cache
 def flags() -> list[Flag]:
-    """Return every flag: those of a server first, then those of engines, in the order of their phases.
+    """Return every command line option as a `Flag`: first those of a server, then those of engines by phase.
 
-    They are made of the dataclasses that have the options, by `python -m benchmarks.flags`, since importing
-    all of these takes seconds, and a phase must not need the ones above it.
+    They are read from `flags.json`, which `python -m benchmarks.flags` makes of the dataclasses that declare
+    the options: to import all of these takes seconds, and a phase must not need later phases.
     """
     table = Path(__file__).with_name("flags.json").read_text(encoding="utf-8")
     return [Flag(*flag) for flag in json.loads(table)]
 
 
 def first_phases() -> dict[str, int]:
-    """Return every option of an engine and every feature's switch, with the first phase that has it."""
+    """Return a dictionary: name of each engine option or feature switch -> number of the first phase that
+    has it.
+    """
     return {flag.name: flag.first for flag in flags() if flag.first}
 
 
 def check_phase(phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]) -> None:
-    """Raise `UserError` for an option of a later phase, a switch that is off included.
+    """Raise `UserError` if an option given to a phase's engine belongs to a later phase, even a switch
+    set to False.
 
+    options: name -> value, as given.
     first: name of an option -> number of the first phase that has it.
     """
     for name, value in options.items():

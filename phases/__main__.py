@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run `phases.cli`. Its imports take a moment, and Ctrl-C in that moment is no defect either."""
+    """Run the command line `phases.cli.main`; Ctrl-C during its imports also ends without a traceback."""
     try:
         from phases.cli import main as run
 

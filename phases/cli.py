@@ -83,12 +83,12 @@ SHORT_HELP = {
 def command(
     target: str, *, checkout: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., int]]:
-    """Make a command of a function that is no more than its arguments and its help.
+    """Return a decorator that makes a CLI command of a function whose signature and docstring are its help.
 
     target: the function that does the work, such as `phases.commands.run:run`. It gets the arguments as one
-        object, after `early` has refused what can be refused without PyTorch. Their `options` are flags of
-        an engine, which `main` adds when such a command is called: they are made from what all phases have.
-    checkout: it needs lessons, benchmarks or evidence, which are files of a checkout.
+        namespace, after `early.check` has refused what can be refused without PyTorch. Flags of an engine,
+        which `main` adds to some commands, are in its `options`.
+    checkout: whether the command needs lessons, benchmarks or evidence, which are files of a checkout.
     """
 
     def made(function: Callable[..., None]) -> Callable[..., int]:
@@ -375,13 +375,18 @@ WITH_ENGINE_FLAGS = {"run": run, "serve": serve}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line (by default `sys.argv`) and exit with its code, as `phases.process` says."""
+    """Run the command line and exit the process with its code. arguments: None: those of `sys.argv`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     sys.exit(exit_code(lambda: _call(given)))
 
 
 def _hidden(command: str, given: Sequence[str], options: Sequence[str]) -> set[str]:
-    """Return the options that the help does not show: those beyond `SHORT_HELP`, or those of later phases."""
+    """Return the names of options that a command's help does not show.
+
+    These are all but the short list in `SHORT_HELP`; with `--help-all` those of phases later than the given
+    one.
+    given: the words of the command line. options: names of all options of the command.
+    """
     if HELP_ALL not in given:
         return set(options) - set(SHORT_HELP[command].split())
     phase = next(filter(None, map(find_phase, given)), None)

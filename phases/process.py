@@ -41,7 +41,10 @@ CANNOT_WRITE = {
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run a command, print an error as one line on standard error, and return the exit code."""
+    """Run a command and return the process's exit code; an error is printed as one line on standard error.
+
+    command: returns the code. Exceptions that are defects of this program are raised on.
+    """
     with signals() as caught:
         streams: tuple[Any, ...] = ()
         try:
@@ -69,11 +72,11 @@ def exit_code(command: Callable[[], int]) -> int:
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """Let SIGTERM unwind a block like Ctrl-C, so that children and half-written files are cleaned up.
+    """Let SIGTERM unwind a `with` block like Ctrl-C, so that children and half-written files are cleaned up.
 
-    Yields the list of those of the two signals that came, since an interrupted import may turn one into
-    another error, as PyTorch's does. A signal that has a handler or is ignored, as under `nohup` and `&`,
-    is left alone.
+    Yields a list that gets the number of each such signal, since an interrupted import, as of PyTorch, may
+    turn one into another error. A signal that has a handler or is ignored, as under `nohup` and `&`, is left
+    alone.
     """
     caught: list[int] = []
 
@@ -104,7 +107,7 @@ def signals() -> Iterator[list[int]]:
 
 
 def _judge(error: BaseException, caught: int) -> tuple[int, str] | None:
-    """Return the exit code and the line for an exception, or None for a defect.
+    """Return the exit code and the line to print for an exception; None if it is a defect of this program.
 
     caught: number of the last signal, 0 if none came.
     """
@@ -139,7 +142,9 @@ def _say(line: str) -> None:
 
 
 def _flush(streams: tuple[Any, ...]) -> None:
-    """Flush the streams now; Python would print an error if it could not at its shutdown."""
+    """Flush `streams` now; those that cannot be written are pointed at /dev/null, or Python would print
+    an error.
+    """
     for stream in filter(None, streams):  # there is none where it was closed
         try:
             stream.flush()

@@ -48,14 +48,14 @@ NEEDS_FLOATS = {
 
 
 def import_phase(phase: Phase) -> ModuleType:
-    """Import a phase's package. None needs Triton: kernels are imported when a feature is installed."""
+    """Import and return a phase's package. None needs Triton: kernels are imported when a feature is
+    installed.
+    """
     return importlib.import_module(phase.package)
 
 
 def missing_for(phase: Phase, device: torch.device) -> str:
-    """Return what `phase` needs and this machine lacks, such as a CUDA device; empty if it runs natively on
-    `device`.
-    """
+    """Return what `phase` needs and this machine lacks, such as "a CUDA device"; "" if it runs natively."""
     if phase.needs == "cuda" and device.type != "cuda":
         return "a CUDA device" if not torch.cuda.is_available() else "--device cuda"
     return ""
@@ -65,13 +65,13 @@ def missing_for(phase: Phase, device: torch.device) -> str:
 
 
 def preset(phase: Phase) -> Preset:
-    """Return a phase's preset with the appendix's features for it and the phases below."""
+    """Return a phase's default sizes and features, with those that the appendix adds up to this phase."""
     own: Preset = import_phase(phase).PRESET
     return own.plus(fitting=appendix.features(phase.number))
 
 
 def features(phase: Phase) -> list[type[Feature]]:
-    """Return every feature that a phase or one below it has, in the order of their phases."""
+    """Return every `Feature` class that a phase or one below it has, those of lower phases first."""
     found: dict[type[Feature], None] = {}
     for each in PHASES[BLOCKS - 1 : phase.number]:
         own = preset(each)
@@ -83,7 +83,7 @@ def features(phase: Phase) -> list[type[Feature]]:
 class Checked:
     """Checked options of a phase's engine.
 
-    own: by name. chosen: from phase 05 on, the sizes and features that they ask for.
+    own: name -> value, as given. chosen: from phase 05 on, the sizes and features made of them; else None.
     """
 
     phase: Phase
@@ -92,7 +92,9 @@ class Checked:
 
 
 def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Checked:
-    """Return a phase's options as `load_checked` takes them.
+    """Return the options of a phase's engine, checked, for `load_checked`.
+
+    options: name -> value, as given.
 
     Raises:
         UserError: an option is unknown, out of its limits, or of a later phase.
@@ -115,7 +117,11 @@ def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device
 
 
 def check_model(phase: Phase, model: Any) -> None:
-    """Raise `UserError` if a model, loaded or given by its name, has layers that the phase cannot compute."""
+    """Raise `UserError` if a model has layers that the phase cannot compute (Gated DeltaNet before phase
+    17).
+
+    model: a loaded model, or its name.
+    """
     if facts_of(model).delta is not None and 1 < phase.number < STATES:
         raise UserError(
             f"the model has layers of Gated DeltaNet, which keep a state: phases from {STATES} on have room "
@@ -131,7 +137,13 @@ def load_checked(
     dtype: str = "auto",
     tokenizer: Tokenizer | None = None,
 ) -> Streams:
-    """Make a phase's engine for a model's name or a loaded model. Raises `UserError`: see `check_model`."""
+    """Return a phase's engine for a model, with options that are checked already.
+
+    model: a loaded model, or its name. tokenizer: used for grammars; may be None.
+
+    Raises:
+        UserError: the phase cannot compute the model's layers.
+    """
     phase, chosen = options.phase, options.chosen
     check_model(phase, model)
     if chosen is None:
@@ -146,14 +158,15 @@ def load_checked(
 
 
 def default_weights(options: Checked, model: str, device: torch.device, dtype: str) -> str:
-    """Return the checkpoint of a model that commands read: on a CPU the blocks of its GGUF file, if any.
+    """Return the folder of the weights to load: on a CPU a GGUF file's quantized blocks, if the model has
+    them.
 
     Phases before 10, options that say how weights are kept, and machines that cannot compile `cpu_step` get
-    the floats.
+    the floats, which are in `model` itself.
 
     Args:
-        model: its folder, or another name, which is returned as it is.
-        dtype: as it was asked for.
+        model: its folder, or another name, which is returned unchanged.
+        dtype: as on the command line, such as "auto".
     """
     blocks = Path(model) / BLOCKS_FOLDER
     floats = (
@@ -185,12 +198,13 @@ def load_engine(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Streams:
-    """Check options, and make a phase's engine with them: everything that runs one comes here.
+    """Check options, and return a phase's engine with them; commands and benchmarks make engines here.
 
-    Switches of later phases that are off are left out, for comparisons of several phases.
+    model: a loaded model, or its name. options: of the engine; switches of later phases that are False are
+    left out, so that several phases can be compared.
 
     Raises:
-        UserError: see `check_options` and `check_model`.
+        UserError: an option is wrong, or the phase cannot compute the model's layers.
     """
     where = model.device if isinstance(model, Model) else pick_device(device)
     first = first_phases()

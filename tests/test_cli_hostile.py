@@ -185,7 +185,7 @@ def test_prompts_files_that_are_refused(
 
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--no-prefix-cache"], ["--no-overlap"], ["--attention-decode", "torch"]],
+    [[], ["--no-prefix-cache"], ["--no-overlap"], ["--no-kernels"]],
     ids=lambda flags: "".join(flags) or "none",
 )
 def test_flags_of_the_last_engine_reach_it(

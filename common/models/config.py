@@ -109,17 +109,21 @@ class DeltaConfig:
 
     @property
     def channels(self) -> int:
-        """Numbers of a token that the convolution mixes: those of its queries, keys and values."""
+        """Return how many numbers of a token the convolution mixes: those of its queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of a request's state in a layer, ``[value heads, DK, DV]``: a matrix for each value head."""
+        """Return the shape of a request's state in a layer, ``[value heads, DK, DV]``: a matrix for each
+        value head.
+        """
         return self.value_heads, self.key_dim, self.value_dim
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """Shape of the past inputs that the next token's convolution sees, ``[conv_width - 1, channels]``."""
+        """Return the shape of the past inputs that the next token's convolution sees,
+        ``[conv_width - 1, channels]``.
+        """
         return self.conv_width - 1, self.channels
 
 
@@ -180,7 +184,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read ``folder/config.json``.
+        """Return the configuration that ``folder/config.json`` describes.
 
         Raises:
             UserError: the file is missing, is not JSON, or describes a model we do not have.
@@ -241,7 +245,7 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that keep keys and values; the others keep a state."""
+        """Return the indices of the layers that keep keys and values; the others keep a state."""
         return tuple(
             i for i in range(self.num_layers) if self.delta is None or not self.delta.layers[i]
         )
@@ -255,7 +259,7 @@ class ModelConfig:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Prefix the `UserError` of a block with the file's path."""
+    """Return a context that puts the file's path before the message of a `UserError` raised in it."""
     try:
         yield
     except UserError as error:
@@ -263,8 +267,8 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], known: Mapping[str, Any] = hf.ONLY) -> None:
-    """Raise `UserError` if a field of ``raw`` has another value than the one in ``known`` that is computed
-    here.
+    """Raise `UserError` if a field of ``raw`` (a ``config.json``) differs from the one value in ``known``
+    that is computed here.
     """
     for name, only in known.items():
         if raw.get(name) not in (None, only):
@@ -327,7 +331,10 @@ def _rope_family(
 
 
 def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
-    """Return the layers of Gated DeltaNet: those of ``layer_types``, or all but every fourth."""
+    """Return the Gated DeltaNet configuration in ``raw`` (a ``config.json``) of a model of `layers` layers.
+
+    Such are the layers that ``layer_types`` names, or all but every fourth.
+    """
     _refuse_unsupported(raw, hf.DELTA_ONLY)
     types, interval = hf.LAYER_TYPES.read(raw), hf.FULL_INTERVAL.read(raw)
     if types is None:
@@ -345,7 +352,10 @@ def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
 def _sliding_windows(
     family: str, raw: Mapping[str, Any], layers: int
 ) -> tuple[int | None, ...]:
-    """Return each layer's window, from ``layer_types`` or from the older fields that imply it."""
+    """Return each layer's window in tokens, None for full attention, from ``raw`` (a ``config.json``).
+
+    The fields are ``layer_types``, or the older ones that imply it. layers: number of layers.
+    """
     if family in hf.QWEN:
         return (None,) * layers  # their files carry a window that is switched off
     window, types = hf.WINDOW.read(raw), hf.LAYER_TYPES.read(raw)
@@ -369,8 +379,8 @@ def _ropes(
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """Return the global and, for Gemma 3, the local rotary embedding; either may be None.
 
-    The fields are read in their older and their newer spelling. context: longest text of the model, in
-    tokens.
+    raw: a ``config.json``. The fields are read in their older and their newer spelling. context: longest text
+    of the model, in tokens.
     """
     parameters, scaling = hf.ROPE_PARAMETERS.read(raw), hf.ROPE_SCALING.read(raw)
     if parameters and scaling:
@@ -417,8 +427,8 @@ def _ropes(
 
 
 def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of several objects as one. Raises `UserError` if two objects give a field different
-    values.
+    """Return the fields of several objects as one object. Raises `UserError` if two objects give a field
+    different values.
     """
     merged: dict[str, Any] = {}
     for name, value in (item for source in sources for item in source.items()):
@@ -451,7 +461,7 @@ def _token_id(name: str, vocab_size: int) -> Field:
 
 
 def _eos_token_ids(raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of ``eos_token_id``, which may be a number, a list or null; -1 is no token."""
+    """Return the ids in ``raw``'s ``eos_token_id``, which may be a number, a list or null; -1 is no token."""
     value, field = raw.get("eos_token_id"), _token_id("eos_token_id", vocab_size)
     given = value if isinstance(value, list) else [] if value is None else [value]
     ids = [field.check(each, "eos_token_id") for each in given]

@@ -107,8 +107,8 @@ class Field:
         return self.default
 
     def check(self, value: Any, name: str) -> Any:
-        """Return ``value``; an integer as a float if the field is one. Raises `UserError`, naming it
-        ``name``, if it does not fit.
+        """Return ``value``; an integer becomes a float if the field holds floats. Raises `UserError` about
+        ``name`` if it does not fit.
         """
         fits = isinstance(value, (int, float) if self.kind is float else self.kind)
         # To Python, True is an integer.
@@ -125,7 +125,7 @@ class Field:
 
     @property
     def limit(self) -> str:
-        """The allowed values as words, for an error message."""
+        """Return the allowed values as words, for an error message."""
         style = {int: ",", float: "g"}.get(self.kind)
         return _KINDS[self.kind] + (
             f" between {self.low:{style}} and {self.high:{style}}" if style else ""

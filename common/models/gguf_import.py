@@ -68,7 +68,8 @@ def import_gguf(source: Path, folder: Path) -> None:
     """Write the model in the GGUF file `source` to the new directory `folder`.
 
     The folder gets `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
-    `tokenizer_config.json`, and the folder `blocks` where all matrices are of `BLOCKS`.
+    `tokenizer_config.json`, and the folder `blocks`, a quantized checkpoint, if all matrices are q8_0, q4_0
+    or q4_1.
     """
     reader = GGUFReader(source)
     meta = {key: field.contents() for key, field in reader.fields.items()}
@@ -91,7 +92,10 @@ def import_gguf(source: Path, folder: Path) -> None:
 def _write_blocks(
     reader: GGUFReader, meta: dict[str, Any], config: dict[str, Any], folder: Path
 ) -> None:
-    """Write the quantized checkpoint, with the parts of each matrix: see `block_parts`."""
+    """Write a quantized checkpoint to `folder`: each matrix as numbers, scales and minimums (`block_parts`).
+
+    reader: the open GGUF file. meta: its metadata. config: what `config.json` gets.
+    """
     kinds: dict[str, str] = {}
     stored: dict[str, npt.NDArray[Any]] = {}
     for each in reader.tensors:
@@ -187,7 +191,7 @@ def _shortest(value: float) -> float:
 
 
 def hf_name(name: str, architecture: str) -> str:
-    """Return the Hugging Face name of a GGUF tensor.
+    """Return the Hugging Face name of a GGUF tensor; `architecture` is GGUF's, such as `llama`.
 
     `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`.
     """
@@ -197,7 +201,7 @@ def hf_name(name: str, architecture: str) -> str:
 
 
 def hf_weight(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[np.float32]:
-    """Dequantize `tensor` and undo what the conversion to GGUF did to it."""
+    """Return `tensor` dequantized, in Hugging Face's order of rows; `meta` is the file's metadata."""
     architecture = meta["general.architecture"]
     weight = dequantize(_hf_rows(tensor, meta), tensor.tensor_type).astype(
         np.float32, copy=False
@@ -211,7 +215,9 @@ def hf_weight(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[np.floa
 
 
 def _hf_rows(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[Any]:
-    """Return a tensor's data as stored, its rows in Hugging Face's order."""
+    """Return a tensor's quantized data with its rows in Hugging Face's order; `meta` is the file's
+    metadata.
+    """
     if meta["general.architecture"] == "llama" and tensor.name.endswith(
         ("attn_q.weight", "attn_k.weight")
     ):
@@ -222,7 +228,8 @@ def _hf_rows(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[Any]:
 
 
 def unpermute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
-    """Reorder the rows of a query or key projection `[heads * D, ...]` from GGUF's order to Hugging Face's.
+    """Return the rows of a query or key projection `[heads * D, ...]` reordered from GGUF's order to Hugging
+    Face's.
 
     RoPE rotates pairs of a head's D values. llama.cpp pairs neighbours (0 and 1, 2 and 3, ...), Hugging Face
     pairs the halves (0 and D/2, 1 and D/2 + 1, ...), so one's row order is a permutation of the other's.
@@ -239,7 +246,7 @@ def unpermute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
 
 
 def _tokenizer(meta: dict[str, Any], config: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that the metadata describes. config: the `tokenizer_config.json`."""
+    """Return the tokenizer that GGUF metadata describes. config: what `tokenizer_config.json` holds."""
     tokens = meta["tokenizer.ggml.tokens"]
     types = list(zip(tokens, meta["tokenizer.ggml.token_type"], strict=True))
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -289,8 +296,8 @@ def _merges(score: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the `tokenizer_config.json`: names of the special tokens, and the chat template if
-    there is one.
+    """Return what `tokenizer_config.json` gets from GGUF metadata: names of the special tokens, and the chat
+    template if there is one.
     """
     tokens = meta["tokenizer.ggml.tokens"]
     config = {

@@ -38,7 +38,9 @@ _BIASED = {**_SIZES, "attention_bias": Field("attention_bias", bool, default=Fal
 
 
 def _defaults(**values: Any) -> dict[str, Field]:
-    """Return the fields called `values`, with these values as the family's defaults."""
+    """Return the fields of `config.json` named in `values`, with these values as a model family's
+    defaults.
+    """
     return {name: replace(_BIASED[name], default=value) for name, value in values.items()}
 
 

@@ -34,7 +34,7 @@ def model_folder(name: str | Path, *, contents: bool = False) -> Path:
 def stored(name: str) -> Path | None:
     """Return the folder of a model that need not be fetched: a local one, or a bundled one in the cache.
 
-    None for any other. Raises `UserError` as `local` does.
+    None for any other. Raises `UserError` for a name that no model can have.
     """
     if name in BUNDLED:
         return None if damage(name) else fetch_bundled(name)
@@ -45,7 +45,7 @@ def local(name: str | Path) -> Path | None:
     """Return a local folder, or None if `name` is that of a bundled model or may be a hub id.
 
     Raises:
-        UserError: it is none of these, or a folder without a model.
+        UserError: the name is no folder, bundled model or hub id, or the folder has no model.
     """
     if str(name) in BUNDLED:
         return None

@@ -101,7 +101,7 @@ class Grammar:
 
     @classmethod
     def lark(cls, source: str) -> Grammar:
-        """Return the grammar of texts that a Lark or GBNF grammar derives."""
+        """Return the grammar of texts that `source`, a Lark or GBNF grammar, derives."""
         return cls("lark", source)
 
     def loaded(self) -> Any:
@@ -114,8 +114,8 @@ class Grammar:
 
 
 def _check_schema(part: Any, depth: int = 1) -> None:
-    """Raise `UserError` if a JSON schema nests deeper than `MAX_DEPTH`, or has an object of more than
-    `MAX_KEYS` keys.
+    """Raise `UserError` if `part` of a JSON schema (at `depth`) nests deeper than `MAX_DEPTH`, or has an
+    object of more than `MAX_KEYS` keys.
     """
     if not isinstance(part, (dict, list)):
         return

@@ -41,7 +41,7 @@ DIGIT_BITS = 15  # a key is below 2**30: two digits
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the same 64 bits."""
+    """Return the signed int64 (as an int) that has the lowest 64 bits of `value`."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
@@ -49,8 +49,8 @@ def _signed(value: int) -> int:
 def splitmix64(state: int) -> int:
     """Return the first 64-bit output of SplitMix64 seeded with `state` (one step, then the mixing function).
 
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants
-    as in https://prng.di.unimi.it/splitmix64.c.
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of
+        https://prng.di.unimi.it/splitmix64.c.
     """
     z = (state + _GOLDEN_GAMMA) & _MASK
     z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
@@ -59,7 +59,7 @@ def splitmix64(state: int) -> int:
 
 
 def stream_key(seed: int) -> int:
-    """Turn a request's seed into the int64 under which its random bits are drawn.
+    """Return the int64 key under which the random bits of a request with this seed are drawn.
 
     Output i of SplitMix64 is a function of seed + i * gamma, so two seeds that differ by a multiple of gamma
     share outputs; mixing the seed once makes that a coincidence of one in 2**64 a step.
@@ -166,13 +166,13 @@ def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
 def truncate(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Return `weights` with 0 for the tokens that top-k, and then top-p of what is left, do not keep.
 
+    weights: float32 [B, V] in [0, 1], or NaN, which is kept. top_k: int64 [B, 1], at least 1; top_p: int64
+        [B, 1], p * 2**31, at least 1. None: no row uses it.
+
     Top-k keeps the k heaviest tokens and those that weigh the same as the k-th. Top-p keeps the heaviest
     tokens up to and including the one with which they reach the fraction p of all, and those that weigh the
     same as it. Source of top-p: Holtzman et al., "The curious case of neural text degeneration", arXiv
     1904.09751.
-
-    weights: float32 [B, V] in [0, 1], or NaN, which is kept. top_k: int64 [B, 1], at least 1; top_p: int64
-    [B, 1], p * 2**31, at least 1. None: no row uses it.
     """
     # The bits of floats that are not negative sort like the floats; the heaviest token, 1.0, gets key 0, and
     # so does NaN, of either sign.
@@ -218,13 +218,13 @@ def penalize(
 ) -> Tensor:
     """Apply the three penalties in place and return `logits`.
 
+    logits: float32 [B, V]; prompt: bool [B, V], token stands in the prompt; counts: int32 [B, V], how often
+        it stands in the output; repetition, presence, frequency: float32 [B, 1].
+
     Repetition, for tokens of the prompt or the output: positive logits are divided by it, negative ones
     multiplied (Keskar et al., "CTRL", arXiv 1909.05858; the sign rule is Hugging Face's and vLLM's).
     Frequency: subtracted once for each time the token stands in the output. Presence: subtracted if it does
     at all (the OpenAI API).
-
-    logits: float32 [B, V]; prompt: bool [B, V], token stands in the prompt; counts: int32 [B, V], how often
-    it stands in the output; repetition, presence, frequency: float32 [B, 1].
     """
     present = counts > 0
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)

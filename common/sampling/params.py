@@ -172,8 +172,8 @@ class SamplingParams:
 
 
 def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, ...]:
-    """Return the items of `value` as a tuple. Raises `UserError` if there are more than `most` or it is not
-    iterable.
+    """Return the items of `value` as a tuple; `name` is the field and `what` its items, for the error. Raises
+    `UserError` if there are more than `most` or `value` is not iterable.
     """
     try:
         items = tuple(islice(value, most + 1))

@@ -50,8 +50,8 @@ class Draw(NamedTuple):
     """Rows of a batch whose tokens are chosen together.
 
     positions: of the rows in the batch.
-    features: the union over these rows. Greedy rows, random ones, and those with top-k or top-p, which are
-        much more work, are in different draws.
+    features: operations that some of these rows need. Greedy rows, random ones, and those with top-k or
+        top-p, which are much more work, are in different draws.
     """
 
     positions: Positions
@@ -75,7 +75,7 @@ class Edits(NamedTuple):
 class SamplingMetadata:
     """The sampler's work for one batch, decided on the host; sampling branches on nothing else.
 
-    features: the union over the rows of the batch.
+    features: operations that some row of the batch needs.
     draws: all positions of the batch, in parts; empty when all rows are greedy.
     wanted: for each position in the batch how many top log-probabilities were asked for, -1 where no
         log-probabilities were; None when no row asked for any.
@@ -194,8 +194,8 @@ class SamplerRows:
         numbers.
 
         prompt_ids, output_ids: its tokens so far, for the penalties; ids must have passed `check_prompt`.
-        seed: overrides that of `params`. A preempted request that comes back with the seed returned here
-            draws what it would have drawn.
+        seed: overrides that of `params`; None: does not. A preempted request that comes back with the seed
+            returned here draws what it would have drawn.
         sample: number of the completion among its prompt's n; shifts the seed of `params`.
         eos_ids: the model's end-of-sequence tokens, which min_tokens holds back.
         """
@@ -234,8 +234,9 @@ class SamplerRows:
         return seed
 
     def plan(self, rows_host: Sequence[int]) -> SamplingMetadata:
-        """Send changed settings to the device, and return what a batch of these rows needs. Never waits for
-        the device.
+        """Send changed settings to the device, and return the `SamplingMetadata` of a batch of these rows.
+
+        Never waits for the device.
 
         rows_host: the row of the request at each position in the batch.
         """
@@ -280,7 +281,7 @@ class SamplerRows:
     def _parts(
         self, chosen: NDArray[np.bool_]
     ) -> Iterator[tuple[NDArray[np.int64], Positions]]:
-        """Yield the positions where `chosen [B]` is True, `at_once` at a time: on the host, and for the
+        """Yield the positions where `chosen [B]` is True, `at_once` at a time, as a pair: on the host, on the
         device.
         """
         positions = np.flatnonzero(chosen)
@@ -346,7 +347,9 @@ class SamplerRows:
         self._history.clear()
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        """Copy an array to the device without waiting for its queued work, on CUDA from pinned memory."""
+        """Return a copy of an array on the device, without waiting for its queued work, on CUDA from pinned
+        memory.
+        """
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)

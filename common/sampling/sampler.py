@@ -38,7 +38,7 @@ class Sampled(NamedTuple):
     tokens: int64 [B].
     logprobs: those of the chosen tokens, float32 [B]; the most likely tokens, best first, int64 [B, N], and
         theirs, float32 [B, N], where N is the largest number that a row asked for.
-    wanted: as in `SamplingMetadata`.
+    wanted: for each position how many top log-probabilities it asked for, -1 for none; None: no row asked.
     reported: int64 [B], `tokens` with `ops.NAN_TOKEN` where logits are NaN; None: the same. The device
         reads `tokens`, which are all in the vocabulary.
     """
@@ -65,7 +65,7 @@ class Sampled(NamedTuple):
         return Logprob(float(chosen[place]), tuple(top))
 
     def to_host(self) -> HostSampled:
-        """Start copying to the host, without waiting for it."""
+        """Start copying to the host, and return the copy that is under way (`get` waits for it)."""
         return HostSampled(self)
 
 
@@ -82,10 +82,10 @@ class TokenBitmask(NamedTuple):
 
 
 class HostSampled:
-    """A `Sampled` that is being copied to the host."""
+    """The tokens and log-probabilities of a `Sampled` on their way to the host; `get` waits for them."""
 
     def __init__(self, sampled: Sampled) -> None:
-        """Queue the copies behind the device's work; with CUDA into pinned memory, so that the host does not
+        """Queue the copies after the device's work; with CUDA into pinned memory, so that the host does not
         wait.
         """
         tokens, logprobs = sampled.for_host, sampled.logprobs
@@ -119,8 +119,9 @@ def pinned_copy(tensor: Tensor) -> Tensor:
 
 
 class SamplerBackend:
-    """Chooses tokens for a `Sampler`, here by torch; subclasses choose the same tokens by kernels or over
-    ranks.
+    """Chooses one token for each row of logits for a `Sampler`, here by torch.
+
+    Subclasses choose the same tokens by kernels, or from logits that are spread over ranks.
     """
 
     def whole(
@@ -128,7 +129,8 @@ class SamplerBackend:
     ) -> Tensor:
         """Return the logits of the whole vocabulary, `[B, V]`; over ranks they may have to be gathered.
 
-        masked: True if the step has masks.
+        logits: the model's output, here `[B, V]` already. plan: how the batch is sampled.
+        masked: True if the step has bitmasks of allowed tokens.
         """
         return logits
 
@@ -150,7 +152,9 @@ class SamplerBackend:
     ) -> Tensor:
         """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
 
-        masked: True if the step has masks, which are applied already.
+        rows, steps: `[B]` int64, each request's row of settings and number of tokens generated before.
+        plan: which positions are drawn at random. masked: True if the step has bitmasks, which are applied
+            already.
         """
         if not plan.draws:
             return logits.argmax(1)  # of equals the first
@@ -166,7 +170,9 @@ class SamplerBackend:
         return tokens
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
-        """Return the tokens chosen from `logits [B, V]` as the host gets them: `ops.reported`."""
+        """Return `tokens [B]` for the host, with `ops.NAN_TOKEN` where the chosen logit of `logits [B, V]` is
+        NaN.
+        """
         return ops.reported(logits, tokens)
 
     def draw(
@@ -178,6 +184,9 @@ class SamplerBackend:
         features: SamplingFlags,
     ) -> Tensor:
         """Return a random token for each row that has a temperature, and the argmax for others: `[B]` int64.
+
+        logits: `[B, V]`. features: operations to apply, such as top-p.
+        rows, steps: `[B]` int64, each request's row of settings and number of tokens generated before.
 
         Of the Gumbel-max trick's argmax of logit / temperature - log(E) this is the exponential: the largest
         weight / E, or -E / weight, which is minus infinity for a weight of 0.
@@ -226,21 +235,17 @@ class Sampler(SamplerRows):
         plan: SamplingMetadata | None = None,
         allowed: TokenBitmask | None = None,
     ) -> Sampled:
-        """Choose the next token of each row, and count it for the penalties.
+        """Return the next token of each row as a `Sampled`, and count it for the penalties.
+
+        logits: float32 [B, V]; masked in place if there are masks and no request wants log-probabilities.
+        rows: int64 [B] on the device, the row of the request at each position in the batch.
+        rows_host: the same on the host; not read if `plan` is given.
+        steps: int64 [B] on the device, how many tokens each request has generated before this one.
+        plan: `plan(rows_host)`; None: computed here. allowed: the masks; None: every token may be chosen.
 
         With `plan` given, this only queues work for the device. With `plan.for_any_rows()` a CUDA graph can
-        capture it.
-
-        A row without penalties may stand at several positions of the batch, with different steps (several
-        tokens of one request): each is chosen with its own step.
-
-        logits: float32 [B, V]; not changed, except that they are masked in place if there are masks and no
-            request wants log-probabilities.
-        rows: int64 [B] on the device, the row of the request at each position in the batch.
-        rows_host: the same on the host, for `plan`; not read if that is given.
-        steps: int64 [B] on the device, how many tokens each request has generated before this one.
-        plan: `plan(rows_host)`; computed here if None.
-        allowed: the masks; None: every token may be chosen.
+        capture it. A row without penalties may stand at several positions of the batch, with different steps
+        (several tokens of one request): each is chosen with its own step.
         """
         if plan is None:
             plan = self.plan(rows_host)
@@ -269,7 +274,8 @@ class Sampler(SamplerRows):
         """Return exp((logit - largest) / temperature), or 0 where truncation excludes a token: float32 `[B,
         V]`.
 
-        Logits in half precision, as graphs may leave them, are converted to float32.
+        logits: `[B, V]`, in half precision if graphs leave them so. rows: int64 `[B]`, rows of settings.
+        features: which truncations to apply.
 
         NaN means that a token wins without a draw, the first of several: the largest logit of a greedy row
         (which `for_any_rows` includes here), and logits that are NaN or infinite.
@@ -309,7 +315,12 @@ class Sampler(SamplerRows):
         plan: SamplingMetadata,
         allowed: TokenBitmask | None,
     ) -> Tensor:
-        """Return the logits after mask, bias, min_tokens and penalties; a copy if any row needs changes."""
+        """Return the logits `[B, V]` after mask, bias, min_tokens and penalties; a copy if any row needs
+        changes.
+
+        rows, steps: int64 `[B]`, each request's row of settings and number of tokens generated before. plan:
+            which edits there are. allowed: bitmasks of allowed tokens; None: all are allowed.
+        """
         edited = bool(plan.features & (SamplingFlags.EDITS | SamplingFlags.PENALTIES))
         if edited or (allowed is not None and plan.wanted is not None):
             logits = logits.clone()

@@ -171,12 +171,14 @@ def count_characters(value: Any) -> int:
 
 
 def _said(parts: Iterable[Message]) -> set[str]:
-    """Return the names of the fields that are not empty in any of the messages."""
+    """Return the set of fields that at least one of the messages has with a value that is not empty."""
     return {field for part in parts for field, value in part.items() if value not in _NOTHING}
 
 
 def _part(name: str, part: Any) -> str:
-    """Return the text of one part of a content. Raises `UserError`, naming it `name`, unless it is a text."""
+    """Return the text of one part, `{"type": "text", "text": ...}`, of a message's content. Raises
+    `UserError`, naming it `name`, unless it is a text.
+    """
     if not isinstance(part, Mapping):
         raise UserError(
             f"{name} is {brief(part)}, but must be an object with a type and a text"

@@ -35,7 +35,7 @@ class TokenBytes(dict[int, bytes]):
     An id outside the vocabulary adds none. A byte-level tokenizer (GPT-2's kind) spells bytes as
     characters. One with byte fallback (SentencePiece's kind) has a token for every byte, `<0x00>` to
     `<0xFF>`, beside its pieces of text. If the decoder looks at neighbours, the bytes are those that the
-    token adds behind itself.
+    token adds after another token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -120,7 +120,7 @@ class Detokenizer:
         skip_special_tokens: leave special tokens out of the text.
         shown: special tokens that belong to the text all the same.
         after: the prompt's tokens.
-        middle: continue the prompt even if it has no text.
+        middle: continue the prompt even if it has no text, so that a first space is kept.
         """
         self._bytes = tokenizer.token_bytes
         self._skipped = (
@@ -152,14 +152,11 @@ class Detokenizer:
 def last_visible(
     tokens: Sequence[int], known: TokenBytes, skipped: frozenset[int]
 ) -> list[int]:
-    """Return as many of the last tokens with a text as one character may have.
+    """Return the last tokens that have a text, in order: as many as one character may be spread over.
+
+    tokens: of a prompt. known: the bytes of each token. skipped: ids of tokens that are left out of texts.
 
     It takes time in proportion to the tokens if these are special or have no text.
-
-    Args:
-        tokens: of a prompt.
-        known: the bytes of each token.
-        skipped: ids of tokens that are left out of texts.
     """
     visible = (
         token for token in map(int, reversed(tokens)) if token not in skipped and known[token]
@@ -168,7 +165,7 @@ def last_visible(
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte that each character of byte-level BPE stands for.
+    """Return by character of byte-level BPE the byte that it stands for.
 
     Printable bytes stand for themselves; the others follow from U+0100 on, in order
     (https://github.com/openai/gpt-2/blob/master/src/encoder.py).

@@ -85,7 +85,8 @@ class LLM:
     ) -> Iterator[tuple[Completion, str]]:
         """Complete texts or conversations, and yield each piece of text as soon as it is there.
 
-        Arguments and errors are those of `generate`.
+        prompts: a text or a conversation, or a list of them. params: for all, or one for each; None: the
+            defaults.
 
         Yields:
             The completion that has got a token, and the text that this token adds, which may be empty.

@@ -25,7 +25,10 @@ _SYLLABLES = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"
 
 
 def write_tokenizer(folder: Path, vocab_size: int, eos: tuple[int, ...]) -> None:
-    """Write the files that `common.text.Tokenizer` reads. The vocabulary has room for all 256 bytes."""
+    """Write a made-up tokenizer of `vocab_size` tokens to `folder`, in the files that `Tokenizer` reads.
+
+    eos: ids of the end-of-sequence tokens. The vocabulary has room for all 256 bytes.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = {index: f"<end{place or ''}>" for place, index in enumerate(eos)}
     rng = random.Random(0)

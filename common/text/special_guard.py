@@ -91,8 +91,8 @@ class SpecialGuard:
         )
 
     def _positions_to_hide(self, text: str, whole: bool) -> set[int]:
-        """Return the positions of characters to replace so that no special token, or half of one, is left in
-        a text.
+        """Return the positions of characters to replace so that no special token, or half of one unless
+        `whole`, is left in a text.
         """
         positions = set()
         for token in self._special:
@@ -117,7 +117,7 @@ class SpecialGuard:
 
     @cached_property
     def _blind(self) -> tokenizers.Tokenizer:
-        """Return the tokenizer that turns stand-ins back; it shares the model, so it takes little memory."""
+        """Return a tokenizer that turns stand-ins back into characters; it shares the model's vocabulary."""
         blind = tokenizers.Tokenizer(self._backend.model)
         back: list[Any] = [
             normalizers.Replace(there, char) for char, there in self._stand_in.items()
@@ -137,7 +137,9 @@ class SpecialGuard:
 
     @cached_property
     def _renumbered(self) -> dict[int, int]:
-        """Return the model's id for each id of an added token in `_blind` that differs."""
+        """Return a map from ids of the tokenizer `_blind` to the model's, for added tokens where these
+        differ.
+        """
         pairs = (
             (self._blind.token_to_id(token.content), index) for index, token in self._added
         )

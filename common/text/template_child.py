@@ -71,8 +71,8 @@ def _answer(
 
 
 def _describe(source: str) -> dict[str, Any]:
-    """Return a template's variables, the attributes and strings in it, and whether it writes a list of texts
-    as its texts.
+    """Return a template's `variables`, the `names` (attributes and strings) in it, and `takes_parts`: True if
+    it writes a content that is a list of texts.
     """
     _compiled(source)
     tree = _environment().parse(source)
@@ -86,8 +86,8 @@ def _describe(source: str) -> dict[str, Any]:
 
 
 def _takes_parts(source: str) -> bool:
-    """Return True if a template renders a content that is a list of texts; those for texts alone fail or
-    print the list.
+    """Return True if a template (its source) renders a content that is a list of texts; those for texts alone
+    fail or print the list.
     """
 
     def written(content: Any) -> str:
@@ -156,8 +156,8 @@ class NullContent(jinja2.Undefined):
     """The content of a message without one, such as an assistant's with tool calls only.
 
     `transformers` leaves such a content out, so it is not defined and writes nothing. Templates of the kind
-    of DeepSeek's ask if it is none, so it is that as well. Others split, trim or join every content, so it
-    has the methods of an empty text.
+    of DeepSeek's ask if it is none, so a `NullContent` passes that test as well. Others split, trim or join
+    every content, so it has the methods of an empty text.
     """
 
     __slots__ = ()
@@ -190,7 +190,9 @@ class MessageWithoutContent(dict[str, Any]):
         return NullContent(obj=self, name=key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a `NullContent` for the content of a message with tool calls; otherwise as `dict.get`."""
+        """Return a `NullContent` for the content of a message with tool calls; for other keys their value, or
+        `default`.
+        """
         asked = key == "content" and default is None and "tool_calls" in self
         return self[key] if asked else super().get(key, default)
 

@@ -49,12 +49,12 @@ class TemplateSandbox:
         ] = []  # they end with this process, which closes their pipes
 
     def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a template to a child process, to be described (see `_describe`) or rendered.
+        """Send a template to a child process, to be rendered or described; return the response.
 
         variables: values for rendering; None: describe it.
 
         Returns:
-            The description, or `{"text": ...}`.
+            Rendered: `{"text": ...}`. Described: `variables` and `names` that it reads, and `takes_parts`.
 
         Raises:
             TemplateError: the template is not valid, fails, or exceeds a limit.

@@ -42,8 +42,8 @@ class TextStream:
 
         params: its `stop`, `min_tokens` and `grammar` are used.
         shown: ids of special tokens that stay in the text.
-        answer: takes what each token adds, and True if nothing follows; returns the part that is shown and
-            searched for stop strings. Reasoning, say, is neither.
+        answer: called with the text each token adds, and True if nothing follows; returns the part that is
+            shown and searched for stop strings. Reasoning, say, is neither. None: all is shown.
         """
         # A grammar counts the bytes that tokens have in the middle of a text.
         middle = params.grammar is not None
@@ -97,7 +97,9 @@ class TextStream:
         return reason, new
 
     def _search(self, piece: str) -> tuple[str, bool]:
-        """Append decoded text; return what can be shown, and True if a stop string is complete."""
+        """Append decoded text `piece`; return the text that can be shown, and True if a stop string is
+        complete.
+        """
         if self._exempt > 0:
             self._exempt -= 1
             return piece, False

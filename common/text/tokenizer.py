@@ -106,7 +106,7 @@ class Tokenizer:
         Args:
             messages: dictionaries with `role` and `content`.
             add_generation_prompt: whether to end with the words that open the assistant's turn.
-            add_special_tokens: begin as `encode` does, where the template does not.
+            add_special_tokens: add the token that begins a text, if the template has not.
             variables: passed on to the template, such as `tools` or `enable_thinking=False`.
 
         Raises:
@@ -205,7 +205,7 @@ class Tokenizer:
 
     @cached_property
     def tool_template(self) -> ChatTemplate:
-        """The chat template for conversations with tools: the model's `tool_use` if it has one, else
+        """Return the chat template for conversations with tools: the model's `tool_use` if it has one, else
         `chat_template`.
         """
         return (
@@ -228,8 +228,8 @@ class Tokenizer:
 
     @cached_property
     def _chat_templates(self) -> dict[str, Any]:
-        """Sources of the model's chat templates by name; a single one is `default`. Template files come
-        before configurations.
+        """Return the sources of the model's chat templates by name; a single one is `default`. Template files
+        come before configurations.
         """
         return chat_templates(self.folder, self._config)
 

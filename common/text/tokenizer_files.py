@@ -53,7 +53,7 @@ def bos_token(
 ) -> int | None:
     """Return the id of the token that begins a text; None if the model has none.
 
-    special_tokens: see `named_tokens`.
+    special_tokens: the special tokens by name, such as `bos_token`. backend: the library's tokenizer.
     """
     if "bos_token" not in special_tokens:
         found = read_json(folder / "config.json").get("bos_token_id")
@@ -168,7 +168,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_optional(path: Path, most: int) -> bytes | None:
     """Return the bytes of a file in a model's folder, at most `most`; None if there is none. Raises
-    `UserError`.
+    `UserError` for a larger one.
     """
     try:
         return read_bytes(path, most)
@@ -181,8 +181,8 @@ def read_optional(path: Path, most: int) -> bytes | None:
 def named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return special tokens by name: `bos_token`, `eos_token`, and names of the model's own.
 
-    `special_tokens_map.json` is read as `transformers` does: it is older than `added_tokens_decoder`, and
-    if a configuration has that, the file only adds to it.
+    config: what `tokenizer_config.json` holds. `special_tokens_map.json` is older than
+    `added_tokens_decoder`, and if a configuration has that, the file only adds to it.
     """
     found = read_json(folder / "special_tokens_map.json")
     own = {name: token for name, token in config.items() if name.endswith("_token")}

@@ -36,7 +36,9 @@ def _joined(turns: list[Turn]) -> Turn:
 
 
 def _concatenated(values: list[Any]) -> Any:
-    """Return texts, or lists of parts or calls, as one; of other values the last."""
+    """Return the texts or lists in `values` (of parts or tool calls) joined into one; of other values the
+    last.
+    """
     if all(isinstance(value, str) for value in values):
         return "\n\n".join(values)
     if not all(isinstance(value, str | list) for value in values):

@@ -32,7 +32,9 @@ Behind it stands the phase that it extends; it is on where its `enabled_by_defau
 
 
 def features(number: int) -> list[type[Feature]]:
-    """Import the features of the entries that extend the phases up to a number."""
+    """Return the `Feature` classes of the appendix's entries that extend phase `number` or a phase below
+    it.
+    """
     return [
         resolve_name(f"{__name__}.{place}")
         for place, phase in FEATURES.items()

@@ -35,16 +35,15 @@ def whole_app(
     version: str = "0",
     **server: Any,
 ) -> App:
-    """Make the application that `ladder serve` runs.
+    """Return the ASGI application that `ladder serve` runs: phase 13's, with the appendix's routes and
+    fields.
 
-    Args:
-        hosts: names that the server is reached by; see `options.names_of`.
-        allowed_origins: whose web pages may read responses; see `options.origins`.
-        keys: of which a client needs one; none: every request is taken.
-        access_log: a path, "-" for standard error, or "none".
-        limits: on what a client may send.
-        version: of the server.
-        server: what `App` takes besides.
+    model: its name. hosts: names in the Host header that are accepted; `*`: any.
+    allowed_origins: web origins, such as `https://example.org`, whose pages may read responses.
+    keys: API keys of which a client must send one; none: no key is needed.
+    access_log: a path, "-" for standard error, or "none". limits: on what a client may send; None: the
+        defaults.
+    version: of the server. server: further arguments of `App`.
     """
     checked = limits or Limits()
     app = App(
@@ -72,7 +71,10 @@ def whole_app(
 
 
 def whole_server(app: App, on_ready: Callable[[], None] = lambda: None) -> HttpServer:
-    """Make the server that `ladder serve` runs; it takes as many connections as the system lets it have."""
+    """Return the HTTP server that `ladder serve` runs; it takes as many connections as the system allows.
+
+    on_ready: called when the engine is ready.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

@@ -17,7 +17,8 @@ course_app = typer.Typer(
 def flag(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
     """Return a Typer option with a help text.
 
-    names: its spellings; without them it is spelled as its parameter. panel: the group in the help.
+    names: its spellings; without them it is spelled as its parameter. panel: heading in the help under which
+    it stands. more: further arguments of `typer.Option`.
     """
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 

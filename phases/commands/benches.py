@@ -26,9 +26,10 @@ MOST_REPEATS = 1000
 
 
 def bench(given: SimpleNamespace) -> int:
-    """Measure a phase against the one before it, and print the result beside the repository's evidence.
+    """Run `ladder bench`: measure a phase (`given.what`), and print the results beside the recorded ones.
 
-    Evidence and figure go to the cache; with `record` they replace those of the repository.
+    Evidence and figure go to the cache; with `given.record` they replace those of the repository.
+    given: the arguments of the command line. Returns the exit code, 0.
     """
     quick = given.quick
     record = given.record
@@ -75,7 +76,10 @@ def bench(given: SimpleNamespace) -> int:
 
 
 def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> None:
-    """Print what is measured, and the seconds that it took when it was recorded."""
+    """Print what will be measured, and how long that took when the evidence was recorded.
+
+    name: of the phase or extra benchmark. recorded: the repository's evidence of it, or None.
+    """
     err.print(
         f"[dim]{name} on {options.device}, {str(options.dtype).removeprefix('torch.')}, "
         f"{count(options.repeats, 'sample')} of each variant[/dim]"
@@ -87,11 +91,12 @@ def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> No
 
 
 def _show(measured: Evidence, recorded: Evidence | None, *, quick: bool) -> None:
-    """Print the first metric of each variant, beside the first variant's and the recorded one, and the gains.
+    """Print a table of a measurement: the first metric of each variant, and its ratios.
 
-    What all runs have in common is in the title.
-
-    quick: the workloads are smaller than the recorded ones, so that only gains are comparable.
+    The ratios are to the first variant, and to the recorded evidence (None: there is none). What all runs
+    have
+    in common is in the title.
+    quick: the workloads are smaller than the recorded ones, so that only gains are compared with these.
     """
     recorded_gain, recorded = recorded, None if quick else recorded
     phase = next((phase for phase in PHASES if phase.name == measured.phase), None)
@@ -137,7 +142,10 @@ def _show(measured: Evidence, recorded: Evidence | None, *, quick: bool) -> None
 
 
 def _print_gain(phase: Phase | None, evidence: Evidence | None, when: str) -> None:
-    """Print the headline gain of a phase's evidence, if it has one. when: "here" or "recorded"."""
+    """Print the headline gain of a phase's evidence, if it has one.
+
+    when: which evidence it is, "here" or "recorded".
+    """
     found = gain(phase, evidence) if phase else None
     if found is not None:
         out.print(
@@ -158,7 +166,9 @@ def _ratio(value: float, other: float | None) -> str:
 
 
 def _recorded(run: Run, metric: str, recorded: Evidence | None) -> float | None:
-    """Return the recorded median of the same variant, workload and options; None: there is none."""
+    """Return the recorded median of a metric for a run's variant, workload and options; None: there is
+    none.
+    """
     same = {"model": run.model, "dtype": run.dtype, **run.options}
     matching = recorded.find(run.variant, run.workload, **same) if recorded else []
     return (
@@ -169,7 +179,10 @@ def _recorded(run: Run, metric: str, recorded: Evidence | None) -> float | None:
 
 
 def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> bool:
-    """Draw the figure, and return True; False: the benchmark has none."""
+    """Draw a benchmark's figure of its evidence into the file `figure`; return False if it has no figure.
+
+    module: the benchmark.
+    """
     if not hasattr(module, "draw"):
         return False
     with whole(figure) as scratch:
@@ -178,7 +191,10 @@ def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> bool:
 
 
 def plot(given: SimpleNamespace) -> int:
-    """Draw every figure (or one phase's) again, from the evidence alone, and fill in the tables."""
+    """Run `ladder plot`: draw figures from the recorded evidence, and fill in the tables of the lessons.
+
+    given.what: a phase, whose figures alone are drawn; None: all. Returns the exit code, 0.
+    """
     wanted = None if given.what is None else _named(given.what)
     found = 0
     for folder, by_phase in results().items():
@@ -199,12 +215,17 @@ def plot(given: SimpleNamespace) -> int:
 
 
 def _named(text: str) -> str:
-    """Return the name of the phase or the extra benchmark that `text` means. Raises `UserError`
-    for neither.
+    """Return the folder name of a phase, or the name of an extra benchmark, that `text` means.
+
+    Raises:
+        UserError: `text` means neither.
     """
     return text if text in EXTRAS else phase_named(text, *EXTRAS).name
 
 
 def _module(name: str) -> ModuleType:
-    """Import the file with `run` and `draw`: the phase's `bench.py`, or one under `benchmarks`."""
+    """Return the module of a benchmark, which has `run` and perhaps `draw`.
+
+    name: of a phase, whose `bench.py` it is, or of an extra benchmark under `benchmarks`.
+    """
     return import_module(EXTRAS.get(name, f"phases.{name}.bench"))

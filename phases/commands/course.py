@@ -74,8 +74,10 @@ def check(
 
 
 def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
-    """Return the exercises meant by `05.3`, by `05`, or by None (all). Raises `UserError` if
-    there is none.
+    """Return the exercises of a working copy that `wanted` means: `05.3`, a phase `05`, or None for all.
+
+    Raises:
+        UserError: there is none.
     """
     if wanted is None:
         return list(copy.exercises)
@@ -89,7 +91,7 @@ def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
 
 
 def show(verdict: Verdict) -> None:
-    """Print the state of an exercise, and the lines of its failure if there is one."""
+    """Print the state of a checked exercise, and the lines about its failure if it has one."""
     one = verdict.exercise
     style = STYLES[verdict.state]
     out.print(f"{one.id}  [{style}]{verdict.state:20}[/]  {escape(one.title)}", soft_wrap=True)
@@ -99,7 +101,8 @@ def show(verdict: Verdict) -> None:
 
 
 def lines_about(failure: Failure) -> list[str]:
-    """Return what was given, expected and got, where, and the trap it resembles.
+    """Return lines of text about a failure: what was given, expected and got, where, and the trap it
+    resembles.
 
     The given lines are whole, to be pasted and tried; every other line is cut at `WIDEST` characters.
     """
@@ -208,7 +211,7 @@ def watch() -> int:
 
 
 def _saved(copy: making.Copy) -> dict[str, int]:
-    """Return the modification time, in nanoseconds, of each exercise's file that exists."""
+    """Return {path: modification time in nanoseconds} of the files of a copy's exercises that exist."""
     found = {}
     for file in {one.file for one in copy.exercises}:
         with suppress(FileNotFoundError):

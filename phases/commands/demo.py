@@ -64,11 +64,11 @@ CHUNKED = 7
 
 @dataclass(frozen=True)
 class Show:
-    """The demo's text about one phase.
+    """Text and options of the demo for one phase.
 
     why: what the phase adds, in a sentence.
-    count: the entry of `COUNTS` that shows it.
-    option: name and value of an option that makes it visible, or None.
+    count: the entry of `COUNTS` that shows it; empty: none.
+    option: name and value of an engine's option that makes it visible, or None.
     """
 
     why: str
@@ -110,11 +110,16 @@ ELSEWHERE = {
     15: "ladder serve --replicas 2",
     16: "ladder serve Qwen/Qwen3-30B-A3B --phase 16",
     17: "ladder run 17 --model gemma3-270m",
+    18: "ladder serve --phase 18",
+    19: "ladder serve --phase 19 --disk-folder blocks",
 }
 
 
 def run(given: SimpleNamespace) -> int:
-    """Fetch the model, complete the same questions with every phase that runs here, and print the table."""
+    """Run `ladder demo`: complete the same questions with every phase that runs here, and print a table.
+
+    given: the arguments of the command line: model, device, dtype. Returns the exit code.
+    """
     begun, model = usage(), given.model
     where = pick_device(given.device)
     kind = pick_dtype(given.dtype, where)
@@ -172,7 +177,7 @@ def run(given: SimpleNamespace) -> int:
 
 
 def _show_first(index: int, text: str) -> None:
-    """Print a piece of the first completion as it comes."""
+    """Print a piece of text if it belongs to the first completion (index 0)."""
     if index == 0:
         out.file.write(text)
         out.file.flush()
@@ -199,7 +204,9 @@ def _summary(
 
 
 def _over_http(model: str, device: str, dtype: str) -> None:
-    """Start the server, send it a request as `curl` would, and print where its page is."""
+    """Start `ladder serve`, send it a request as `curl` would, print its response, and say where its page
+    is.
+    """
     out.print(Rule("and over HTTP", align="left", style="dim"))
     with _served(model, device, dtype) as url:
         messages = [{"role": "user", "content": QUESTION}]
@@ -221,7 +228,7 @@ def _over_http(model: str, device: str, dtype: str) -> None:
 
 @contextmanager
 def _served(model: str, device: str, dtype: str) -> Iterator[str]:
-    """Run `ladder serve` in a process of its own; the block gets its URL.
+    """Run `ladder serve` in a process of its own while a `with` block runs, which gets the server's URL.
 
     Raises:
         EngineLost: the server has ended before it was ready. It has said why on standard error.
@@ -265,7 +272,11 @@ def _served(model: str, device: str, dtype: str) -> Iterator[str]:
 
 
 def load(phase: Phase, model: Model) -> Any:
-    """Return a phase's engine with little memory: from phase 04 on as much as two rows of phase 04 take."""
+    """Return a phase's engine for the demo, with little memory: from phase 04 on, as much as two rows of
+    phase 04.
+
+    model: the loaded model.
+    """
     option = SHOWS[phase.number].option
     options: dict[str, Any] = {} if option is None else dict([option])
     if phase.number == ROWS - 1:

@@ -30,7 +30,10 @@ WAIT = 0.5
 
 
 def run(given: SimpleNamespace) -> int:
-    """Print the tables, and return 0: a machine that lacks something is no error."""
+    """Run `ladder doctor`: print tables about this machine. Returns 0, even if the machine lacks something.
+
+    given: the arguments of the command line, of which it has none.
+    """
     device = pick_device("auto")
     found = table("What", "Here", "Fix")
     for what, here, fix in chain(facts(device), speeds(device)):
@@ -47,7 +50,7 @@ def run(given: SimpleNamespace) -> int:
 
 
 def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
-    """Yield rows of (name, what this machine has, how to mend it or nothing)."""
+    """Yield rows of the table: (name, what this machine has, how to mend it or "")."""
     yield "Python", platform.python_version(), ""
     yield "PyTorch", torch.__version__, ""
     yield "Triton", *_triton(device)
@@ -90,10 +93,10 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
 
 
 def speeds(device: torch.device) -> Iterator[tuple[str, str, str]]:
-    """Yield rows like those of `facts` for the two ceilings of the roofline, measured now in about two
+    """Yield rows (name, speed, how to mend it or "") for read bandwidth and matrix rate, measured in two
     seconds.
 
-    `benchmarks.roofline.ceilings` would store what it measures for the evidence, which a look must not
+    `benchmarks.roofline.ceilings` would store what it measures as evidence, which this command must not
     change.
     """
     dtype = pick_dtype("auto", device)
@@ -134,7 +137,9 @@ def _device_fix(device: torch.device) -> str:
 
 
 def _neighbours() -> tuple[str, str]:
-    """Return how much of the processor other programs take during half a second, and what helps."""
+    """Return two texts: how much of the processor other programs take during half a second, and what
+    helps.
+    """
     before = usage()
     time.sleep(WAIT)
     part = share(before, usage())

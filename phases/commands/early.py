@@ -20,12 +20,12 @@ CHOICES = {"scheme": SCHEMES, "method": METHODS, "generation_config": (MODEL, NE
 
 
 def check(given: SimpleNamespace) -> None:
-    """Raise `UserError` for a phase, device, dtype, model or server that does not exist, and the like.
+    """Raise `UserError` for a command's arguments that are wrong, as far as that shows without PyTorch.
 
-    Values of options are checked by the phases, and what the machine has by PyTorch.
+    These are phase, device, dtype, choices, model, server, and options of later phases.
 
-    given: the arguments of a command, of which some have these. Those of `run` become `prompts` and
-        `params`.
+    given: the arguments of any command; those that it does not have are skipped. For `run`, `prompts`,
+        `params` and `said` (the sampling settings that were given) are added.
     """
     asked = vars(given)
     phase = phase_named(given.phase) if "phase" in asked else None
@@ -73,9 +73,7 @@ def _read(given: SimpleNamespace) -> None:
 
 
 def reach(url: str) -> None:
-    """Connect to a server and disconnect. Raises `UserError` if the address is none, or no server listens
-    there.
-    """
+    """Raise `UserError` if `url` is no address, or no server listens at it."""
     from benchmarks.loadtest.user import Target
 
     target = Target.of(url)

@@ -20,9 +20,9 @@ DEFAULT_QUESTION = "What is the capital of France?"
 
 
 def read_prompts(given: Sequence[str] | None, prompts_file: Path | None) -> list[str]:
-    """Return the prompts of a command: the texts given, or one a line of a file (blank lines skipped).
+    """Return the prompts of a command: the texts `given`, or one a line of a file (blank lines skipped).
 
-    The list is empty if neither is given.
+    None: not given; if neither is, the list is empty.
 
     Raises:
         UserError: both are given, the prompt is empty or no text, or the file cannot be read, is no text,
@@ -93,13 +93,13 @@ def serve(
     show: Callable[[int, str], None] = lambda index, text: None,
     decorate: Callable[[str, int, int], str] | None = None,
 ) -> Served:
-    """Generate for all prompts, and call `show` with each prompt's index and piece of text as it comes.
+    """Generate for all prompts (token ids), and call `show(prompt index, piece of text)` as text comes.
 
-    A prompt's text is shown live when those before it are done, and held back until then. Each prompt gets
-    at least one call, if only with an empty text.
+    A prompt's text is shown live when the prompts before it are done, and held back until then. Each prompt
+    gets at least one call, if only with an empty text.
 
-    decorate: changes the text that came with a token, given its prompt's number and its place in the
-        output.
+    decorate: called with (text of a token, prompt index, index of the token in the output); returns the text
+        to show instead.
     """
     start = time.perf_counter()
     completions: dict[int, Completion] = {}

@@ -15,7 +15,8 @@ KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str
 
 
 def add_engine_flags(command: Command, *, server: bool = False) -> None:
-    """Add a flag to a command for each option of an engine; their values arrive in its `**options`.
+    """Add a flag to a command, in place, for each option of an engine; their values arrive in its
+    `**options`.
 
     server: also add one for each limit of a server, and for its replicas.
     """

@@ -28,8 +28,12 @@ FLAGS = ("--json-schema", "--regex", "--choice", "--grammar")
 def chosen_grammar(
     json_schema: Path | None, regex: str | None, choice: str | None, grammar: Path | None
 ) -> Grammar | None:
-    """Return the grammar that the flags give, or None. Raises `UserError` for two of them, or an unusable
-    file.
+    """Return the grammar that the flags of `ladder run` give; None: none is given.
+
+    json_schema, grammar: files. regex: an expression. choice: texts with commas between them.
+
+    Raises:
+        UserError: two flags are given, or a file cannot be used.
     """
     values = dict(zip(FLAGS, (json_schema, regex, choice, grammar), strict=True))
     given = [flag for flag, value in values.items() if value is not None]
@@ -47,8 +51,10 @@ def chosen_grammar(
 
 
 def check_grammar(phase: Phase, params: SamplingParams, trace: bool, prompts: int) -> None:
-    """Raise `UserError`, before anything is downloaded, if the phase cannot use the grammar or
-    show its trace.
+    """Raise `UserError` if a phase cannot use the grammar in `params`, or not show its trace.
+
+    trace: whether each step's mask is to be shown: for that there must be a grammar, and one prompt.
+    prompts: their number.
     """
     if params.grammar is not None and phase.number < FIRST:
         raise UserError(
@@ -65,10 +71,10 @@ def check_grammar(phase: Phase, params: SamplingParams, trace: bool, prompts: in
 def show_trace(
     engine: Any, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams
 ) -> int:
-    """Generate, and print a line a token: the size of its mask, the token, and the model's most likely
-    tokens.
+    """Generate for one prompt with a grammar, and print a line for each token; return the exit code.
 
-    Tokens that the grammar forbids are grey. Returns the exit code of `ladder run`.
+    A line has the number of allowed tokens, the sampled token, and the model's most likely tokens; forbidden
+    ones are grey. prompt: token ids.
     """
     assert params.grammar is not None
     matcher = engine.grammar_manager.pool.ask(params.grammar).wait().matcher()

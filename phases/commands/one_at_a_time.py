@@ -19,7 +19,10 @@ from continuous.work import Output
 
 
 class OneAtATime:
-    """An engine for the server's worker around phases 01 to 04, which serve one request at a time."""
+    """Serves requests one after the other with an engine of phases 01 to 03, which cannot batch new ones.
+
+    It has the methods that the server's worker calls on an engine of phase 04 or later.
+    """
 
     def __init__(self, engine: Any) -> None:
         self.engine: Streams = engine
@@ -44,10 +47,13 @@ class OneAtATime:
         priority: int,
         salt: str,
     ) -> list[Request]:
-        """Add the samples of a prompt to the waiting queue, each by itself; return their requests.
+        """Add the samples of a prompt to the waiting queue, each as a request of its own; return these
+        requests.
+
+        prompt: token ids. index: number of the first sample. priority, salt: not used.
 
         Raises:
-            UserError: they cannot be served.
+            UserError: the prompt cannot be served, for example because it is too long.
         """
         check_prompt(prompt, self.config.vocab_size, self.max_len, params)
         limit = len(prompt) + output_limit(len(prompt), params, self.max_len)
@@ -79,7 +85,9 @@ class OneAtATime:
         self._ended.append(Output(request, None, "abort", time.perf_counter()))
 
     def step(self) -> list[Output]:
-        """Generate one token of the first request, and return the outputs."""
+        """Generate one token of the first request; return the new outputs, with those of aborted
+        requests.
+        """
         outputs, self._ended = self._ended, []
         if self._now is None and self._line:
             self._now = self._line.popleft()

@@ -14,7 +14,7 @@ from phases import PHASES, Phase, in_checkout
 
 
 def version(package: str = "inference-ladder") -> str:
-    """Return an installed package's version, or a note that the checkout is not installed."""
+    """Return an installed package's version; "unknown" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -22,18 +22,24 @@ def version(package: str = "inference-ladder") -> str:
 
 
 def line() -> str:
-    """Return the line of versions with which the report of a defect begins."""
+    """Return one line for the report of a defect: the versions of this package, PyTorch and Python."""
     return f"ladder {version()}, torch {version('torch')}, Python {platform.python_version()}"
 
 
 def fetch(given: SimpleNamespace) -> int:
-    """Fetch a model, or check that a stored one is undamaged; print its folder."""
+    """Run `ladder fetch`: download `given.model`, or check that it is undamaged; print its folder.
+
+    Returns the exit code, 0.
+    """
     out.out(str(model_folder(given.model, contents=True)), highlight=False)
     return 0
 
 
 def list_phases(given: SimpleNamespace) -> int:
-    """Print a table of the phases, or with `names` only their names, one a line, for scripts."""
+    """Run `ladder list`: print a table of the phases; with `given.names` only their names, one a line.
+
+    Returns the exit code, 0.
+    """
     if given.names:
         for phase in PHASES:
             out.out(phase.name, highlight=False)
@@ -63,7 +69,7 @@ def list_phases(given: SimpleNamespace) -> int:
 
 
 def _print_phase(phase: Phase, gains: str) -> None:
-    """Print a phase's name with its measured gains, and below it what it adds."""
+    """Print a phase's name with its measured gains (a text), and below it what the phase adds."""
     name = f"[bold]{phase.name}[/bold]"
     out.print(f"{name}  [dim]{gains}[/dim]" if gains else name, soft_wrap=True)
     out.print(Padding(phase.summary, (0, 0, 0, 3)))

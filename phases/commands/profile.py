@@ -43,7 +43,12 @@ DEFAULT, TINY = Size(4, 128, 8), Size(2, 12, 2)
 
 
 def run(given: SimpleNamespace) -> int:
-    """Profile a phase, write the trace, and print a table for each kind of step; return the exit code."""
+    """Run `ladder profile`: profile a phase's steps, write the trace, and print a table for each kind of
+    step.
+
+    given: the arguments of the command line: phase, model, batch, context, steps, output and more.
+    Returns the exit code.
+    """
     rung, model = phase_named(given.phase), given.model
     where = pick_device(given.device)
     kind = pick_dtype(given.dtype, where)
@@ -100,7 +105,7 @@ def run(given: SimpleNamespace) -> int:
 
 
 def engine_options(phase: Phase, model: Model, batch: int, tokens: int) -> dict[str, Any]:
-    """Return options that give an engine just as much memory as the workload needs.
+    """Return options of an engine (name -> value) that give it just as much memory as the workload needs.
 
     batch: requests. tokens: of each, prompt and output.
     """
@@ -113,7 +118,10 @@ def engine_options(phase: Phase, model: Model, batch: int, tokens: int) -> dict[
 
 
 def kernel_table(steps: StepTable, on_device: bool) -> Table:
-    """Return a table of the kernels of one kind of step, longest time first."""
+    """Return a table of the kernels of one kind of step, longest time first.
+
+    on_device: the rows are a GPU's kernels; otherwise PyTorch's operators on the CPU.
+    """
     title = f"{steps.kind}: {'kernel' if on_device else 'operator'}"
     shown = table(title, right=("calls", "a step", "total ms", "share", "mean µs"))
     total = sum(row.seconds for row in steps.rows) or 1.0
@@ -129,7 +137,8 @@ def kernel_table(steps: StepTable, on_device: bool) -> Table:
 
 
 def summary(table: StepTable, on_device: bool) -> str:
-    """Return one line: steps, kernels a step, milliseconds a step, and the share of it that is busy.
+    """Return one line about a kind of step: steps, kernels and milliseconds a step, and the busy share of
+    the time.
 
     on_device: the table counts a GPU's kernels and copies; otherwise PyTorch's operators on the CPU.
     """

@@ -22,7 +22,11 @@ LONGEST_TEXT = 1 << 24
 
 
 def run(given: SimpleNamespace) -> int:
-    """Quantize a model, write it to a folder, and print the size; return the exit code."""
+    """Run `ladder quantize`: quantize a model, write it to a folder, and print the size; return the exit
+    code.
+
+    given: the arguments of the command line: model, folder, scheme, method and more.
+    """
     model, folder = given.model, given.folder
     wanted = SCHEMES[given.scheme]
     if wanted.scales == "group":

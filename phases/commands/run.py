@@ -30,9 +30,10 @@ SPECULATES = 11
 
 
 def run(given: SimpleNamespace) -> int:
-    """Generate text and print it.
+    """Run `ladder run`: generate text for prompts with one phase's engine, and print it.
 
-    given: the arguments of the command line; `said` are those of sampling, `options` those of the engine.
+    given: the arguments of the command line. `said`: the sampling settings that were given; `options`: those
+        of the engine.
 
     Returns the exit code: 0, or 1 when a request failed inside the engine.
     """
@@ -108,7 +109,7 @@ def run(given: SimpleNamespace) -> int:
 
 
 def _exit_code(served: Served) -> int:
-    """Print the prompts whose requests failed inside the engine, and return 1; return 0 if none failed."""
+    """Return 1 if a request failed inside the engine, after printing which prompts these were; else 0."""
     failed = [c.index for c in served.completions if c.finish_reason == "error"]
     if failed:
         err.print(
@@ -120,7 +121,10 @@ def _exit_code(served: Served) -> int:
 def to_json(
     phase: Phase, model: str, prompts: Sequence[str], served: Served
 ) -> dict[str, object]:
-    """Return the object that `--json` prints: phase, model, completions, and counts of tokens."""
+    """Return the object that `--json` prints: phase, model, completions, token counts, and seconds.
+
+    prompts: their texts. served: the output of the engine for them.
+    """
     return {
         "phase": phase.name,
         "model": model,
@@ -155,7 +159,7 @@ def describe(served: Served) -> str:
 
 
 def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
-    """Return a function that prints pieces of text, given a prompt's index, each prompt in front of its text.
+    """Return a function `show(prompt index, text)` that prints pieces of text, each prompt before its text.
 
     The heading of a single prompt goes to standard error, so that a file gets the text alone.
     """
@@ -180,13 +184,14 @@ def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
 
 
 def shorten(prompt: str) -> str:
-    """Return a prompt for display, of at most `LONGEST_HEADING` characters."""
+    """Return a prompt for display: its first `LONGEST_HEADING` characters, and "..." if it has more."""
     return prompt if len(prompt) <= LONGEST_HEADING else f"{prompt[:LONGEST_HEADING]} ..."
 
 
 class TokenHighlighter:
-    """Colours the text of tokens that were drafted and accepted.
+    """Colours the text of tokens that speculative decoding drafted and the model accepted.
 
+    stats: counts of drafts, which note the positions of these tokens from now on.
     marks: (prompt index, sample) -> positions of these tokens in the output.
     """
 
@@ -194,5 +199,8 @@ class TokenHighlighter:
         stats.marks = self.marks = dict[tuple[int, int], set[int]]()
 
     def __call__(self, text: str, index: int, place: int) -> str:
-        """Return the text of output token `place` of prompt `index`, in green if it was an accepted draft."""
+        """Return a token's text, in green if it was an accepted draft.
+
+        index: of the prompt. place: of the token in the output.
+        """
         return f"\x1b[32m{text}\x1b[0m" if place in self.marks.get((index, 0), ()) else text

@@ -35,7 +35,7 @@ KEY = "LADDER_API_KEY"
 
 
 def run(given: SimpleNamespace) -> int:
-    """Serve until a signal, and return the exit code.
+    """Run `ladder serve`: serve a model until a signal, and return the exit code.
 
     given: the arguments of the command line; `options` are those of the engine, of `Limits`, and of
         `ReplicaOptions`.
@@ -75,7 +75,12 @@ async def _serve(
     listening: socket.socket,
     begun: Usage,
 ) -> int:
-    """Launch the engine process, and only then import what serves at a socket; return the exit code."""
+    """Start the engine's process, then serve at a socket until a signal; return the exit code.
+
+    folder: of the tokenizer. made: phase, engine options, device and dtype. given: the arguments of the
+        command
+    line. listening: the socket. begun: counters of the processors when the command began.
+    """
     engine = engine_process(given.model, folder, made)
     engine.start()
     await asyncio.sleep(0)  # until its process runs
@@ -85,10 +90,10 @@ async def _serve(
 
 
 def engine_process(model: str, folder: Path, made: tuple[Any, ...]) -> EngineProcess:
-    """Return the engine's process, which is yet to be launched.
+    """Return the engine's process, which is not started yet.
 
     folder: of the tokenizer and, unless they are random, of the weights.
-    made: what `make_engine` gets besides.
+    made: phase, engine options, device and dtype.
     """
     source = model if model.startswith(RANDOM) else str(folder)
     return EngineProcess(
@@ -97,9 +102,13 @@ def engine_process(model: str, folder: Path, made: tuple[Any, ...]) -> EnginePro
 
 
 def _folder_of(model: str, made: tuple[Any, ...]) -> Path:
-    """Return a model's folder; another process fetches or makes it, if it is not here yet.
+    """Return a model's folder; a child process fetches or makes it if it is not here yet.
 
-    What is wrong about an option must not wait for a download, and its check needs PyTorch.
+    The child checks the options first, since a wrong one must not wait for a download and the check needs
+    PyTorch. made: phase, engine options, device and dtype.
+
+    Raises:
+        UserError: an option or the model is wrong.
     """
     random = model.startswith(RANDOM)
     folder = None if random else stored(model)
@@ -122,7 +131,11 @@ def _folder_of(model: str, made: tuple[Any, ...]) -> Path:
 
 
 def _keys(api_key: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the accepted API keys: those of `--api-key`, or of the environment, which `ps` does not show."""
+    """Return the API keys that clients may send: of `--api-key`, else of `LADDER_API_KEY`, which `ps`
+    does not show.
+
+    api_key: values of the flag; None: not given. No keys: clients need none.
+    """
     given = os.environ.get(KEY) if api_key is None else joined(api_key)
     if given is None:
         return ()

@@ -22,10 +22,10 @@ from serving.client import EngineClient
 
 
 def make_app(engine: EngineClient, folder: Path, given: SimpleNamespace) -> App:
-    """Return the ASGI application for an engine that is yet to be started.
+    """Return the ASGI application for an engine that is not started yet.
 
     folder: of the tokenizer.
-    given: the arguments of the command line, `limits` and `keys` among them.
+    given: the arguments of the command line, with `limits` and `keys` as objects.
     """
     return whole_app(
         engine,
@@ -50,7 +50,8 @@ async def serve(
 ) -> int:
     """Serve at a socket until a signal, and return the exit code.
 
-    begun: counters of the processors when the command began.
+    folder: of the tokenizer. given: the arguments of the command line, with `limits` and `keys` as objects.
+    listening: the socket. begun: counters of the processors when the command began.
 
     Raises:
         EngineLost, UserError: the engine cannot be started.
@@ -66,7 +67,10 @@ async def serve(
 
 
 def _greet(app: App, given: SimpleNamespace, begun: Usage) -> None:
-    """Print the memory plan, how to call the server, and what other programs have taken since `begun`."""
+    """Print the memory plan, how to call the server, and what other programs have taken of the processors.
+
+    given: the arguments of the command line. begun: counters of the processors when the command began.
+    """
     freeze_collector()  # what is imported is here to stay, and looking at it stops streams
     ready = app.engine.ready
     if ready is not None and ready.memory_plan:

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 def check(phase: str, options: Mapping[str, Any], device: str, dtype: str) -> Checked:
-    """Return the options of an engine as `load_checked` takes them.
+    """Return the checked options of a phase's engine, for `load_checked`.
 
     Args:
         phase: its name or number.
-        options: of the engine.
-        device, dtype: as they were asked for.
+        options: name -> value, of the engine.
+        device, dtype: as on the command line, such as "auto".
 
     Raises:
-        UserError: an option, the device or the dtype cannot be had.
+        UserError: an option is wrong, or this machine lacks the device or the dtype.
     """
     from common.device import pick_device, pick_dtype
     from phases import phase_named
@@ -51,12 +51,13 @@ def fetch(
     dtype: str,
     found: Connection,
 ) -> None:
-    """Check options, then fetch a model, and send its folder, or the `UserError` that stands against it.
+    """Check options, then fetch a model, and send its folder through `found`; or send a `UserError`.
 
-    The main function of a process: what the API process does not import for it takes none of its memory.
+    It runs in a process of its own: what only a download imports takes no memory of the API process.
 
     Args:
         folder: an empty one for the tokenizer of random weights, which need no other file.
+        phase, options, device, dtype: of the engine.
     """
     with signals():  # a download that runs is ended
         try:
@@ -84,12 +85,12 @@ def _folder_of(model: str, folder: Path) -> Path:
 def make_engine(
     model: str, folder: str, phase: str, options: Mapping[str, Any], device: str, dtype: str
 ) -> Any:
-    """Make the engine. Phases that take no requests while they run serve one by one.
+    """Return the engine of a phase; one of phase 01 to 03 is wrapped, and serves one request at a time.
 
     A line on standard error says what the phase lacks on this machine.
 
     Args:
-        model: `random:SHAPE`, or the folder again.
+        model: `random:SHAPE`, or the model's folder.
         folder: of the tokenizer.
     """
     from common.console import err
@@ -113,7 +114,9 @@ def make_engine(
 
 
 def make_observer(engine: Engine) -> Observer:
-    """Return what watches the engine in its process, and adds notes and pictures to its reports."""
+    """Return the observer of an engine in its process, which adds results about prompts, and pictures, to
+    reports.
+    """
     from phases.appendix.embeddings.prompt_states import PromptObserver
 
     return PromptObserver(engine)

@@ -27,7 +27,7 @@ loopback.
 
 
 def replica_options(options: Mapping[str, Any]) -> ReplicaOptions | None:
-    """Return the options of replicas, or None where they ask for no replica."""
+    """Return the checked options of replicas; None if they ask for no replica."""
     copies = ReplicaOptions(**route(options, [ReplicaOptions])[0])
     return copies if copies.replicas else None
 
@@ -39,13 +39,11 @@ def serve_replicas(
     copies: ReplicaOptions,
     made: tuple[Any, ...],
 ) -> int:
-    """Serve copies of the server until a signal, and return the exit code. Ray is imported here.
+    """Serve copies of the server behind a proxy until a signal, and return the exit code. Imports Ray.
 
-    Args:
-        given: the arguments of the command line, `limits` and `keys` among them.
-        folder: of the tokenizer.
-        make: returns the engine's process, in a replica.
-        made: what `check` gets.
+    given: the arguments of the command line, with `limits` and `keys` as objects. folder: of the tokenizer.
+    make: returns the engine's process; called in each replica. copies: how many replicas, and where.
+    made: phase, engine options, device and dtype, which are checked first.
 
     Raises:
         EngineLost, UserError: the replicas cannot be started.

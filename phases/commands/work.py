@@ -26,15 +26,16 @@ COUNTS = {
 
 
 def model_of(phase: Phase, engine: Any) -> Model:
-    """Return the model of a phase's engine."""
+    """Return the model of an engine; phases keep it in different attributes."""
     model: Model = engine.runner.model if phase.number >= ROWS else engine.model
     return model
 
 
 @contextmanager
 def counted(phase: Phase, engine: Any) -> Iterator[dict[str, float]]:
-    """Count an engine's work inside a block; the yielded dictionary has those of `COUNTS` but weights when
-    the block ends.
+    """Count an engine's work while a `with` block runs; yield a dictionary that is complete after the block.
+
+    Its keys are those of `COUNTS` without `weights`: tokens computed, steps, largest step, requests at once.
     """
     model = model_of(phase, engine)
     work: dict[str, float] = {
@@ -71,11 +72,11 @@ def describe_work(
     completions: Sequence[Completion],
     drafts: Any = None,
 ) -> str:
-    """Return one line about the work of a phase: tokens computed, and what this phase adds.
+    """Return one line about the work of a phase: tokens computed, and the numbers that show what it adds.
 
     engine: a new one, whose counters are of these completions alone.
-    work: what `counted` counted.
-    drafts: a `SpeculationStats`, or None.
+    work: the dictionary that `counted` yielded.
+    drafts: the `SpeculationStats` of speculative decoding, or None.
     """
     number = phase.number
     parts = [

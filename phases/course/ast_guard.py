@@ -25,8 +25,9 @@ LONGEST = 100_000
 
 
 def refusal(reference: str, student: str, names: Collection[str]) -> str:
-    """Return the reason why a student's functions are not run, or "".
+    """Return the reason why a student's functions must not be run, such as "uses eval"; "" if there is none.
 
+    reference, student: source texts of the exercise's file; what the reference uses is allowed.
     names: qualified names of the exercise's functions.
     """
     if len(student) > LONGEST:
@@ -46,7 +47,9 @@ def refusal(reference: str, student: str, names: Collection[str]) -> str:
 
 
 def _uses_of(node: ast.AST) -> Iterator[str]:
-    """Yield the uses in a node that no exercise needs: `imports os`, `uses eval`, `changes .isclose`."""
+    """Yield texts about what a node of a syntax tree uses and no exercise needs: `imports os`, `uses
+    eval`.
+    """
     match node:
         case ast.Import(names=names):
             yield from (
@@ -85,8 +88,10 @@ def _uses_of(node: ast.AST) -> Iterator[str]:
 
 
 def _leads_out(name: str, beginnings: str) -> bool:
-    """Return True for an attribute in `ATTRIBUTES`, for `__name__`s, and for names with a reserved first
-    character.
+    """Return True for a name that gives access to more than an exercise needs.
+
+    Such are names in `ATTRIBUTES`, special names `__x__`, and names that begin with a character of
+    `beginnings`.
     """
     return name in ATTRIBUTES or _is_special(name) or name[0] in beginnings
 

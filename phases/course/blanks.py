@@ -16,12 +16,13 @@ Edit = tuple[int, int, list[str]]
 
 
 class NotThere(Exception):
-    """A function that ought to be in a file is not."""
+    """Raised if a file lacks a function that it should have."""
 
 
 def functions(source: str) -> dict[str, Function]:
-    """Return the functions of a module and the methods of its classes, by qualified name:
-    `BlockAllocator.allocate`.
+    """Return {qualified name: syntax tree} of a module's functions and its classes' methods.
+
+    A qualified name is such as `BlockAllocator.allocate`.
 
     Raises:
         SyntaxError: the source is no Python.
@@ -38,7 +39,7 @@ def functions(source: str) -> dict[str, Function]:
 
 
 def lines_of(source: str, node: ast.stmt) -> list[str]:
-    """Return the lines of a statement, decorators included."""
+    """Return the lines of a statement in `source`, decorators included."""
     return source.split("\n")[_first(node) - 1 : node.end_lineno]
 
 
@@ -55,8 +56,8 @@ def _edited(source: str, edits: Iterable[Edit]) -> str:
 
 
 def blank(source: str, names: Mapping[str, str]) -> str:
-    """Return source without the bodies of some functions; signature, docstring, shapes and raised errors
-    stay.
+    """Return `source` with blank functions: a blank one keeps signature, docstring, shapes and raised
+    errors.
 
     names: qualified name -> the exercise's id, or "" for a function that students neither see nor write.
 
@@ -72,7 +73,7 @@ def blank(source: str, names: Mapping[str, str]) -> str:
 
 
 def message_of(exercise: str) -> str:
-    """Return the message of the error that a blank function raises."""
+    """Return the message of the error that a blank function raises. exercise: its id, such as `05.3`."""
     return f"exercise {exercise}" if exercise else MASKED
 
 
@@ -94,7 +95,7 @@ def _blanked(source: str, node: Function, exercise: str) -> Edit:
 
 
 def _shapes(lines: Iterable[str]) -> Iterator[str]:
-    """Yield comments with the shapes of a body's tensors: `# scores: [H, T]`."""
+    """Yield comments with the shapes of tensors that lines of code assign or return: `# scores: [H, T]`."""
     for line in lines:
         code, hash_, comment = line.partition("  # ")
         if hash_ and SHAPE.search("# " + comment):
@@ -106,7 +107,9 @@ def _shapes(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _raised(source: str, node: Function) -> Iterator[str]:
-    """Yield comments with the errors that a body raises, since tests may compare their messages."""
+    """Yield comments with the errors that the function `node` of `source` raises: tests may compare their
+    messages.
+    """
     found = [part.exc for part in ast.walk(node) if isinstance(part, ast.Raise)]
     calls = sorted(
         (call for call in found if isinstance(call, ast.Call)), key=lambda call: call.lineno
@@ -119,7 +122,10 @@ def _raised(source: str, node: Function) -> Iterator[str]:
 
 
 def is_blank(source: str, name: str, exercise: str) -> bool:
-    """Return True if a student has left a function blank: all that it does is to raise."""
+    """Return True if a student has left a function blank: it only raises the error of a blank function.
+
+    name: qualified name of the function in `source`. exercise: id of its exercise.
+    """
     node = functions(source).get(name)
     if node is None:
         return False
@@ -128,14 +134,12 @@ def is_blank(source: str, name: str, exercise: str) -> bool:
 
 
 def graft(reference: str, student: str, names: Collection[str]) -> str:
-    """Return the reference with a student's functions in place of its own, and with the definitions they
-    need.
+    """Return the reference's source with a student's functions in place of its own, and what these need.
 
-    Other changes of the student are dropped. Definitions that are added are imports, functions, classes
-    and constants of the module and
-    methods of a class, under names that the reference does not have.
+    Definitions that are added: imports, functions, classes and constants of the student's module and methods
+    of a class, under names that the reference does not have. Other changes of the student are dropped.
 
-    names: qualified names of the functions that count.
+    names: qualified names of the functions to replace.
 
     Raises:
         NotThere: a function is missing, takes other arguments, or is indented otherwise.
@@ -190,7 +194,9 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
 
 
 def _outside(node: Function) -> tuple[object, ...]:
-    """Return a function's interface: whether it is asynchronous, its decorators, and its parameters."""
+    """Return a function's interface, to be compared: whether it is asynchronous, its decorators, its
+    parameters.
+    """
     given = copy.deepcopy(node.args)
     for each in ast.walk(given):
         if isinstance(each, ast.arg):
@@ -216,6 +222,6 @@ def names_of(statement: ast.stmt) -> set[str]:
 
 
 def without(source: str, names: Collection[str]) -> str:
-    """Return source without some functions at all, such as hidden tests."""
+    """Return `source` without the functions `names` (qualified), such as hidden tests."""
     removed = [node for name, node in functions(source).items() if name in names]
     return _edited(source, [(_first(node), node.end_lineno or 0, []) for node in removed])

@@ -38,7 +38,7 @@ State = Literal["not started", "refused", "fails", "breaks a later phase", "pass
 
 @dataclass(frozen=True)
 class Failure:
-    """The first case or test that failed. Fields are empty where they do not apply."""
+    """The first worked case or test of an exercise that failed. Fields that do not apply are empty."""
 
     test: str = ""
     """Its name, with the later phase whose test it is, or nothing when no test got as far."""
@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """An exercise's state after a check, with its first failure if it has one."""
+    """The state of an exercise after a check, with its first failure, or None."""
 
     exercise: Exercise
     state: State
@@ -70,9 +70,9 @@ class Verdict:
 def check(
     exercise: Exercise, source: str, server: ForkServer, *, hidden: bool = False
 ) -> Verdict:
-    """Judge the functions of an exercise in a student's `source`.
+    """Judge the functions of an exercise in a student's file, by cases and tests in a sandboxed process.
 
-    hidden: also run the tests that are left out of working copies.
+    source: the file's text. server: runs the tests. hidden: also run tests that working copies do not show.
     """
     reference = exercise.path.read_text(encoding="utf-8")
     try:
@@ -105,9 +105,11 @@ def run(
     server: ForkServer,
     limit: float = LIMIT,
 ) -> Verdict:
-    """Judge an exercise with `text` in its file: cases first, in a process of their own, then tests.
+    """Judge an exercise with `text` as its file: first the worked cases, then tests, each in a process of
+    its own.
 
-    nodes: pytest ids of the tests. limit: seconds of processor time for the cases, and for the tests.
+    nodes: pytest ids of the tests. server: runs them.
+    limit: seconds of processor time for the cases, and as many for the tests.
     """
     with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
@@ -153,7 +155,7 @@ def run(
 
 
 def copy_reference(folder: Path) -> None:
-    """Copy everything that tests read, without bytecode, expected values, and planted mistakes."""
+    """Copy everything that tests read into `folder`: no bytecode, expected values, or planted mistakes."""
     left_out = shutil.ignore_patterns("__pycache__", "exercises.toml", "patches")
     for name in COPIED:
         if (ROOT / name).is_dir():
@@ -165,10 +167,12 @@ def copy_reference(folder: Path) -> None:
 def _record(
     folder: Path, exercise: Exercise, nodes: list[str], server: ForkServer, limit: float
 ) -> dict[str, Any]:
-    """Run tests in a process of its own, or the exercise's cases if `nodes` is empty, and return its record.
+    """Run tests, or the exercise's worked cases if `nodes` is empty, in a process of its own; return its
+    record.
 
     Returns: `tests` (node id -> outcome, message and place), `cases` (a value or a message for each), and
     `ended`, the reason why the process did not finish, or "".
+    folder: copy of the checkout. nodes: pytest ids. limit: seconds of processor time.
     """
     word = secrets.token_hex(16)
     arguments = [*OPTIONS, f"--hypothesis-seed={server.seed}", *nodes] if nodes else []
@@ -203,10 +207,10 @@ def _of_process(exercise: Exercise, record: Mapping[str, Any]) -> Verdict | None
 
 
 def _of_case(exercise: Exercise, case: Case, said: Mapping[str, str] | None) -> Verdict | None:
-    """Compare a case's value with the expected one, which only this process knows; return a verdict if
-    they differ.
+    """Return the verdict on a worked case whose value is not the expected one; None if it is.
 
     said: the value as text (`got`), or what was raised (`message`, `place`); None: the case was not run.
+    The expected value is computed here: the process that ran the case does not know it.
     """
     said = said or {"message": "it was not run"}
     got, expected = said.get("got", ""), plain(ast.literal_eval(case.expect.strip()))
@@ -228,7 +232,9 @@ def _of_case(exercise: Exercise, case: Case, said: Mapping[str, str] | None) -> 
 
 
 def same(left: Any, right: Any) -> bool:
-    """Return whether two plain values are equal, floats within 0.0002."""
+    """Return True if two values of lists, dictionaries, numbers and texts are equal, floats within
+    0.0002.
+    """
     if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(
             same(*pair) for pair in zip(left, right, strict=True)
@@ -279,7 +285,11 @@ def _failed(exercise: Exercise, node: str, report: Mapping[str, str]) -> Verdict
 def check_file(
     folder: Path, exercise: Exercise, server: ForkServer, *, hidden: bool = False
 ) -> Verdict:
-    """Check the file of a student's working copy; an unreadable file is refused. See `check`."""
+    """Judge an exercise by its file in a student's working copy, and return the verdict.
+
+    folder: the copy. server: runs the tests. hidden: also run tests that working copies do not show.
+    An unreadable file is refused.
+    """
     try:
         source = text_in(folder, exercise.file)
     except (OSError, UnicodeDecodeError) as error:

@@ -18,7 +18,7 @@ FILE = "exercises.toml"
 
 @dataclass(frozen=True)
 class Case:
-    """A worked example: after `setup`, the expression `call` gives the value of the expression `expect`."""
+    """A worked example: after `setup`, the expression `call` has the value of the expression `expect`."""
 
     call: str
     expect: str
@@ -29,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Exercise:
-    """Functions of one file that a student writes, with the cases and tests that judge them."""
+    """Functions of one file that a student writes, with the worked cases and tests that judge them."""
 
     id: str
     """Phase and number: `05.3`."""
@@ -59,18 +59,18 @@ class Exercise:
 
     @property
     def phase(self) -> Phase:
-        """Return the phase whose lesson it belongs to."""
+        """Return the phase whose lesson this exercise belongs to."""
         return PHASES[int(self.id[:2]) - 1]
 
     @property
     def path(self) -> Path:
-        """Return the path of the reference's file."""
+        """Return the path of the exercise's file in this checkout, with the reference's functions."""
         return ROOT / self.file
 
 
 @dataclass(frozen=True)
 class Question:
-    """A number to predict (`05.p1`) or to measure (`05.m1`), compared with a value of the evidence."""
+    """A question for a number to predict (`05.p1`) or to measure (`05.m1`), which the evidence has."""
 
     id: str
     points: int
@@ -89,7 +89,7 @@ class Question:
 
     @property
     def phase(self) -> Phase:
-        """Return the phase whose lesson it belongs to."""
+        """Return the phase whose lesson this question belongs to."""
         return PHASES[int(self.id[:2]) - 1]
 
 
@@ -132,21 +132,26 @@ def _file(phase: Phase, name: str) -> str:
 
 
 def _node(phase: Phase, name: str) -> str:
-    """Return a test's pytest id. name: `test_x` of the phase's own file, `test_05_paged_cache:test_x` of
-    another's.
+    """Return a test's pytest id, such as `tests/phases/test_05_paged_cache.py::test_x`.
+
+    name: `test_x` of the phase's own file, or `test_05_paged_cache:test_x` of another file.
     """
     file, _, test = name.rpartition(":")
     return f"tests/phases/{file or f'test_{phase.name}'}.py::{test}"
 
 
 def find_question(name: str) -> Question:
-    """Return the question with an id. Raises `UserError`, which names all ids, if there is none."""
+    """Return the question with the id `name`.
+
+    Raises:
+        UserError: there is none; the message has all ids.
+    """
     known = {one.id: one for one in questions()}
     return known[choice("question", name, known)]
 
 
 def of_phases(text: str | None) -> tuple[Exercise, ...]:
-    """Return the exercises of phases given as `5`, `02-05` or `02,05-07`; all of them for None.
+    """Return the exercises of the phases in a text such as `5`, `02-05` or `02,05-07`; None: all exercises.
 
     Raises:
         UserError: the text has another form, or the phases have no exercises.
@@ -166,8 +171,9 @@ def of_phases(text: str | None) -> tuple[Exercise, ...]:
 
 
 def files_of(chosen: Sequence[Exercise]) -> dict[str, dict[str, str]]:
-    """Return each file's blank functions, with the exercise's id, or "" for functions that students
-    neither see nor write.
+    """Return {file: {qualified name of a blank function: exercise id}} for the chosen exercises.
+
+    The id is "" for functions that students neither see nor write.
     """
     found: dict[str, dict[str, str]] = {}
     for exercise in chosen:

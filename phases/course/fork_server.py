@@ -33,7 +33,9 @@ INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "VIRTUAL_ENV")
 
 
 class ForkServer:
-    """Runs jobs in forks of a server process, which lives as long as a ``with`` block.
+    """Runs grading jobs in forks of a server process, which lives as long as a ``with`` block.
+
+    The server has imported PyTorch once, so a fork starts at once.
 
     seed: seed of all random numbers that tests draw, so that a grade can be repeated.
     seconds: processor time of all runs.
@@ -76,9 +78,11 @@ class ForkServer:
         self._process.wait()
 
     def run(self, folder: Path, job: dict[str, Any], limit: float) -> tuple[int, str]:
-        """Run `grading_process.main` in a folder; return its status, negative for a signal, and its output.
+        """Run a grading job in `folder`, a copy of the checkout; return its exit status and the end of
+        its output.
 
-        The status is `OUT_OF_TIME` after `limit` seconds of processor time.
+        job: what `grading_process.main` gets. limit: seconds of processor time. The status is negative for a
+        signal, and `OUT_OF_TIME` after the limit.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -92,8 +96,10 @@ class ForkServer:
 
 
 def main() -> None:
-    """Print the gaps of the confinement; then read a job from each line, and print its exit status and
-    seconds.
+    """Run the server process: read a job from each line of stdin, and print its exit status and seconds
+    as JSON.
+
+    The first line that it prints says which means of confinement are missing.
     """
     sandbox = import_module("sandbox")  # from this folder, which is no place for other imports
     sys.path.remove(str(Path(__file__).resolve().parent))
@@ -123,7 +129,10 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Make `folder` this process's own: its working directory, output, import roots, and temporary files."""
+    """Set up this process for `folder`: working directory, output file, import roots, and temporary files.
+
+    It also gets a process group of its own.
+    """
     os.setsid()  # a group of its own, so that nothing that a test started stays behind
     os.chdir(folder)
     scratch = folder / SCRATCH
@@ -142,7 +151,10 @@ def prepare(folder: Path) -> None:
 
 
 def run(job: dict[str, Any], record: int) -> int:
-    """Run `grading_process.main` of the copied checkout, which writes its record into an open file."""
+    """Run `grading_process.main` of the copied checkout in the working directory; return its exit status.
+
+    record: an open file, which gets the job's record.
+    """
     tempfile.tempdir = os.environ["TMPDIR"]  # a library may have asked for it before
     status = int(import_module("phases.course.grading_process").main(job, record))
     sys.stdout.flush()
@@ -150,9 +162,11 @@ def run(job: dict[str, Any], record: int) -> int:
 
 
 def wait(child: int, seconds: float) -> tuple[int, float]:
-    """Wait for a child; return its exit status and its seconds of processor time.
+    """Wait for a child process; return its exit status and its seconds of processor time.
 
-    It is killed after `seconds`, and the processes that it started are killed when it ends.
+    After `seconds` of waiting it is killed, and the status is `OUT_OF_TIME`. The processes that it has
+    started
+    are killed when it ends.
     """
     end = time.monotonic() + seconds
     try:

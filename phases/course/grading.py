@@ -22,7 +22,7 @@ EARNED: dict[State, float] = {"passes here": 1.0, "breaks a later phase": 0.5}
 
 @dataclass(frozen=True)
 class Score:
-    """The points of an exercise or a question, and the reason for each that is missing."""
+    """The points of an exercise or a question, and the reason if some are missing."""
 
     id: str
     title: str
@@ -39,13 +39,14 @@ class Score:
 def grade(
     folder: Path, server: ForkServer, *, asked: Sequence[Exercise] = (), key: bool = False
 ) -> list[Score]:
-    """Return the scores of a working copy, exercises first.
+    """Return the scores of a student's working copy, exercises first, then questions.
 
-    asked: what the class was asked for; what the copy lacks of it earns nothing. Otherwise all of the copy.
-    key: let the reason of a wrong answer to a question name the right one: for a teacher.
+    server: runs the tests. key: for a teacher: the reason of a wrong reply names the right number.
+    asked: exercises that the class had to do; what the copy lacks of them earns nothing. Empty: all of the
+        copy.
 
     Raises:
-        UserError: it is none, or it was made from another version of the course.
+        UserError: the folder is no working copy, or was made from another version of the course.
     """
     copy = opened(folder)
     if fingerprint(made_files(copy.exercises)) != copy.made_from:
@@ -75,7 +76,10 @@ def grade(
 
 
 def score(copy: Copy, exercise: Exercise, server: ForkServer) -> Score:
-    """Check an exercise of a copy, hidden tests included, and return its score."""
+    """Check an exercise of a working copy, hidden tests included, and return its score.
+
+    server: runs the tests.
+    """
     hints = logged(copy.folder, exercise.id, "hint")
     shown = logged(copy.folder, exercise.id, "solution")
     verdict = check_file(copy.folder, exercise, server, hidden=True)
@@ -92,7 +96,7 @@ def score(copy: Copy, exercise: Exercise, server: ForkServer) -> Score:
 
 
 def reason_of(verdict: Verdict) -> str:
-    """Return one line about what failed."""
+    """Return one line about what failed in a check; "" if nothing did."""
     failure = verdict.failure
     if failure is None:
         return ""
@@ -101,13 +105,15 @@ def reason_of(verdict: Verdict) -> str:
 
 
 def as_json(scores: Sequence[Score]) -> dict[str, Any]:
-    """Return all scores as JSON, with their sum."""
+    """Return all scores as JSON data, with their sum and the most that can be reached."""
     total, most = sum(one.points for one in scores), sum(one.most for one in scores)
     return {"points": total, "of": most, "exercises": [vars(one) for one in scores]}
 
 
 def as_gradescope(scores: Sequence[Score]) -> dict[str, Any]:
-    """Return the text of Gradescope's results.json: points and reasons, without the names of tests."""
+    """Return scores as the data of Gradescope's results.json: points and reasons, without the names of
+    tests.
+    """
     return {
         "score": sum(one.points for one in scores),
         "tests": [
@@ -127,8 +133,10 @@ def as_gradescope(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def truth(question: Question) -> float:
-    """Return the value that a question asks for, from its evidence file. Raises `UserError` if it has no
-    such run.
+    """Return the number that a question asks for, from its evidence file.
+
+    Raises:
+        UserError: the file has no such run.
     """
     value = _metric(question, question.run)
     return value / _metric(question, question.over) if question.over else value
@@ -146,13 +154,13 @@ def _metric(question: Question, wanted: Mapping[str, Any]) -> float:
 
 
 def is_right(question: Question, answer: float) -> bool:
-    """Return True if a number is within the question's tolerance of the evidence's value."""
+    """Return True if `answer` is within the question's tolerance of the evidence's value."""
     known = truth(question)
     return abs(answer - known) <= question.tolerance * abs(known)
 
 
 def given(guesses: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the last reply in a log's entries, or None if there is none."""
+    """Return the number of the last reply among a question's log entries, or None if there is none."""
     with suppress(IndexError, KeyError, TypeError, ValueError, OverflowError):
         return float(guesses[-1]["answer"])
     return None

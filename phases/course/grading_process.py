@@ -20,8 +20,10 @@ LONGEST, SHOWN = 600, 8
 
 
 def main(job: dict[str, Any], record_file: int) -> int:
-    """Run pytest with a job's arguments, or the job's cases if it has none; write the record to an open
-    file.
+    """Run pytest with a job's `arguments`, or the job's worked `cases` if it has none; return an exit
+    status.
+
+    record_file: an open file, which gets the outcomes as JSON.
     """
     file, record = Path.cwd() / job["file"], {"word": job["word"]}
     if job["arguments"]:
@@ -36,7 +38,9 @@ def main(job: dict[str, Any], record_file: int) -> int:
 
 
 def value_of(case: dict[str, str], file: Path) -> dict[str, str]:
-    """Return the value of a case as text, `got`, or what was raised."""
+    """Return {"got": value of a worked case as text}, or what was raised: kind, message, and place in
+    `file`.
+    """
     names: dict[str, Any] = {}
     try:
         exec(case["setup"], names)
@@ -46,7 +50,9 @@ def value_of(case: dict[str, str], file: Path) -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """Return tensors and arrays as lists, tuples as lists, numbers rounded to four decimals."""
+    """Return a value without tensors and arrays (lists instead) and tuples (lists), floats to four
+    decimals.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):
@@ -62,7 +68,9 @@ def plain(value: Any) -> Any:
 
 
 def raised(error: BaseException, file: Path) -> dict[str, str]:
-    """Return what was raised, and in which line of the student's file."""
+    """Return what was raised: its kind, a message, and `place`, the last line in the student's `file`, if
+    any.
+    """
     # Hypothesis has found several: the first is to begin with.
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -81,7 +89,9 @@ def raised(error: BaseException, file: Path) -> dict[str, str]:
 
 
 class Recorder:
-    """A plugin of pytest that records each test's outcome, and writes the record when the session ends."""
+    """A pytest plugin that records each test's outcome, and writes the record as JSON when the session
+    ends.
+    """
 
     def __init__(self, record: dict[str, Any], file: Path, record_file: int) -> None:
         self._record = record
@@ -93,7 +103,7 @@ class Recorder:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> None:
-        """Record the exception of a test that raised one."""
+        """Remember the exception of a test that raised one, for its report."""
         if call.excinfo is not None:
             self._raised[item.nodeid] = raised(call.excinfo.value, self._file)
 
@@ -117,5 +127,5 @@ class Recorder:
             }
 
     def pytest_sessionfinish(self) -> None:
-        """Write the record."""
+        """Write the record as JSON to the open file."""
         os.write(self._record_file, json.dumps(self._record).encode())

@@ -19,7 +19,7 @@ LEVELS = 3
 
 
 def hint(exercise: Exercise, level: int) -> str:
-    """Return a hint, from the invariant to pseudocode.
+    """Return the text of an exercise's hint.
 
     level: 1: what must hold, and where the lesson says it; 2: a worked input and output; 3: pseudocode.
 
@@ -45,8 +45,10 @@ def hint(exercise: Exercise, level: int) -> str:
 
 
 def solution(exercise: Exercise, source: str) -> str:
-    """Return a unified diff from a student's functions to the reference's; a function that is missing is
+    """Return a unified diff from a student's functions to the reference's; a missing function counts as
     empty.
+
+    source: text of the student's file.
     """
     reference = exercise.path.read_text(encoding="utf-8")
     ours = functions(reference)
@@ -69,7 +71,11 @@ def _lines(source: str, node: Function) -> list[str]:
 
 
 def log(folder: Path, what: str, exercise: str, **more: object) -> None:
-    """Add a line to the copy's log."""
+    """Append a line of JSON to the log of a working copy.
+
+    folder: the copy. what: "hint", "solution" or "answer". exercise: id of the exercise or question.
+    more: further fields.
+    """
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     with (folder / LOG).open("a", encoding="utf-8") as file:
         file.write(
@@ -78,7 +84,10 @@ def log(folder: Path, what: str, exercise: str, **more: object) -> None:
 
 
 def logged(folder: Path, exercise: str, what: str) -> list[dict[str, object]]:
-    """Return the entries of the copy's log that are about an exercise or question."""
+    """Return the entries in a working copy's log about one exercise or question, oldest first.
+
+    folder: the copy. exercise: its id. what: "hint", "solution" or "answer".
+    """
     found = []
     with suppress(OSError):
         for line in text_in(folder, LOG, errors="replace").splitlines():

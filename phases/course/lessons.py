@@ -26,7 +26,7 @@ TELLING = 40
 
 
 def pages(phase: Phase) -> list[Path]:
-    """Return the pages of a phase's lesson; some have a second one, of measurements."""
+    """Return the files of a phase's lesson: README.md, and for some phases a page of measurements."""
     return sorted(phase.folder.glob("*.md"))
 
 
@@ -36,7 +36,9 @@ def _text(path: Path) -> str:
 
 
 def _traps(phase: Phase) -> list[str]:
-    """Return the rows of a lesson's table of traps, each as one line of text."""
+    """Return the rows of the table of traps (common mistakes) in a phase's lesson, each as one line of
+    text.
+    """
     traps: list[str] = []
     for page in pages(phase):
         found = re.search(r"^## \d\. Traps.*?(?=^## \d)", _text(page), re.M | re.DOTALL)
@@ -51,19 +53,22 @@ def _traps(phase: Phase) -> list[str]:
 
 
 def trap_of(phase: Phase, test: str) -> str:
-    """Return the trap that this test catches, or nothing where it catches several."""
+    """Return the text of the trap (a mistake in the lesson's table) that a test catches.
+
+    "" if the test catches none, or several. test: its name.
+    """
     name = test.partition("[")[0]
     rows = [row for row in _traps(phase) if re.search(rf"\b{re.escape(name)}\b", row)]
     return _trap_text(rows[0]) if len(rows) == 1 else ""
 
 
 def trap_with(phase: Phase, words: str) -> str:
-    """Return the trap that contains these words, or ""."""
+    """Return the text of the trap (a mistake in the lesson's table) that contains `words`, or ""."""
     return next((_trap_text(row) for row in _traps(phase) if words in row), "")
 
 
 def _trap_text(row: str) -> str:
-    """Return a row's text without its test and its markup."""
+    """Return the text of a row of the table of traps, without the name of its test and without markup."""
     cells = [cell.strip() for cell in row.strip().strip("|").split("|")]
     text = ": ".join(cell for cell in cells if cell and "`test_" not in cell) or row.lstrip(
         "- "
@@ -73,7 +78,9 @@ def _trap_text(row: str) -> str:
 
 
 def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
-    """Return the lines of each function's body, without docstring, comments and indentation."""
+    """Return {qualified name: lines of the body} of functions, without docstring, comments and
+    indentation.
+    """
     found: dict[str, list[str]] = {}
     for name, node in functions(source).items():
         if name in names:
@@ -84,8 +91,9 @@ def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
 
 
 def gives_away(text: str, bodies: Mapping[str, list[str]]) -> str:
-    """Return the function whose solution a piece of code shows: two of its lines in a row, or a long one;
-    or "".
+    """Return the name of the function whose solution a piece of code shows, or "".
+
+    It shows one if it has two of its lines in a row, or a long line. bodies: name -> lines of the solution.
     """
     try:
         lines = [line.strip() for line in ast.unparse(ast.parse(text)).splitlines()]
@@ -110,10 +118,11 @@ def masked(
     notes: Mapping[str, str],
     questions: Sequence[str],
 ) -> str:
-    """Return a page of a lesson without code that shows a solution, and without HTML comments.
+    """Return a lesson's page for students: code that shows a solution is replaced, HTML comments are
+    removed.
 
-    bodies, notes: `file:function` -> the lines of the solution, and the text that replaces them.
-    questions: ids of the questions that the page's measurements would answer.
+    bodies: `file:function` -> lines of the solution. notes: the same -> the text that replaces such code.
+    questions: ids of the questions that the page's measurements would answer; these are left out.
     """
     text = FENCE.sub(
         lambda found: notes.get(gives_away(found[1], bodies), found[0]), _text(page)
@@ -128,7 +137,10 @@ def masked(
 
 
 def notebook(path: Path, bodies: Mapping[str, list[str]], notes: Mapping[str, str]) -> str:
-    """Return a notebook without outputs, and without code that shows a solution. Arguments: see `masked`."""
+    """Return a notebook's JSON without outputs; cells that show a solution are replaced by a comment.
+
+    bodies: `file:function` -> lines of the solution. notes: the same -> the text of the comment.
+    """
     book = json.loads(_text(path))
     for cell in book["cells"]:
         if cell["cell_type"] == "code":
@@ -139,7 +151,10 @@ def notebook(path: Path, bodies: Mapping[str, list[str]], notes: Mapping[str, st
 
 
 def pictures(made: Mapping[str, str]) -> set[str]:
-    """Return the pictures in these pages, relative to the checkout."""
+    """Return the paths of the picture files that pages link to, relative to the checkout.
+
+    made: path -> text, of which those that end in .md are pages.
+    """
     found = {
         posixpath.normpath(posixpath.join(posixpath.dirname(file), target))
         for file, text in made.items()
@@ -150,9 +165,9 @@ def pictures(made: Mapping[str, str]) -> set[str]:
 
 
 def linked(text: str, file: str, there: Collection[str]) -> str:
-    """Return a page's text with links that lead to the copy's own files, and for others to the checkout.
+    """Return a page's text whose links lead to files of the working copy, or else to the checkout.
 
-    file: the page's own path.
+    file: the page's own path in the copy.
     there: the paths of the copy's files.
     """
 

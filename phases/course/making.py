@@ -24,7 +24,7 @@ LARGEST = 1 << 22
 
 @dataclass(frozen=True)
 class Copy:
-    """A working copy on disk: its folder, and the exercises and questions of its phases."""
+    """A student's working copy on disk: its folder, and the exercises and questions of its phases."""
 
     folder: Path
     exercises: tuple[Exercise, ...]
@@ -34,16 +34,17 @@ class Copy:
 
 
 def about(chosen: Iterable[Exercise]) -> tuple[list[Phase], tuple[Question, ...]]:
-    """Return the phases that exercises belong to, and the questions of these."""
+    """Return the phases that the exercises belong to, and the questions of these phases."""
     numbers = {exercise.phase.number for exercise in chosen}
     phases = [phase for phase in PHASES if phase.number in numbers]
     return phases, tuple(question for question in questions() if question.phase in phases)
 
 
 def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
-    """Return every text of a copy with these exercises, by its path: always the same from the same reference.
+    """Return {path: text} of every text file of a working copy with these exercises.
 
-    Measurements of lessons are withheld, since the phases' questions ask for them.
+    It is always the same for the same reference. Measurements of lessons are withheld, since the phases'
+    questions ask for them.
     """
     phases, asked = about(chosen)
     blanks = files_of(chosen)
@@ -77,7 +78,7 @@ def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
 
 
 def hidden_in(file: str) -> set[str]:
-    """Return the names of the hidden tests in a file of tests; a test that some exercise shows is not
+    """Return the names of the hidden tests in a file of tests; tests that some exercise shows are not
     hidden.
     """
     shown = {node.partition("[")[0] for exercise in exercises() for node in exercise.tests}
@@ -88,7 +89,8 @@ def hidden_in(file: str) -> set[str]:
 
 
 def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
-    """Write a working copy into a folder that is empty or not there.
+    """Write a working copy with the chosen exercises into a folder that is empty or does not exist;
+    return it.
 
     Raises:
         UserError: the folder is not empty, lies in the checkout, or cannot be written.
@@ -119,7 +121,7 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
 
 
 def link(folder: Path) -> None:
-    """Point the copy's symbolic link at this checkout, whichever checkout made the copy."""
+    """Point the symbolic link `checkout` of a working copy at this checkout; if that fails, do nothing."""
     place = folder / lessons.CHECKOUT
     with suppress(OSError):
         if place.is_symlink():
@@ -128,9 +130,9 @@ def link(folder: Path) -> None:
 
 
 def text_in(folder: Path, file: str, errors: str = "strict") -> str:
-    """Return the text of a regular file of a student's copy; links, pipes and devices are refused.
+    """Return the text of a file in a student's working copy; links, pipes and devices are refused.
 
-    errors: how bytes that are no UTF-8 are treated; see `open`.
+    errors: how bytes that are no UTF-8 are treated, as for Python's `open`.
 
     Raises:
         OSError: it is no regular file inside the copy, or larger than `LARGEST`.
@@ -151,7 +153,7 @@ def text_in(folder: Path, file: str, errors: str = "strict") -> str:
 
 
 def fingerprint(made: dict[str, str]) -> str:
-    """Return a hash of all texts that a copy was made of."""
+    """Return a short hash of all texts of a working copy (path -> text)."""
     return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -159,7 +161,7 @@ def opened(folder: Path) -> Copy:
     """Return the working copy in a folder, with all exercises of its phases.
 
     Raises:
-        UserError: there is none.
+        UserError: the folder is no working copy.
     """
     try:
         facts = json.loads(text_in(folder, COURSE))
@@ -173,7 +175,11 @@ def opened(folder: Path) -> Copy:
 
 
 def around(folder: Path) -> Copy:
-    """Return the working copy that a folder lies in. Raises `UserError` when it lies in none."""
+    """Return the working copy that is or contains a folder.
+
+    Raises:
+        UserError: the folder lies in no working copy.
+    """
     for place in (folder, *folder.parents):
         if (place / COURSE).is_file():
             return opened(place)
@@ -183,7 +189,9 @@ def around(folder: Path) -> Copy:
 
 
 def guide(chosen: Sequence[Exercise]) -> str:
-    """Return the text of the copy's guide: commands, exercises, questions, notebooks, functions held back."""
+    """Return the text of a working copy's README.md: commands, exercises, questions, notebooks, held-back
+    functions.
+    """
     phases, asked = about(chosen)
     blanks = files_of(chosen).items()
     held = [

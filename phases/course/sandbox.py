@@ -82,7 +82,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def limit_resources(seconds: float) -> None:
-    """Limit processor time, memory, and the size of a file, of this process and each that it starts."""
+    """Limit this process and each that it starts: processor time, in `seconds`, memory, and the size of a
+    file.
+    """
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
@@ -93,9 +95,9 @@ def limit_resources(seconds: float) -> None:
 
 
 def enter_namespaces(scratch: Path) -> None:
-    """Continue in a process that sees no network and no other process, and can write in `scratch` alone.
+    """Continue in a new process that sees no network and no other process, and can write in `scratch` alone.
 
-    The calling process stays behind, waits for that one, and ends as it ended.
+    The calling process waits for the new one, and ends as that ends; so this returns in the new one only.
 
     Raises:
         OSError: the system has no such namespaces, or forbids them.
@@ -131,7 +133,8 @@ def enter_namespaces(scratch: Path) -> None:
 
 
 def restrict_files(folder: Path, scratch: Path) -> None:
-    """Let this process and its children read only `folder` and what Python needs, and write in `scratch`.
+    """Let this process and its children read only `folder` and what Python needs, and write only in
+    `scratch`.
 
     Raises:
         OSError: the system has no Landlock.
@@ -165,7 +168,9 @@ def restrict_files(folder: Path, scratch: Path) -> None:
 
 
 def works(step: Callable[[], None]) -> bool:
-    """Return True if a step of confinement succeeds, which is tried in a process of its own."""
+    """Return True if `step`, a means of confinement, raises no error; it is tried in a process of its
+    own.
+    """
     if sys.platform != "linux":
         return False
     child = os.fork()
@@ -179,7 +184,10 @@ def works(step: Callable[[], None]) -> bool:
 
 
 def describe_gaps(namespaces: bool, landlock: bool) -> str:
-    """Return one line about the means of confinement that this system lacks, or "" if it has them all."""
+    """Return one line about the means of confinement that this system lacks; "" if it has them all.
+
+    namespaces, landlock: whether the system has each.
+    """
     if sys.platform != "linux":
         lacks = "confines nothing: only Linux has the means used here, and macOS' sandbox-exec is deprecated"
     elif not namespaces:
@@ -199,7 +207,7 @@ def describe_gaps(namespaces: bool, landlock: bool) -> str:
 
 
 def _continue_in_child(most: int = 0) -> None:
-    """Continue in a new process. This one waits for it, and ends as it ended.
+    """Continue in a new process; the calling one waits for it, and ends as it ended.
 
     most: if not 0, the child is the first process of a namespace, and it is ended, with all others there,
         when /proc shows more processes than this.
@@ -226,7 +234,7 @@ def _mount(kind: str, place: Path, flags: int, options: str) -> None:
 
 
 def _succeeds(result: int) -> int:
-    """Return what a function of the C library returned. Raises `OSError` for -1."""
+    """Return `result`, what a function of the C library returned. Raises `OSError` for -1."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

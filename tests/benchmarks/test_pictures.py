@@ -72,4 +72,4 @@ def test_the_lesson_names_the_states_of_the_stack() -> None:
     (after_colon,) = (states for text, states, _ in stacks() if text.endswith(":"))
     below, top = after_colon
     lesson = (ROOT / "phases/12_structured/README.md").read_text(encoding="utf-8")
-    assert f"begins in state {top}, and below it lies {below}," in lesson
+    assert f"begins in state {top}. State {below} lies below state {top}:" in lesson

@@ -90,16 +90,7 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
     "16 experts": lambda model: experts.load(model, max_rows=8, step_tokens=64),
     "16 preempting": tight(experts.load, step_tokens=50),
     "17 hybrid_cache": lambda model: hybrid_cache.load(model, max_rows=8, step_tokens=64),
-    "19 moving_blocks": lambda model: moving_blocks.load(
-        model,
-        max_rows=6,
-        step_tokens=50,
-        block_size=16,
-        cache_bytes=blocks(model, 36),
-        host_bytes=blocks(model, 400),
-        prefill_rate=1.0,
-        load_rate=1e6,
-    ),
+    "19 moving_blocks": tight(moving_blocks.load, step_tokens=50),
     "17 small blocks": lambda model: hybrid_cache.load(
         model, max_rows=8, step_tokens=50, block_size=3
     ),

@@ -59,8 +59,8 @@ ORACLES: dict[str, dict[str, Any]] = {
     "every-fourth": {"tie_word_embeddings": True},
     "own-layers": {"layer_types": [FULL, LINEAR, LINEAR, FULL, LINEAR], "attention_bias": True},
     "one-head-each": {"linear_num_key_heads": 6, "linear_conv_kernel_dim": 2, "linear_value_head_dim": 7},
-    "half-turned": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0,
-        "partial_rotary_factor": 0.5}},
+    "half-turned": {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "default",
+        "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
     "long": {"max_position_embeddings": 512, "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0,
         "factor": 4.0, "original_max_position_embeddings": 128, "partial_rotary_factor": 0.25}},
 }  # fmt: skip

@@ -313,6 +313,8 @@ def kernels() -> Iterator[Any]:
 
 
 LENGTH, KEYS = 70, 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Of the kernels: natively on a GPU, otherwise in the interpreter."""
 SCALE = 0.05
 
 
@@ -324,7 +326,8 @@ def exact_inputs() -> tuple[Tensor, LayerBlocks, Tensor]:
     k = torch.randint(-1, 2, (blocks, 16, 1, 16), generator=generator)
     v = torch.randint(-4, 5, (blocks, 16, 1, 16), generator=generator) / 4
     table = torch.randperm(blocks, generator=generator).int()[None]
-    return q.half(), LayerBlocks(k.half(), v.half()), table
+    q, k, v = (part.half().to(DEVICE) for part in (q, k, v))
+    return q, LayerBlocks(k, v), table.to(DEVICE)
 
 
 def layer_of(window: int | None) -> LayerSpec:
@@ -339,7 +342,7 @@ def as_prompt(
     q, cache, table = exact_inputs()
     parts = []
     for first, last in zip([0, *cuts], [*cuts, LENGTH], strict=True):
-        tiles = torch.from_numpy(query_tiles([last - first], [last], block_m // 2))
+        tiles = torch.from_numpy(query_tiles([last - first], [last], block_m // 2)).to(DEVICE)
         launch = kernels.Launch(block_m)
         parts.append(
             kernels.chunked_attention(
@@ -354,7 +357,7 @@ def as_decodes(
     kernels: Any, splits: int = 1, window: int | None = None, chunk: int = 32
 ) -> Tensor:
     q, cache, table = exact_inputs()
-    lens = torch.arange(1, LENGTH + 1, dtype=torch.int32)
+    lens = torch.arange(1, LENGTH + 1, dtype=torch.int32, device=DEVICE)
     scratch = kernels.Scratch(1 << 10, 16, q.device)
     out: Tensor = kernels.chunked_attention(
         q,
@@ -409,7 +412,8 @@ def test_the_kernel_computes_attention(kernels: Any) -> None:
     from paged_cache.reference import paged_attention
 
     q, cache, table = exact_inputs()
-    starts, lens = torch.tensor([0, LENGTH]), torch.tensor([LENGTH])
+    starts = torch.tensor([0, LENGTH], device=DEVICE)
+    lens = torch.tensor([LENGTH], device=DEVICE)
     expected = paged_attention(q, cache, table, starts, lens, scale=SCALE)
     torch.testing.assert_close(as_prompt(kernels).float(), expected, atol=2e-3, rtol=0)
 
@@ -418,11 +422,12 @@ def test_tiles_of_a_product_agree_and_the_sum_is_not_cut(kernels: Any) -> None:
     from batch_invariance.kernels.product import ProductTile, product
 
     torch.manual_seed(0)
-    x, weight = torch.randint(-2, 3, (40, 72)).half(), torch.randint(-2, 3, (24, 72)).half()
-    bias = torch.randn(24).half()
+    sizes = (40, 72), (24, 72)
+    x, weight = (torch.randint(-2, 3, size).half().to(DEVICE) for size in sizes)
+    bias = torch.randn(24).half().to(DEVICE)
     expected = x.float() @ weight.float().t() + bias.float()
     for tile in (ProductTile(1, 16, 16, 32, 4, 2), ProductTile(1, 32, 32, 64, 4, 2)):
-        out = torch.empty(40, 24, dtype=torch.float16)
+        out = torch.empty(40, 24, dtype=torch.float16, device=DEVICE)
         product(x, weight, bias, out, tile)
         assert same_bits(out, expected.half())
 
@@ -432,12 +437,12 @@ def test_a_draw_does_not_ask_how_many_rows_there_are(kernels: Any) -> None:
     from common.sampling.sampler import Sampler
 
     torch.manual_seed(0)
-    sampler = Sampler(8, 3000, "cpu")
+    sampler = Sampler(8, 3000, DEVICE)
     sampler.sampler_backend = FixedSamplerBackend()
     for row in range(8):
         sampler.set_row(row, SamplingParams(temperature=1.0, seed=row), [1])
-    logits, rows = torch.randn(8, 3000), torch.arange(8)
-    steps = torch.zeros(8, dtype=torch.int64)
+    logits, rows = torch.randn(8, 3000, device=DEVICE), torch.arange(8, device=DEVICE)
+    steps = torch.zeros(8, dtype=torch.int64, device=DEVICE)
     whole = sampler.sample(logits, rows, list(range(8)), steps).tokens
     for count in (1, 3, LEAST_ROWS):
         part = sampler.sample(logits[:count], rows[:count], list(range(count)), steps[:count])

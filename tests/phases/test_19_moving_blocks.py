@@ -1442,7 +1442,9 @@ class Hasty(torch.cuda.Stream):
 def test_a_save_waits_for_the_kernel_that_writes(planted: bool) -> None:
     """a1: the copy reads what the step before has written, however slow that step is."""
     pool, host, worker = gpu_worker()
-    worker.start_save([0], [0])  # compiles
+    worker.start_save(
+        range(64), range(64)
+    )  # compiles, and keeps pinned memory for the next list
     torch.cuda.synchronize()
     if planted:
         worker.save_stream = Hasty()  # type: ignore[no-untyped-call]

@@ -15,10 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The facts that attention needs about the layer that calls it.
+    """The facts that attention needs about a layer: its index, head counts and size, scale, and those below.
 
     ``sliding_window = w`` lets the query at position ``p`` see the keys ``p-w+1 .. p``.
-    ``sinks [H]``, a seam: the score, for each query head, of one more key that every query sees, of value 0.
+    ``sinks [H]``: the score, for each query head, of one more key that every query sees, of value 0.
     """
 
     index: int
@@ -31,7 +31,7 @@ class LayerSpec:
 
 
 class Attention(Protocol):
-    """Maps one layer's queries, keys and values to its outputs. Every phase has its own."""
+    """Interface: maps one layer's queries, keys and values to its outputs. Every phase has its own."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return attention's output ``[..., H, D]`` for ``q [..., H, D]``, ``k`` and ``v [..., KH, D]`` of a
@@ -59,8 +59,9 @@ def causal_mask(
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax over the keys of `scores [..., KH, H / KH, S, L]`; with `sinks [H]`, over theirs as
-    well.
+    """Return the softmax over the keys of `scores [..., KH, H / KH, S, L]`, same shape.
+
+    sinks: `[H]`, for each query head the score of one more key that only enlarges the sum; None: no such key.
     """
     if sinks is None:
         return torch.softmax(scores, dim=-1)

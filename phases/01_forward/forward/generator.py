@@ -46,16 +46,17 @@ class Generator:
         dtype: str = "auto",
         tokenizer: Tokenizer | None = None,
     ) -> Self:
-        """Make this phase's engine for a model's name or a loaded model.
+        """Return this phase's engine for a model's name or a loaded model.
 
-        device, dtype: see `loading.load_model`. tokenizer: for stop strings; None: the model folder's, if
-            needed.
+        device, dtype: where to load it and in which format, such as ``cpu``, ``float32``. tokenizer: for stop
+            strings; None: the model folder's, if needed.
         """
         return cls(load_model(model, device=device, dtype=dtype), tokenizer)
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        """Yield the events of each prompt's completions, one prompt after another; see
-        `common.events.Streams`.
+        """Yield the token events of each prompt's completions, one prompt after another.
+
+        prompts: token ids. params: for all prompts, or one for each.
 
         Raises:
             UserError: a prompt or its parameters cannot be served; before anything is computed.
@@ -80,15 +81,15 @@ class Generator:
     ) -> Iterator[TokenEvent]:
         """Yield one event a token of a completion; the last one has the reason for its end.
 
+        index: the prompt's number. sample: which of its `n` completions. prompt: token ids. params: checked
+            before.
+
         A completion that may have no token is one event without one, with the reason "length". Otherwise
         `begin` is called once, row 0 of the sampler is set, and `_next` samples token n with step n, from 0.
+
         `finish_reason` says whether a token ends it. With stop strings and a tokenizer a `TextStream` has the
         last word: `advance(token, reason)` returns the reason, which becomes "stop" when the text ends, and
         the piece of text for the event.
-
-        Args:
-            index: the prompt's number. sample: which of its `n` completions.
-            prompt: token ids. params: checked before.
         """
         tokens, eos = list(prompt), self.model.config.eos_token_ids
         limit = output_limit(len(prompt), params, self.model.max_len)

@@ -20,8 +20,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Return the elementwise function called ``hidden_act`` in a configuration. Raises `UserError` for an
-    unknown name.
+    """Return the elementwise function that configurations call ``name``, such as ``silu``. Raises `UserError`
+    for an unknown name.
     """
     if name not in ACTIVATIONS:
         raise UserError(f"activation {name!r} is not supported, only {', '.join(ACTIVATIONS)}")
@@ -29,7 +29,7 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 class Embedding(nn.Embedding):
-    """PyTorch's without random weights, which on `meta` import its compiler: a second and 60 MB."""
+    """`nn.Embedding` without random weights: drawing these on `meta` imports a compiler, 1 s and 60 MB."""
 
     def reset_parameters(self) -> None:
         """Leave the weight as it is: a checkpoint or `random_model` fills it."""

@@ -46,16 +46,14 @@ def load_model(
     seed: int = 0,
     weight_loader: WeightLoader | None = None,
 ) -> Model:
-    """Load a model for inference.
+    """Return a model loaded for inference.
 
-    Args:
-        name: a bundled model (``smollm2``, ``gemma3-270m``), a folder with a Hugging Face checkpoint, a hub
-            id, or ``random:SHAPE`` for random weights of a published shape (`SHAPES`). A loaded model is
-            returned as it is, unless `weight_loader` changes it: then a copy that shares all other layers.
-        device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
-        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-        seed: of random weights. The same seed gives other weights on another kind of device.
-        weight_loader: without it every layer is phase 01's, and a quantized checkpoint is refused.
+    name: a bundled model (``smollm2``, ``gemma3-270m``), a folder with a Hugging Face checkpoint, a hub id,
+        or ``random:SHAPE`` for random weights of a published shape (`SHAPES`). A loaded model is returned as
+        it is, unless `weight_loader` changes it: then a copy that shares all other layers.
+    device: ``auto``, ``cpu``, ``cuda`` or ``mps``. dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+    seed: of random weights. The same seed gives other weights on another kind of device.
+    weight_loader: None: every layer is phase 01's, and a quantized checkpoint is refused.
 
     Raises:
         UserError: there is no such model, or its files do not fit its configuration.
@@ -94,7 +92,7 @@ def facts_of(model: str | Path | Model) -> ModelConfig:
     """Return the configuration of a loaded model, or of a model by its name, as its `config.json` says it.
 
     Raises:
-        UserError: there is no such model, or see `ModelConfig.from_folder`.
+        UserError: there is no such model, or its `config.json` describes none that we have.
     """
     if isinstance(model, Model):
         return model.config
@@ -111,7 +109,7 @@ def config_of(name: str | Path) -> ModelConfig:
     matrix for both.
 
     Raises:
-        UserError: see `facts_of` and `load_weights`.
+        UserError: there is no such model, or its configuration or weights cannot be used.
     """
     config = facts_of(name)
     if str(name).startswith(RANDOM):
@@ -123,7 +121,9 @@ def config_of(name: str | Path) -> ModelConfig:
 
 
 def refuse_quantized(config: ModelConfig, folder: Path) -> None:
-    """Raise `UserError` if a checkpoint is quantized; called where no feature reads quantized weights."""
+    """Raise `UserError` if the checkpoint in `folder` is quantized by its `config`; called where no feature
+    reads quantized weights.
+    """
     if config.quantization is not None:
         method = brief(config.quantization["quant_method"])
         raise UserError(

@@ -19,7 +19,7 @@ class Model(nn.Module, ABC):
     The leading shape of ``input_ids`` is free: ``[S]`` for one sequence, ``[B, S]`` for a padded batch,
     ``[T]`` for a ragged one. Only the attention object has to know which it is.
 
-    config: the model's shape. layer_specs: of its layers, for attention.
+    config: the model's shape. layer_specs: for each layer the facts that attention needs.
     """
 
     TIED: ClassVar[dict[str, str]]

@@ -27,7 +27,8 @@ def scaled(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def attention_scaling(config: ModelConfig, layer: int) -> float:
-    """Return the factor of a layer's scores that a longer context needs; 1 without YaRN.
+    """Return the factor by which YaRN multiplies the attention scores of layer number `layer`; 1 without
+    YaRN.
 
     The papers and `transformers` scale cosines and sines, and so queries and keys, by its root.
     """
@@ -37,7 +38,7 @@ def attention_scaling(config: ModelConfig, layer: int) -> float:
 
 
 def _attention_factor(rope: RopeConfig) -> float:
-    """Return the factor of queries and of keys: 1, or YaRN's."""
+    """Return the factor by which queries and keys are multiplied: 1, or YaRN's for its longer context."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -46,7 +47,8 @@ def _attention_factor(rope: RopeConfig) -> float:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Apply Llama 3.1's scaling: a slow pair's frequency is divided by ``factor``, a fast one's is not.
+    """Return `frequencies [D/2]` with Llama 3.1's scaling: a slow pair's frequency is divided by ``factor``,
+    a fast one's is not.
 
     A pair is slow when it turns fewer than ``low_freq_factor`` times within the original context and fast
     when it turns more than ``high_freq_factor`` times. Between them the frequency is a mixture of both,
@@ -61,15 +63,16 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Apply YaRN (arXiv 2309.00071): as Llama 3.1's scaling, but the ramp is over the pairs' indices.
+    """Return `frequencies [D/2]` with YaRN's scaling (arXiv 2309.00071): slow pairs' are divided by
+    ``factor``.
 
-    It goes from the pair that turns ``beta_fast`` times within the original context to that of
-    ``beta_slow``.
+    Between slow and fast pairs the share of the divided frequency is linear in the pair's index: the ramp
+    goes from the pair that turns ``beta_fast`` times within the original context to that of ``beta_slow``.
     """
     dims = 2 * len(frequencies)
 
     def pair_of(turns: float) -> float:
-        """Return the index (a fraction) of the pair that makes so many turns over the original context."""
+        """Return the index (a fraction) of the pair that makes `turns` turns over the original context."""
         return (
             dims
             * math.log(rope.original_max_position / (turns * 2 * math.pi))

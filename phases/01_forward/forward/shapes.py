@@ -22,9 +22,9 @@ def _shape(
     max_position_embeddings: int,
     **more: Any,
 ) -> ModelConfig:
-    """Return a configuration; `more` replaces the defaults of most models.
+    """Return a `ModelConfig` of these sizes; `more` gives other fields, instead of common defaults.
 
-    heads: `(H, KH, D)`. The other sizes are those of `ModelConfig`.
+    heads: `(H, KH, D)`: query heads, key/value heads, numbers in a head.
     """
     query_heads, kv_heads, head_dim = heads
     defaults = {
@@ -41,7 +41,9 @@ def _shape(
 
 
 def _yarn(theta: float, trained: int) -> RopeConfig:
-    """Return the RoPE of gpt-oss, with a context 32 times as long as the `trained` one."""
+    """Return the RoPE configuration of gpt-oss with base `theta`, with a context 32 times as long as the
+    `trained` one, in tokens.
+    """
     return RopeConfig(
         theta, kind="yarn", factor=32.0, original_max_position=trained, truncate=False
     )

@@ -57,9 +57,11 @@ class CachedAttention:
     def _mask(
         self, layer: LayerSpec, cache: LayerCache, end: int, fresh: Tensor | None = None
     ) -> Tensor | None:
-        """Return the mask for layers of this kind, computed by the step's first layer of the kind.
+        """Return the boolean mask ``[..., S, L]`` of keys that queries see, ``None`` if all; once a step and
+        kind.
 
-        fresh: columns of the step, if their keys are not in the cache yet.
+        cache: the layer's. end: columns in the cache, whose keys come first. fresh: columns of the step, if
+            their keys are not in the cache yet.
         """
         kind = (cache.capacity, layer.sliding_window)
         if kind not in self._masks:
@@ -69,8 +71,10 @@ class CachedAttention:
         return self._masks[kind]
 
     def mask(self, key_columns: Tensor, window: int | None) -> Tensor | None:
-        """Return `causal_mask` for the step's columns, ``[..., S, L]``, or ``None`` if every
-        key may be seen.
+        """Return the boolean causal mask of the step's columns, ``[..., S, L]``; ``None`` if every key may be
+        seen.
+
+        key_columns: ``[L]``. window: the layer's sliding window in tokens; ``None``: none.
         """
         if len(self.columns) == 1:
             return None  # the newest token sees everything that is kept

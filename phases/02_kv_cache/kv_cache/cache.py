@@ -78,7 +78,8 @@ class KVCache:
 
     @staticmethod
     def bytes_needed(config: ModelConfig, batch: int, max_len: int, dtype: torch.dtype) -> int:
-        """Return the bytes that a cache of this size takes, before anything is allocated.
+        """Return the bytes that a cache of `batch` sequences of `max_len` columns takes, before anything is
+        allocated.
 
         ``2 * KH * D * bytes`` a token and layer; a window layer never holds more than its window.
         """

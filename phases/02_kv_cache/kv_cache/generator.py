@@ -20,7 +20,10 @@ class CachedGenerator(Generator):
     attention: CachedAttention
 
     def begin(self, prompt_len: int, limit: int) -> None:
-        """Allocate a request's cache: its last token is never computed, so it needs no column."""
+        """Allocate the cache of a request of ``prompt_len`` tokens that generates at most ``limit``.
+
+        Its last token is never computed, so it needs no column.
+        """
         self.cache = KVCache(
             self.model.config,
             batch=1,

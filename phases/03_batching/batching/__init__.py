@@ -22,7 +22,7 @@ def load(
     batch_size: int = 16,
     compact: bool = False,
 ) -> BatchGenerator:
-    """Create this phase's engine for a model's name or a loaded model.
+    """Return this phase's engine for a model's name or a loaded model.
 
     device, dtype: where and how to load it. tokenizer: for stop strings only. batch_size: rows in a batch.
     compact: drop finished rows from the batch as they finish.

@@ -22,12 +22,15 @@ class PaddedAttention(CachedAttention):
         self.padding = padding
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows of the batch: ``[B']`` int64."""
+        """Keep only these rows of the batch, in cache and padding: ``[B']`` int64."""
         self.cache.keep(rows)
         self.padding = self.padding[rows]
 
     def mask(self, key_columns: Tensor, window: int | None) -> Tensor | None:
-        """Return the mask ``[B, 1, S, L]``: causal, within the window, and without padding columns."""
+        """Return the mask ``[B, 1, S, L]``: causal, within the window, and without padding columns.
+
+        key_columns: ``[L]``. window: the layer's sliding window in tokens; ``None``: none.
+        """
         real = (key_columns >= self.padding.unsqueeze(-1)).unsqueeze(1)  # [B, 1, L]
         if len(self.columns) > 1:
             visible = causal_mask(self.columns, key_columns, window)  # [S, L]

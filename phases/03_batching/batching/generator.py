@@ -175,7 +175,8 @@ class BatchGenerator(Generator):
     def _step(
         self, ids: Tensor, attention: PaddedAttention, indices: list[int], step: int
     ) -> Sampled:
-        """Run ``ids [B, S]`` as the next S columns, and sample a token for every row from the last column.
+        """Run ``ids [B, S]`` as the next S columns, and return a token for every row, sampled from the last
+        column.
 
         indices: the sampler's row of each request. step: number of the token in the outputs.
         """

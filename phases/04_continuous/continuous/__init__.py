@@ -39,7 +39,7 @@ def load(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Engine:
-    """Create this phase's engine for a model's name or a loaded model.
+    """Return this phase's engine for a model's name or a loaded model.
 
     Args:
         model: a name, a folder, or a loaded `Model`. device, dtype: where and how to load it.

@@ -79,7 +79,8 @@ class Group:
     def mask(self, window: int | None, columns: int, device: torch.device) -> Tensor | None:
         """Return the mask `[G, 1, queries, columns]` of visible keys; None if every query sees every key.
 
-        window: tokens that a query sees; None: all. columns: keys. Made once a step and sliding window.
+        window: tokens that a query sees; None: all. columns: keys. Made once in a step for each sliding
+            window.
         """
         if window not in self.masks:
             contexts, lens = (
@@ -123,20 +124,17 @@ class Group:
 def group(
     order: Sequence[int], queries: Ints, contexts: Ints, padding: int, rows: Ints | None = None
 ) -> list[Ints]:
-    """Split requests into groups, each padded to its longest query and context, so that little is padded.
+    """Return requests in groups, each padded to its longest query and context, so that little is padded.
 
-    Requests are taken in the given order. One is added to the current group as long as the group's padding
-    stays within `padding` query-key pairs, so every further call saves more padding than it costs.
+    order: indices into the batch, sorted so that neighbours have similar lengths.
+    queries, contexts: `[B]`, numbers of new tokens and of keys. padding: most padded query-key pairs of a
+        group.
+    rows: `[B]`, increasing in this order; if given, one view must cover a group's rows, and rows between them
+        that no request of the group has are padding too. None: rows do not matter.
 
-    Args:
-        order: indices into the batch, sorted so that neighbours have similar lengths.
-        queries, contexts: `[B]`, numbers of new tokens and of keys.
-        padding: most padded query-key pairs of a group.
-        rows: `[B]`, increasing in this order; if given, one view must cover a group's rows, and rows between
-            them that no request of the group has are padding too.
-
-    Returns:
-        The members of each group, as indices into the batch.
+    Returns the members of each group, as indices into the batch. Requests are taken in the given order. One
+    is added to the current group as long as the group's padding stays within `padding` query-key pairs, so
+    every further call saves more padding than it costs.
     """
     groups: list[Ints] = []
     current: list[int] = []
@@ -166,9 +164,9 @@ def group(
 def attend_masked(
     layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """`forward.attend` in one fused call, which never writes the scores to memory.
+    """Return a layer's attention `[G, H, S, D]` by one fused call, which never writes the scores to memory.
 
-    `q [G, H, S, D]`, `k` and `v [G, KH, C, D]`, `mask [G or 1, 1, S, C]` boolean -> `[G, H, S, D]`.
+    q: `[G, H, S, D]`. k, v: `[G, KH, C, D]`. mask: `[G or 1, 1, S, C]` bool, True: visible; None: all keys.
     The fused call has no sinks; layers with them take the long way.
     """
     if layer.sinks is not None:
@@ -193,8 +191,7 @@ def avoid_plans_per_shape() -> None:
 
 
 def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:
-    """Return groups of the requests that have no cached tokens, by length, and the indices of the other
-    requests.
+    """Return the requests without cached tokens in `Group`s of similar length, and the others' indices.
 
     host: the batch's lengths. A request without cached tokens needs no cache to attend: its keys and
         values are this step's.

@@ -54,8 +54,8 @@ class HostBatch:
         """Return the layout of a step, given its works (a work: the tokens of one request) in the order of
         the batch.
 
-        prompt_lens: `[R]`, prompt tokens by row. Samples are in the order of works, then of sampled
-            requests, then of tokens.
+        prompt_lens: `[R]`, prompt tokens of the request in each row. Samples are in the order of works, then
+            of sampled requests, then of tokens.
         """
         _, row, start, count, drafts, sampled_requests, _ = zip(*works, strict=True)
         rows, starts, lens = (np.array(column, np.int64) for column in (row, start, count))
@@ -149,7 +149,8 @@ TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 def upload(
     device: torch.device, arrays: Mapping[str, NDArray[np.integer[Any]]]
 ) -> dict[str, Tensor]:
-    """Copy arrays of int64 and int32, of any shapes, to the device in one transfer: a tensor for each.
+    """Copy arrays of int64 and int32, of any shapes, to the device in one transfer, and return a tensor for
+    each, by name.
 
     Many small transfers cost far more than one: each has a fixed price of some microseconds. So all of them
     lie in one buffer of bytes, and are views of its copy on the device. Each begins at a multiple of 16

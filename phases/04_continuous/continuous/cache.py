@@ -18,7 +18,7 @@ class CacheManager(Protocol):
     set to what `lookup` returned. In each step: `reserve` before any token is scheduled, and `commit` when
     the step has succeeded. At the end: `release`, once, and then the row is freed.
 
-    What a class does not define is that of a cache which always has room.
+    A method that a subclass does not define behaves as for a cache that always has room.
     """
 
     def holds(self, tokens: int) -> bool:

@@ -137,7 +137,7 @@ class Engine:
     def _prepare(
         self, prompt: Sequence[int], params: SamplingParams, index: int
     ) -> list[Request]:
-        """Return the `n` requests of one prompt, checked; parameters as in `add`.
+        """Return the `n` requests of one prompt (token ids), checked; `index` is the caller's number for it.
 
         Raises:
             UserError: they can never be served.
@@ -237,13 +237,11 @@ class Engine:
         return works
 
     def launch(self, works: list[Work]) -> Pending | None:
-        """Launch one step on the device, and return its pending results; None if it is empty or has
-        failed.
-        """
+        """Launch one step on the device, and return its pending results; None if it is empty or failed."""
         return self.sample(self.forward(works))
 
     def forward(self, works: list[Work]) -> Forwarded | None:
-        """Launch the forward pass of a step, and return it unsampled; None if it is empty or has failed."""
+        """Launch a step's forward pass, and return it unsampled; None if the step is empty or has failed."""
         if not works:
             return None
         self.stats.begin(works, len(self.scheduler.running))
@@ -252,7 +250,9 @@ class Engine:
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
-        """Launch the sampling of a step after its forward pass; None if there was none or it has failed."""
+        """Launch the sampling of `step`, and return its results; None if `step` is None, or sampling
+        failed.
+        """
         if step is None:
             return None
         with self.failing(step.works):
@@ -279,7 +279,7 @@ class Engine:
             self.append_tokens(pending, results)
 
     def wait(self, pending: Pending) -> Results | None:
-        """Wait for the tokens of a step; None if it failed."""
+        """Return the tokens of each sampled request of a step, after a wait; None if the step failed."""
         with self.failing(pending.works):
             results = pending.get()
             self._collected = time.perf_counter()
@@ -287,7 +287,7 @@ class Engine:
         return None
 
     def append_tokens(self, pending: Pending, results: Results) -> None:
-        """Append the tokens of a step to their requests, and finish the step in the scheduler.
+        """Append the tokens of the step `pending` to their requests, and finish the step in the scheduler.
 
         results: for each sampled request, the tokens that it gets.
         """
@@ -364,9 +364,7 @@ class Engine:
 
     @contextmanager
     def failing(self, works: Sequence[Work]) -> Iterator[None]:
-        """Return a context in which an `Exception` ends the step's requests with this error; others are
-        raised on.
-        """
+        """Return a context in which an `Exception` ends the requests of `works`; any other is raised on."""
         try:
             yield
         except BaseException as error:
@@ -377,8 +375,8 @@ class Engine:
     def fail(self, works: Sequence[Work], error: BaseException) -> None:
         """End the requests of a step that raised; what they hold is released and nothing is committed.
 
-        Each work is finished with `computed=False`. Then its request, its sampled requests and the siblings
-        that wait for its prompt end with "error" and the error, unless they have ended.
+        Each work of the step is finished with `computed=False`. Then its request, its sampled requests and
+        the siblings that wait for its prompt end with "error" and the error, unless they have ended.
         `on_step_failed` is called last.
         """
         log.error("a step failed, and with it %d requests", len(works), exc_info=error)
@@ -471,5 +469,7 @@ class Engine:
             ]  # which this stream will not yield any more
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
-        """Generate for all prompts and wait for the last; completions in (prompt, sample) order."""
+        """Return the completions of all prompts (token ids), in (prompt, sample) order, after the last
+        end.
+        """
         return generate(self, prompts, params)

@@ -50,13 +50,17 @@ class BatchAttention(Protocol):
 
 
 class OutputVerifier:
-    """Decides which sampled tokens a request gets: here all, one each. Phase 11's verifies draft tokens."""
+    """Decides which of a step's sampled tokens each request gets: here all, one each. Phase 11's verifies
+    draft tokens.
+    """
 
     def write(self, works: Sequence[Work]) -> None:
         """Write the draft tokens of a step into their requests' rows, before it runs; here there are none."""
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return, for each sampled request in order, the list of sampled tokens that it keeps."""
+        """Return, for each sampled request in order, the list of sampled tokens that it keeps; tokens: all
+        that the step has sampled.
+        """
         return [[token] for token in tokens]
 
 
@@ -93,10 +97,10 @@ class Pending:
 class Forwarded:
     """The first half of a step: the forward pass is launched, and nothing is sampled yet.
 
-    works: what it computes for each request, in the order of the batch.
+    works: what the step computes for each request, in the order of the batch. batch: its inputs.
     hidden: `[T, hidden]`.
-    rest: the second half, where an executor has its own; it takes what `Runner.sample` is given.
-    logits: `[S, V]` float32 of the samples, where an executor has computed them.
+    rest: computes the second half, given the bit masks, if a CUDA graph did that too; None: `Runner` does.
+    logits: `[S, V]` float32 of the samples, if they are computed already; else None.
     """
 
     works: Sequence[Work]
@@ -135,9 +139,9 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """Run the first half: from tokens to hidden states.
+        """Run the first half of a step, from tokens to hidden states, and return these.
 
-        masked: the second half will be given masks. (What does both halves at once must know.)
+        works: the step's requests and tokens. masked: True if the second half will be given bit masks.
         """
         # In the order of their rows, so that neighbours in the cache are neighbours in the batch.
         works = sorted(works, key=_by_row)
@@ -174,7 +178,7 @@ class Runner:
         return Pending(step.works, sampled, self.verifier)
 
     def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
-        """Return the logits of hidden states `[S, hidden]` that are sampled: `[S, V]` float32."""
+        """Return the logits of hidden states `[S, hidden]` to be sampled by `plan`: `[S, V]` float32."""
         return self.model.logits(hidden)
 
     def refresh(self, works: Sequence[Work]) -> None:

@@ -54,9 +54,9 @@ class Scheduler:
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # a heap by rank
 
     def check(self, requests: list[Request]) -> None:
-        """Raise `UserError` if the samples of one prompt would wait for ever.
+        """Raise `UserError` if `requests`, the samples of one prompt, would wait for ever.
 
-        The message names what they need and what there is.
+        The message names the memory that they need and that there is.
         """
         self.check_step(requests[0])
         most = requests[0].limit - 1  # the last token is never computed
@@ -91,16 +91,16 @@ class Scheduler:
         return not self.running and self._head() is None
 
     def schedule(self) -> list[Work]:
-        """Decide the next step. Its works count as computed from here on, so call it once a step.
+        """Decide the next step, and return its works (each: the tokens of one request). Call it once a step.
 
-        First come the running requests in their `order`, each with its `num_new_tokens` of what is left
-        of the budget, `step_tokens`, drafts included. The waiting line follows, from its head
-        (`_admit_waiting`). On the way:
+        The works count as computed from here on. First come the running requests in their `order`, each with
+        its `num_new_tokens` of what is left of the budget, `step_tokens`, drafts included. The waiting line
+        follows, from its head (`_admit_waiting`). On the way:
 
-        - A request that `should_yield` is served behind those of the line that rank before it
+        - A request that `should_yield` is served after those of the waiting line that rank before it
           (`_admit_waiting` with `before`), unless this step has preempted.
         - Room is reserved for all that is computed, and before the work is taken. A request for which the
-          cache has none may take it from those behind it in the queue, which this step has not served yet
+          cache has none may take memory from those after it in the queue, which this step has not served yet
           (`preempt_for` removes its victims from the queue). That step has preempted, whether room was
           found or not, and admits no request afterwards: it would take the room that the victim has just
           lost.
@@ -143,8 +143,8 @@ class Scheduler:
         """Admit requests from the head of the waiting queue while there is room, and schedule their first
         tokens.
 
-        works: gets their works. budget: tokens of the step that are left. before: a rank; only requests of
-            a smaller rank are admitted. No request overtakes the head.
+        works: gets their works. budget: tokens of the step that are left. before: only requests of a smaller
+            rank are admitted; None: all. No request overtakes the head.
 
         Returns:
             What is left of the budget.
@@ -168,8 +168,8 @@ class Scheduler:
         return budget
 
     def _drafts(self, request: Request, end: int, budget: int) -> tuple[int, ...]:
-        """Return draft tokens behind a request's newest token, which this step computes, and reserve cache
-        for them.
+        """Return draft tokens after a request's newest token, which this step computes, and reserve cache for
+        them.
 
         There are none if there is no room, since no request loses its place for a draft; if siblings fork,
         for each goes on in its own way; and with penalties, which count all tokens before one.
@@ -186,12 +186,12 @@ class Scheduler:
     def _schedule_request(
         self, request: Request, count: int, drafts: tuple[int, ...] = ()
     ) -> Work:
-        """Return a work of `count` tokens and its drafts, and advance the request by both.
+        """Return a work of `count` tokens of a request and its drafts, and advance the request by both.
 
         A work that ends before the newest token, known or placeholder, samples none: the request has a step
         more in flight. One that reaches it has sampled requests: the request itself, or what `fork` returns
         where siblings wait for its prompt. Each of these has a step more in flight and a placeholder more.
-        Drafts behind a placeholder are `drafts_forced`: then each of them is a placeholder, too.
+        Drafts after a placeholder are `drafts_forced`: then each of them is a placeholder, too.
         """
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + count + len(drafts)
@@ -236,11 +236,11 @@ class Scheduler:
         return False
 
     def num_new_tokens(self, request: Request, budget: int) -> int:
-        """Return how many tokens of `request` to compute now: all that it is behind, or 0.
+        """Return how many tokens of `request` to compute now: all that are not computed yet, or 0.
 
-        It is behind by its tokens and placeholders that are not computed yet. It gets 0 if these are more
-        than `budget`, and if its last allowed token (`limit`) is known or on its way: nothing is computed
-        behind that. A request whose drafts are on their way is not behind, and gets 0 as well.
+        Placeholders, tokens that are being sampled, count as well. It is 0 if these are more than `budget`
+        (what the step has left), if the last allowed token (`limit`) is known or being sampled, since nothing
+        is computed after that, and for a request whose drafts are being verified.
         """
         known = len(request.tokens) + request.placeholders
         count = known - request.num_computed_tokens
@@ -251,8 +251,8 @@ class Scheduler:
     def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Reserve cache for the first `upto` tokens of `request` by preempting requests of `queue[at:]`.
 
-        Those are not served yet in this step, and a preempted one is removed from the queue. Returns False
-        if there is still no room; then `request` may be preempted itself. Here: preempt none.
+        These requests are not served yet in this step, and a preempted one is removed from the queue. Returns
+        False if there is still no room; then `request` may be preempted itself. Here: preempt none.
         """
         return False
 

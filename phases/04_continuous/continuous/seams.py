@@ -28,7 +28,9 @@ class Drafter:
         return False
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Prepare for a step that is about to be scheduled. Returns True if `propose` may be called in it."""
+        """Prepare for a step that is about to be scheduled, given the requests that run. Returns True if
+        `propose` may be called in it.
+        """
         return False
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
@@ -49,7 +51,9 @@ class Drafter:
 
 
 class Loop(Protocol):
-    """Interface of what runs an engine's steps one after another, and holds those that are in flight."""
+    """Interface of a loop that runs an engine's steps, and holds those that are launched and not
+    collected.
+    """
 
     @property
     def idle(self) -> bool:
@@ -80,7 +84,8 @@ class GrammarManager:
     """
 
     def check(self, params: SamplingParams) -> None:
-        """Start to compile the grammar of these sampling settings, if they have one. Any thread may call it.
+        """Start to compile the grammar of these sampling settings, if they have one. Any thread may call
+        this.
 
         Raises:
             UserError: the grammar cannot be used here.

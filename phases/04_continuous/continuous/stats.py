@@ -35,7 +35,7 @@ STEP = "step: "
 
 
 def marked(works: Sequence[Work]) -> AbstractContextManager[object]:
-    """Return a context that names a step in PyTorch's profiler, if there is a profiler."""
+    """Return a context that names the step of these works in PyTorch's profiler, if one runs."""
     if not works or not torch._C._autograd._profiler_enabled():
         return nullcontext()
     return record_function(

@@ -37,7 +37,12 @@ class Work(NamedTuple):
 
 
 class Output(NamedTuple):
-    """One token of one request, or its end; `common.events.TokenEvent` describes the fields."""
+    """One token of one request, or its end.
+
+    token_id: None for an end without a token. finish_reason: None until the request's last output.
+    time: in seconds, when the host knew the token. logprob: None unless asked for.
+    text: text that the token adds, if the engine looks for stop strings; else None.
+    """
 
     request: Request
     token_id: int | None

@@ -59,8 +59,8 @@ class BlockAllocator:
                 raise AssertionError(f"block {block} was released once too often")
 
     def check(self, users: Iterable[int]) -> None:
-        """Raise `AssertionError` unless the reference counts agree with `users`: each block once for
-        each user.
+        """Raise `AssertionError` unless the reference counts agree with `users`: the number of each block,
+        once for each user.
         """
         counted = [0] * self.count
         for block in users:

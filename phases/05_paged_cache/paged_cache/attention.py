@@ -39,7 +39,7 @@ class PagedBatch(Batch):
 class PagedAttention(ABC):
     """Attention over the paged KV cache: write the new keys and values to their slots, then attend.
 
-    A backend implements `attend`, and `plan` if it needs something worked out once a step.
+    A backend implements `attend`, and `plan` if it prepares something once a step for all layers.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -120,15 +120,15 @@ class TorchPagedAttention(PagedAttention):
         ]
 
     def _blocks(self, members: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        """Return the blocks of a group's requests: `[G * blocks]`, as many of each as the longest
-        context has.
+        """Return the blocks of a group's requests: `[G * blocks]`, as many of each as the longest context
+        has.
+
+        members: `[G]`, indices into the batch.
 
         A context of n tokens has n / P blocks, rounded up; the pool's tensor `self.pool.data`
         `[layers, 2, N, P, KH, D]` tells P. Lengths are in `self.batch.host.context_lens`, blocks in
         `self.batch.block_tables`. Padding is a request's own first block: it is masked, but 0 times a NaN in
         another's block would be NaN.
-
-        members: `[G]`, indices into the batch.
         """
         size = self.pool.data.shape[3]
         counts = -(-self.batch.host.context_lens[members] // size)
@@ -164,7 +164,8 @@ class TorchPagedAttention(PagedAttention):
     def _gather(numbers: Tensor, blocks: Tensor, plan: Group) -> Tensor:
         """Return the keys or values of a group's contexts, heads first: `[G, KH, blocks * P, D]`.
 
-        numbers: `[N, P, KH, D]`. blocks: `[G * blocks]`, as `_blocks` returns them. plan: the group.
+        numbers: `[N, P, KH, D]`. blocks: `[G * blocks]`, equally many of each request. plan: the group of
+            requests.
         """
         taken = numbers.index_select(0, blocks)  # [G * blocks, P, KH, D], a copy
         return taken.view(len(plan.members), -1, *numbers.shape[2:]).transpose(1, 2)

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Slot(Generic[T]):
-    """One exchangeable part of an engine that is being built.
+    """One exchangeable part of an engine that is being built, such as the factory of its scheduler.
 
     name: for error messages. part: what will be used.
     owner: the name of the first feature that changed it; empty while it is this phase's part.
@@ -58,10 +58,10 @@ class Slot(Generic[T]):
         self.owner = ""
 
     def replace(self, feature: Feature, part: T) -> None:
-        """Use a feature's part here instead.
+        """Store `part` instead, on behalf of `feature`.
 
         Raises:
-            UserError: another feature's part is here already.
+            UserError: another feature has replaced the part already.
         """
         if self.owner:
             raise UserError(
@@ -176,7 +176,8 @@ class EngineBuilder:
 
 
 def build(recipe: Recipe) -> PagedEngine:
-    """Return an engine with the features of a recipe, installed in the order of their phases.
+    """Return an engine with the model, sizes and features of a recipe, installed in the order of their
+    phases.
 
     Raises:
         UserError: features that do not go together, or sizes that do not fit.

@@ -69,7 +69,7 @@ class PagedCache(CacheManager):
     def fits(self, request: Request) -> bool:
         """Return True if there are blocks to admit a waiting request with all the tokens it has.
 
-        Blocks promised to others in this very step are taken already.
+        Blocks reserved for others in this step are not free any more.
         """
         alone = self.free == self.allocator.count
         return self.blocks_for(len(request.tokens)) <= self.free - (
@@ -77,8 +77,8 @@ class PagedCache(CacheManager):
         )
 
     def reserve(self, request: Request, upto: int) -> bool:
-        """Grow the request's block table to `upto` tokens; False, with nothing changed, if there are
-        not enough blocks.
+        """Grow the request's block table to `upto` tokens; return False, with nothing changed, if blocks are
+        lacking.
         """
         if upto <= self._writable[request.row]:
             return True
@@ -88,7 +88,7 @@ class PagedCache(CacheManager):
         """Take blocks for a request's first `upto` tokens, and copy a shared block that is about to be
         written.
 
-        The slow path of `reserve`. The device makes the copy before the step's writes, see `take_copies`.
+        The slow path of `reserve`. The device makes the copy before the step's writes.
 
         Returns:
             False, with nothing changed, if there are not enough blocks.
@@ -151,8 +151,8 @@ class PagedCache(CacheManager):
         return fresh
 
     def take_moves(self, works: Sequence[Work]) -> Any:
-        """Return what `BlockPool.regroup` needs before a step: None here, where all layers share one block
-        table.
+        """Return which blocks move between groups of layers before a step: None here, with one block table
+        for all.
 
         Phase 17 overrides it. works: the step's requests and tokens.
         """
@@ -172,7 +172,7 @@ class PagedCache(CacheManager):
         """Free the cached blocks that no request uses: here there are none."""
 
     def users(self) -> list[int]:
-        """Return every block once for each of its users."""
+        """Return the numbers of all blocks in use, each once for each request that uses it."""
         return [block for row in range(len(self._owned)) for block in self.blocks_of(row)]
 
     def check(self) -> None:

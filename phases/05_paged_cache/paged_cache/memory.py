@@ -102,16 +102,12 @@ def plan_cache(
 ) -> MemoryPlan:
     """Return how an engine's memory is divided, and so the number of blocks of its KV cache.
 
-    Args:
-        model: loaded, so that what its weights leave free is known.
-        block_size: tokens in a block.
-        step_tokens: most tokens that a step computes.
-        rows: requests that run at most; the cache is never larger than they can fill.
-        max_len: most tokens of a request.
-        kv: how keys and values are stored.
-        cache_bytes: what the caller grants the cache, if that much is free.
-        gpu_memory_utilization: share of the device's memory that everything together may fill.
-        reserved: bytes that are set aside for others (graphs).
+    model: loaded, so that what its weights leave free is known. block_size: tokens in a block.
+    step_tokens: most tokens that a step computes. max_len: most tokens of a request.
+    rows: requests that run at most; the cache is never larger than they can fill.
+    kv: how keys and values are stored; None: in the model's dtype. reserved: bytes set aside, as for graphs.
+    cache_bytes: what the caller grants the cache, if that much is free; None: as much as there is room for.
+    gpu_memory_utilization: share of the device's memory that everything together may fill.
 
     Raises:
         UserError: not even one block fits, or more is asked for than is free.

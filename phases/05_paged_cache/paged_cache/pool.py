@@ -18,7 +18,7 @@ class LayerBlocks(NamedTuple):
 
     k_scale, v_scale: `[KH]` float32, by which stored numbers are multiplied, or None if the stored numbers
         are the keys and values themselves.
-    layout: another order of values in a block, see `KVFormat`; None: as above.
+    layout: another order of values in a block, which only some kernels know; None: as above.
     """
 
     k: Tensor
@@ -52,13 +52,15 @@ class KVFormat:
         return model_dtype if self.dtype is None else self.dtype
 
     def exact(self, model_dtype: torch.dtype) -> bool:
-        """Return True if the stored numbers are those that the model computed, not rounded."""
+        """Return True if the stored numbers are those that a model of `model_dtype` computed, not rounded."""
         return self.scales is None and self.dtype_for(model_dtype) == model_dtype
 
     def bytes_per_block(
         self, config: ModelConfig, block_size: int, model_dtype: torch.dtype
     ) -> int:
-        """Return the bytes that one block of `block_size` tokens takes, over all layers."""
+        """Return the bytes that one block of `block_size` tokens takes, over all layers of a model of
+        `model_dtype`.
+        """
         return block_size * config.kv_bytes_per_token(self.dtype_for(model_dtype))
 
 
@@ -66,7 +68,7 @@ def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return keys or values `x [..., KH, D]` as they are stored: divided by `scale [KH]`, within `dtype`'s
     range.
 
-    Without a scale only the dtype changes.
+    scale: None: only the dtype changes.
     """
     if scale is None:
         return x.to(dtype)
@@ -77,7 +79,9 @@ def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def largest(dtype: torch.dtype) -> float:
-    """Return the largest number that scaled keys and values may be stored as; the smallest is minus that."""
+    """Return the largest number that scaled keys and values are stored as in `dtype`; the smallest is minus
+    that.
+    """
     return float((torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max)
 
 
@@ -136,18 +140,20 @@ class BlockPool:
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        """Return the bytes that one block takes over all layers, in the model's own dtype."""
+        """Return the bytes that one block of `block_size` tokens takes over all layers, stored as `dtype`."""
         return KVFormat().bytes_per_block(config, block_size, dtype)
 
     def regroup(self, moves: Any) -> None:
         """Update which blocks each group of layers uses: nothing here, where all layers share one block
         table.
 
-        Phase 17 overrides it. moves: what `PagedCache.take_moves` returned.
+        Phase 17 overrides it. moves: what `PagedCache.take_moves` returned, here None.
         """
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, from source to target of each pair, in every layer."""
+        """Copy whole blocks, from source to target of each of the `pairs` of block numbers, in every
+        layer.
+        """
         sources, targets = (
             torch.tensor(side, device=self.data.device) for side in zip(*pairs, strict=True)
         )

@@ -51,7 +51,7 @@ class Preset:
     def plus(
         self, on: Sequence[type[Feature]] = (), fitting: Sequence[type[Feature]] = ()
     ) -> Preset:
-        """Return this preset with more features: the next phase's."""
+        """Return the next phase's preset: this one with more features, on always or where they are faster."""
         return Preset([*self.on, *on], [*self.fitting, *fitting], self.defaults)
 
     def load(
@@ -85,7 +85,7 @@ class Preset:
         device: torch.device,
         more: Sequence[type[Feature]] = (),
     ) -> Chosen:
-        """Return the sizes and features that options ask for on a device.
+        """Return the sizes and features that `options` (values by name) ask for on a device.
 
         more: features beyond this preset's; they are off unless an option switches them on.
 
@@ -114,7 +114,10 @@ class Preset:
 def _refuse_options_of(
     kind: type[Feature], given: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Raise `UserError` for options of a feature that is off, unless they ask for just that."""
+    """Raise `UserError` for options of the feature `kind`, which is off, unless they ask for just that.
+
+    given: the options by name, with their values.
+    """
     for name, value in given.items():
         if name not in kind.without or kind.without[name] != value:
             raise UserError(

@@ -53,10 +53,10 @@ class PagedSizes(Sizes):
 
 
 class Feature(ABC):
-    """One optimization. Subclasses are frozen dataclasses of options; construction checks these.
+    """One optimization of an engine. Subclasses are frozen dataclasses of options; construction checks these.
 
     name: what it is called in options and files, such as `prefix_cache`.
-    phase: the number of the phase that brings it; features are installed in this order.
+    phase: the number of the phase that introduces it; features are installed in this order.
     without: options that say in its own words what an engine does that lacks it. Giving one of these values
         asks for nothing.
     for_draft_models: a smaller model that drafts for an engine with this feature has it as well.
@@ -102,7 +102,7 @@ F = TypeVar("F", bound=Feature)
 
 
 def find(features: Iterable[Feature], kind: type[F]) -> F | None:
-    """Return the feature of the class `kind`, or None if there is none among `features`."""
+    """Return the feature of the class `kind` among `features`, or None if there is none."""
     return next((feature for feature in features if isinstance(feature, kind)), None)
 
 

@@ -37,9 +37,10 @@ def paged_attention(
     float32.
 
     q: `[T, H, D]`. cache: a layer's blocks. block_tables: `[B, max_blocks]`. query_starts: `[B + 1]`.
-    context_lens: `[B]`. Query `i` of a request with `n` queries and `c` keys stands at position `c - n +
-        i` and sees the keys up to its own position, and with a sliding window `w` only the last `w` of
-        them.
+    context_lens: `[B]`. scale: of scores. sliding_window: keys that a query sees; None: all before it.
+
+    Query `i` of a request with `n` queries and `c` keys stands at position `c - n + i` and sees the keys up
+    to its own position, and with a sliding window `w` only the last `w` of them.
     """
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     starts, contexts = query_starts.tolist(), context_lens.tolist()

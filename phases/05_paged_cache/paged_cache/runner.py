@@ -27,10 +27,16 @@ class StepExecutor(Protocol):
     order: ClassVar[int]
 
     def supports(self, works: Sequence[Work], masked: bool) -> Any | None:
-        """Return a ticket for `run`, or None to leave the step to the next executor."""
+        """Return a value for `run`, such as a graph, or None to leave the step to the next executor.
+
+        works: the step's requests and tokens. masked: True if its samples get bit masks.
+        """
 
     def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
-        """Call `Runner.refresh`, and run the first half of a step that this executor supports."""
+        """Upload new requests (`Runner.refresh`), run the first half of a step, and return its hidden states.
+
+        works: the step's requests and tokens. ticket: what `supports` returned.
+        """
 
 
 class PagedRunner(Runner):
@@ -41,8 +47,8 @@ class PagedRunner(Runner):
         attention: any backend over the pool.
         rows: where the tokens are.
         cache: whose tables say where keys and values are.
-        executors: called with this runner to make each executor, those that are asked first first; None:
-            there is no use for it here.
+        executors: factories, called with this runner in the order of asking; one that returns None is left
+            out.
         options: those of `continuous.Runner`.
 
     executors: asked for each step in this order; `eager` runs what none supports.
@@ -78,7 +84,9 @@ class PagedRunner(Runner):
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """See `Runner.forward`; the first executor that supports the step runs it."""
+        """See `Runner.forward`: return a step's hidden states, computed by the first executor that supports
+        it.
+        """
         for executor in self.executors:
             if (ticket := executor.supports(works, masked)) is not None:
                 self.last = executor.run(works, ticket)
@@ -88,15 +96,15 @@ class PagedRunner(Runner):
         return self.last
 
     def eager(self, works: Sequence[Work]) -> Forwarded:
-        """Run the first half of any step, one operation after the other."""
+        """Run the first half of any step, one operation after the other, and return its hidden states."""
         return super().forward(works)
 
     def release(self) -> None:
         """Destroy CUDA graphs, after the last step; this runner has none."""
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Upload tokens and settings of new requests, make the copies of blocks that the step depends
-        on, and wipe NaN.
+        """Upload tokens and settings of new requests, copy blocks, and zero those that may hold NaN, before a
+        step. works: its requests and tokens.
         """
         super().refresh(works)
         self.attention.pool.regroup(self.cache.take_moves(works))

@@ -12,8 +12,9 @@ from paged_cache.cache import PagedCache
 
 
 class PagedScheduler(Scheduler):
-    """A scheduler that admits a request on the blocks it needs now, not on all it may need; preempts if
-    that fails.
+    """A scheduler that admits a request if the blocks it needs now are free, not all it may need.
+
+    If blocks run out later, it preempts requests.
     """
 
     cache: PagedCache
@@ -109,7 +110,8 @@ class PagedScheduler(Scheduler):
     def leave(self, request: Request) -> None:
         """Free the blocks and the row of a request that has ended or is preempted.
 
-        Before the fork, siblings have rows but do not run; they leave with the first, or by themselves.
+        Before the fork, siblings have rows but do not run; they leave with the first sample, or by
+        themselves.
         """
         if request.row >= 0 and request.num_computed_tokens == 0:
             self.rows.release(request)

@@ -69,8 +69,8 @@ class TritonPagedAttention(PagedAttention):
         host: the step's lengths, as numpy arrays.
 
         Returns:
-            requests: int64, their numbers in the batch.
-            tiles: `[n, 4]` int32, as `query_tiles` returns them.
+            requests: int64, indices in the batch.
+            tiles: `[n, 4]` int32: request, row of the first query token, query tokens, first position.
         """
         short = host.query_lens <= self.most_queries
         tiles = query_tiles(host.query_lens, host.context_lens, self.tile_tokens, ~short)
@@ -82,13 +82,12 @@ class TritonPagedAttention(PagedAttention):
         return self._prefill_config.block_m // self._group
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
-        """Start a step whose requests the caller has sorted; replaces `begin` in graphs.
+        """Start a step whose requests the caller has sorted; CUDA graphs call this instead of `begin`.
 
-        This is a seam: graphs refill both tensors before each replay.
-
-        members: int32, requests for the decode kernel, padded with requests without tokens and context;
-            None: all are in tiles.
-        tiles: `[n, 4]` int32, padded with tiles of no tokens.
+        members: int32, requests for the decode kernel, padded with requests without tokens and context; None:
+            all are in tiles.
+        tiles: `[n, 4]` int32, query tiles of the others, padded with tiles of no tokens. Graphs refill both
+            tensors before each replay.
         """
         self.batch = batch
         self._prefill_keys = 0
@@ -96,9 +95,7 @@ class TritonPagedAttention(PagedAttention):
         self._only, self._tiles = members, tiles
 
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
-        """Write keys and values `[T, KH, D]` of new tokens to the layer's blocks; see
-        `PagedAttention.store`.
-        """
+        """Write keys and values `[T, KH, D]` of new tokens to their slots in the layer's blocks, `cache`."""
         kv_store(k, v, cache, self.batch.slots)
 
     def attend(

@@ -84,13 +84,13 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute one split of a request's keys for one key/value head; the last split to finish combines all.
 
-    One program per key/value head, split and request; `paged_decode` describes the tensors.
-    partial, lse, arrived: the `Workspace`: outputs, log2 of softmax sums, and counters of finished splits.
-    k_scale, v_scale: `[KH]`, read if SCALED: one scale for the keys and values of a head. Strides are in
-        numbers.
+    One program per key/value head, split and request. out, q: `[T, H, D]`. k_cache, v_cache: `[N, P, KH, D]`.
+    block_tables: `[B, max_blocks]`. context_lens: `[B]`. sinks: `[H]`, if SINKS. Strides are in numbers.
+    partial, lse, arrived: workspace: outputs, log2 of softmax sums, and counters of finished splits.
+    k_scale, v_scale: `[KH]`, read if SCALED: one scale for the keys and values of a head.
     RAGGED: requests have up to QUERIES query tokens each, at `query_starts`; otherwise one.
     SUBSET: only the requests that `requests` lists. ATTEND: the loop over tiles, such as `tiles.attend`.
-    MIN_TILES: fewest tiles of BLOCK_N keys in a split.
+    MIN_TILES: fewest tiles of BLOCK_N keys in a split. WINDOW: keys that a query sees; 0: all.
     """
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -196,18 +196,12 @@ def paged_decode(
 ) -> Tensor:
     """Return attention `[T, H, D]` of requests with 1 to `max_queries` new tokens over the paged cache.
 
-    Args:
-        layer: with its scale, window and sinks.
-        q: `[T, H, D]`.
-        cache: the layer's blocks.
-        block_tables: `[B, max_blocks]` int32.
-        context_lens: `[B]` int32. A request with context 0 (a padding row of a graph) gets zeros.
-        query_starts: `[B + 1]` int32; None: each request has one token.
-        max_queries: most query tokens of a request, a power of two.
-        requests: int32, which requests to compute; None: all. Rows of the others are not written.
-        out: result; allocated if None.
-        workspace: for splits; allocated if None.
-        config: block sizes; None: the default.
+    layer: its scale, window and sinks. q: `[T, H, D]`. cache: the layer's blocks.
+    block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32; a request with 0 (padding) gets zeros.
+    query_starts: `[B + 1]` int32; None: each request has one token. max_queries: a power of two.
+    requests: int32, which requests to compute; None: all. Rows of the others are not written.
+    out: result; workspace: for partial results; None: allocated here.
+    config: block sizes; None: the default.
     """
     kv_heads = layer.num_kv_heads
     listed = context_lens if requests is None else requests

@@ -46,9 +46,11 @@ def decode_v1_kernel(
 ):
     """Compute attention of one request's query head, block by block. One program per request and query head.
 
-    `paged_decode_v1` describes the tensors. table_stride: numbers from one request's block table to the next.
-    block_stride, slot_stride, head_stride: numbers from a block, token or head of the cache to the next.
-    GROUP: query heads of a key/value head. P: tokens of a block. `_PAD`: rounded up to a power of two.
+    out, q: `[B, H, D]`. k_cache, v_cache: `[N, P, KH, D]`. block_tables: `[B, max_blocks]`. context_lens:
+    `[B]`. table_stride: numbers from one request's block table to the next. block_stride, slot_stride,
+    head_stride: numbers from a block, token or head of the cache to the next.
+    GROUP: query heads of a key/value head. P: tokens of a block. `_PAD`: rounded up to a power of two. scale:
+        of scores.
     WINDOW: tokens that a query sees; 0: all.
     """
     request, head = tl.program_id(0), tl.program_id(1)

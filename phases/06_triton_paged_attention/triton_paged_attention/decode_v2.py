@@ -31,8 +31,9 @@ def decode_v2_kernel(
 ):  # fmt: skip
     """Compute attention of all query heads of one key/value head. One program per request and key/value head.
 
-    `paged_decode_v2` describes the tensors. table_stride: numbers from one request's block table to the next.
-    block_stride, slot_stride, head_stride: numbers from a block, token or head of the cache to the next.
+    out, q: `[B, H, D]`. k_cache, v_cache: `[N, P, KH, D]`. block_tables: `[B, max_blocks]`. context_lens:
+    `[B]`. table_stride: numbers from one request's block table to the next. block_stride, slot_stride,
+    head_stride: numbers from a block, token or head of the cache to the next.
     GROUP: query heads of a key/value head, padded to BLOCK_M rows. P: tokens of a block. BLOCK_N: of a tile.
     WINDOW: tokens that a query sees; 0: all.
     """

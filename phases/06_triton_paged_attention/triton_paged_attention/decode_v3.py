@@ -38,9 +38,9 @@ def decode_v3_kernel(
     """Compute one split of a request's keys. One program per request, key/value head and split.
 
     partial: output `[B, H, SPLITS, D]` float32, attention over the split's keys alone.
-    lse: output `[B, H, SPLITS]` float32, log2 of the split's softmax sum, by which `combine_kernel`
-        weights it. `paged_decode_v3` describes the inputs. Strides: numbers from a block table, block,
-        token or head to the next.
+    lse: output `[B, H, SPLITS]` float32, log2 of the split's softmax sum, the weight of `partial`.
+    q: `[B, H, D]`. k_cache, v_cache: `[N, P, KH, D]`. block_tables: `[B, max_blocks]`. context_lens: `[B]`.
+    Strides: numbers from a block table, block, token or head to the next.
     GROUP: query heads of a key/value head, padded to BLOCK_M rows. BLOCK_N: keys of a tile.
     WINDOW: tokens that a query sees; 0: all.
     """

@@ -80,8 +80,9 @@ class FusedAttention(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """Map `x [..., hidden]` to the attention layer's output `[..., hidden]`; see
-        `LlamaAttention.forward`.
+        """Map `x [..., hidden]` to the attention layer's output `[..., hidden]`.
+
+        cos_sin: RoPE's cosines and sines `[T, D]`. attention: this phase's, with the KV cache.
         """
         return self.o_proj(self.attend(self.qkv_proj(x), cos_sin, attention))
 
@@ -92,10 +93,10 @@ class FusedAttention(nn.Module):
         attention: Attention,
         pending: ProductScales | None = None,
     ) -> Tensor:
-        """Compute everything between the projections: `qkv [T, (H + 2 KH) D]` -> `[T, H D]`.
+        """Return attention's output for the projections' output: `qkv [T, (H + 2 KH) D]` -> `[T, H D]`.
 
-        Keys and values go straight to the pool. attention: this phase's. pending: scales by which `qkv` is to
-        be multiplied first.
+        Norms, RoPE and the storing of keys and values are included. cos_sin: RoPE's cosines and sines
+        `[T, D]`. attention: this phase's. pending: scales by which `qkv` is to be multiplied first.
         """
         assert isinstance(attention, TritonPagedAttention)
         spec = self.spec
@@ -135,8 +136,9 @@ class BlockKernel(Protocol):
         cos_sin: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> Tensor | Stream:
-        """Return the block's output for `x [T, hidden]`; arguments as in `LlamaBlock.forward`, after
-        the block.
+        """Return the block's output for `x [T, hidden]`; the weights are those of `block`.
+
+        cos_sin: RoPE's cosines and sines `[T, D]`. attention: the engine's, with the KV cache.
         """
 
 
@@ -163,7 +165,7 @@ class FusedBlock(nn.Module):
     ) -> Tensor | Stream:
         """Map the hidden states `x` to the block's output, as a `Stream` whose sum the next norm computes.
 
-        Arguments as in `LlamaBlock.forward`: RoPE's cosines and sines, and the engine's attention.
+        x: `[..., hidden]`. cos_sin: RoPE's cosines and sines. attention: the engine's, with the KV cache.
         """
         for kernel in self.kernels:
             if kernel.supports(x, attention):
@@ -198,7 +200,7 @@ def replace(
     kind: type[nn.Module] | tuple[type[nn.Module], ...],
     make: Callable[[Any], nn.Module],
 ) -> None:
-    """Replace every module of type `kind` by `make(module)`."""
+    """Replace every module of type `kind` in `model` by `make(module)`, in place."""
     # Names, not modules: a list of these would keep all the old weights alive until the last is replaced.
     found = [name for name, module in model.named_modules() if isinstance(module, kind)]
     for name in found:

@@ -18,7 +18,7 @@ KINDS = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2}
 
 @triton.jit
 def activate(gate, KIND: tl.constexpr):
-    """Return the activation of a float32 tile: KIND 0 is SiLU, 1 GELU (tanh form), 2 GELU (erf)."""
+    """Return the activation of `gate`, a float32 tile: KIND 0 is SiLU, 1 GELU (tanh form), 2 GELU (erf)."""
     if KIND == 0:
         result = gate * tl.sigmoid(gate)
     elif KIND == 1:
@@ -67,13 +67,17 @@ class LinearKernel(Protocol):
     """Interface of a function that computes a linear layer faster, for the numbers of tokens it supports."""
 
     def supports(self, tokens: int, gate: str | None) -> bool:
-        """Return True if it computes this many tokens with this gate (a key of `KINDS`, or None)."""
+        """Return True if this kernel computes this many tokens with this gate (a key of `KINDS`, or None: no
+        gate).
+        """
 
     def __call__(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
     ) -> Tensor:
-        """Return `residual + act(linear(norm(x)))`; None leaves a step out. Shapes: see
-        `FusedLinear.forward`.
+        """Return `residual + act(linear(norm(x)))`; None leaves a step out. `[..., in]` -> `[..., out]`.
+
+        gate: an activation, a key of `KINDS`; the outputs are gates and as many ups, the result
+            `[..., out / 2]`.
         """
 
 
@@ -125,8 +129,11 @@ class FusedLinear(nn.Module):
     def _library(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
     ) -> Tensor:
-        """Compute norm, product, gate and residual as separate operators, as `FusedLinear.forward`
-        describes them.
+        """Return `residual + act(linear(norm(x)))` by separate operators of the library; None leaves a step
+        out.
+
+        gate: an activation, a key of `KINDS`; the outputs are gates and as many ups, the result
+            `[..., out / 2]`.
         """
         out: Tensor = self.linear(x if norm is None else rms_norm(x, norm))
         out = out if gate is None else gated(out, gate)
@@ -138,11 +145,11 @@ class Concatenable(Protocol):
     """Interface of a quantized linear layer that can be joined with layers that read the same input."""
 
     def joined(self, *parts: nn.Module) -> nn.Module | None:
-        """Return the parts as one layer; None: they cannot be joined."""
+        """Return `parts`, linear layers of one input, as one layer; None: they cannot be joined."""
 
 
 def join(*parts: nn.Module) -> FusedLinear:
-    """Join linear layers that read the same input into one layer, whose output is theirs end to end."""
+    """Return linear layers that read the same input as one layer, whose output is theirs end to end."""
     for part in parts:
         if isinstance(part, Concatenable):
             found = part.joined(*parts) or FusedProjection(*parts)

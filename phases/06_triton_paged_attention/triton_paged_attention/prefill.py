@@ -106,7 +106,7 @@ def query_tiles(
     tokens: int,
     only: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.int32]:
-    """Return the query tiles of a batch, `[n, 4]` int32, those that read most keys first.
+    """Return the query tiles (parts of prompts) of a batch, `[n, 4]` int32, those that read most keys first.
 
     A tile is (request, row of its first query token in the ragged batch, query tokens, position of the
     first): all that a program must know, so that it starts with one load instead of a chain of them. Pure
@@ -140,8 +140,10 @@ def paged_prefill(
 ) -> Tensor:
     """Return causal attention of ragged queries over the paged cache: `q [T, H, D]` -> `[T, H, D]`.
 
-    tiles: `[n, 4]` int32, see `query_tiles`; rows without a tile are not written.
-    config: block sizes. out: result; allocated if None. Others: see `decode.paged_decode`.
+    layer: its scale, window and sinks. cache: the layer's blocks. block_tables: `[B, max_blocks]` int32.
+    tiles: `[n, 4]` int32 of `query_tiles`: request, first row of `q`, tokens, first position; rows without a
+        tile are not written.
+    config: block sizes. out: result; allocated if None.
     """
     shared = attention_arguments(layer, cache, block_tables)
     d_pad, block_size = shared["D_PAD"], shared["P"]

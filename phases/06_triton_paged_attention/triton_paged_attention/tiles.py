@@ -30,8 +30,8 @@ def no_keys(ROWS: tl.constexpr, D_PAD: tl.constexpr):
 def fold(s, values, m, total, acc, factor):
     """Fold a tile of keys into the online softmax `m`, `total [M]`, `acc [M, D]`, and return the new three.
 
-    s: raw scores `[M, N]`. values: `[N, D]`. factor: makes raw scores exponents of two; see `unit`.
-        Scaling inside the exponent is one multiply-add per score instead of two operations.
+    s: raw scores `[M, N]`. values: `[N, D]`. factor: the score scale times log2(e), since exponents are of
+        two. Scaling inside the exponent is one multiply-add per score instead of two operations.
     """
     new_m = tl.maximum(m, tl.max(s, axis=1) * factor)
     shrink = tl.exp2(m - new_m)
@@ -126,13 +126,14 @@ def attend(
 ):  # fmt: skip
     """Fold keys [low, high) of one request into the online softmax (m, total, acc), and return it.
 
-    query: `[M, D_PAD]`. position: `[M]`. m, total, acc: see `no_keys`. k_cache, v_cache: the layer's blocks.
+    query: `[M, D_PAD]`. position: `[M]`. m, total: `[M]`. acc: `[M, D_PAD]`. k_cache, v_cache: the layer's
+        blocks.
     table: pointer to the request's block table. Strides in numbers. P: tokens of a block.
     MASK: which tiles have keys that a row may not see. "none": `high - low` is a multiple of BLOCK_N, and
-        every row sees every key. "edge": this is so up to `whole`, and only the tiles behind are masked.
+        every row sees every key. "edge": this is so up to `whole`, and only the tiles after it are masked.
         "all": any tile may.
 
-    By TMA, a tile that would reach past `high` is moved back to end there: what lies behind may be
+    By TMA, a tile that would reach past `high` is moved back to end there: what lies after it may be
     anything, and 0 times NaN is NaN. Its first keys then are of the tile before, or, before the block's
     beginning, zeros.
 

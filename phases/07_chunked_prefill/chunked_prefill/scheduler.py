@@ -25,7 +25,7 @@ class ChunkedScheduler(PagedScheduler):
     reserved for prompts; if that leaves too little for all decodes, they take turns.
 
     Args:
-        rows, cache: as in `PagedScheduler`.
+        rows: the slots of running requests. cache: block tables of their KV cache.
         chunk_tokens: most tokens of one prompt in a step; the whole budget by default. With less, several
             prompts advance side by side.
         options: those of `Scheduler`. `step_tokens` is the budget: it bounds the time of a step, and so the
@@ -54,7 +54,8 @@ class ChunkedScheduler(PagedScheduler):
         """Accept a prompt of any length: it takes as many steps as it needs."""
 
     def order(self, running: list[Request]) -> list[Request]:
-        """Return running requests in the order of scheduling: decodes, then prompts, each by rank.
+        """Return a new list of running requests in the order of scheduling: decodes, then prompts, each by
+        rank.
 
         If the budget has too little for all decodes, those come first that had no turn in the last step.
         """
@@ -83,7 +84,7 @@ class ChunkedScheduler(PagedScheduler):
         return later + self._kept
 
     def _newcomer(self) -> bool:
-        """Return True if the first request of the waiting queue could be admitted now."""
+        """Return True if there is a waiting request and the first of the queue could be admitted now."""
         head = self._head()
         return head is not None and not head.in_flight and self.can_admit(head)
 

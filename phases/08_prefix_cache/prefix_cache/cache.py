@@ -82,7 +82,7 @@ class PrefixCache(PagedCache):
     def _keys_of(self, request: Request) -> list[Key]:
         """Return the index keys (block by block the tokens) of the blocks that a waiting request may share.
 
-        Those of the last request asked for are stored.
+        The keys of the last request are stored for the next call.
         """
         length = len(request.tokens)
         if self._keys[0] is not request or self._keys[1] != length:
@@ -167,7 +167,9 @@ class PrefixCache(PagedCache):
         self.stats = PrefixStats()
 
     def users(self) -> list[int]:
-        """Return every block once for each of its users, of which the index is one."""
+        """Return the number of every block, once for each user: each request that shares it, and the
+        index.
+        """
         return super().users() + self.index.blocks()
 
     def check(self) -> None:

@@ -37,7 +37,9 @@ class Entry:
 
 
 class Cursor:
-    """The end of what a request shares: its last entry in the hash index.
+    """A request's position in the hash index: the entry of the last cached block that it uses.
+
+    digest, entry: of that block; None: it uses none. salt: of the request.
 
     broken: True once a hash collision has ended the sharing.
     """
@@ -73,12 +75,17 @@ class HashIndex:
         return len(self._unpinned)
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """Return the blocks of the longest cached beginning of `keys` under `salt`; changes nothing."""
+        """Return a `Match`: the blocks of the longest cached beginning of `keys` (the tokens of each block).
+
+        salt: only sequences inserted under the same one match. Changes nothing.
+        """
         found = self._walk(keys, salt)
         return Match([entry.block for entry in found], sum(entry.pins == 0 for entry in found))
 
     def attach(self, keys: list[Key], salt: str) -> Cursor:
-        """Pin the blocks of `keys`, all of which `match` has found, and return a cursor at their end."""
+        """Pin (keep from eviction) the blocks of `keys`, all found by `match`, and return a cursor at their
+        end.
+        """
         cursor = Cursor(self._start(salt), None, salt)
         for entry in self._walk(keys, salt):
             self._pin(entry)
@@ -88,7 +95,8 @@ class HashIndex:
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[Cursor, list[int], list[int]]:
-        """Insert `blocks` behind the cursor, one by one; after a hash collision no more blocks are inserted.
+        """Insert `blocks` after those of the request that `cursor` stands for, one by one; after a hash
+        collision no more blocks are inserted.
 
         keys: the tokens of each block.
 
@@ -119,7 +127,7 @@ class HashIndex:
         return cursor, held, new
 
     def fork(self, cursor: object) -> Cursor:
-        """Return a second cursor at the same entry, and pin all entries from there to the start once more."""
+        """Return a second cursor at the same block, and pin it and all blocks before it once more."""
         assert isinstance(cursor, Cursor)
         copy = Cursor(cursor.digest, cursor.entry, cursor.salt, cursor.broken)
         entry = copy.entry
@@ -129,7 +137,9 @@ class HashIndex:
         return copy
 
     def detach(self, cursor: object) -> None:
-        """Unpin the entries of a cursor from the end, so that a sequence's last blocks are evicted first."""
+        """Unpin the blocks of a request, given its cursor, from the end, so that a sequence's last blocks are
+        evicted first.
+        """
         entry = cursor.entry if isinstance(cursor, Cursor) else None
         while entry is not None:
             entry.pins -= 1
@@ -140,7 +150,7 @@ class HashIndex:
     def evict(self, count: int) -> list[int]:
         """Remove at most `count` blocks without pins, the least recently used first, and return them.
 
-        A block is unpinned before the one it continues, and so evicted before it.
+        A block is unpinned, and so evicted, before the block that it continues.
         """
         freed: list[int] = []
         while len(freed) < count and self._unpinned:
@@ -178,10 +188,10 @@ class HashIndex:
 
 
 def _same(entry: Entry, key: Key, before: Entry | None, salt: str) -> bool:
-    """Return True if an entry has these tokens behind `before`, under this salt, and not merely the same
+    """Return True if an entry has the tokens `key` after the block `before` and this salt, not merely their
     hash.
 
-    By induction over `before` this compares the whole sequence, one block at a time. The salt counts, too:
-    nothing before a first block would show whose it is.
+    before: None for a first block. By induction over `before` this compares the whole sequence, one block at
+    a time. The salt counts, too: nothing before a first block would show whose it is.
     """
     return entry.key == key and entry.before is before and entry.salt == salt

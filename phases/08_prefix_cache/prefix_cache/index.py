@@ -13,7 +13,9 @@ Key = bytes
 
 
 def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> list[Key]:
-    """Return the keys of the full blocks of `tokens`, in order; a partial block at the end has none."""
+    """Return the keys (the tokens) of the full blocks of `block_size` tokens, in order, without a partial
+    last one.
+    """
     width = 4 * block_size
     raw = np.asarray(tokens, np.int32).tobytes()
     return [raw[at : at + width] for at in range(0, len(raw) - width + 1, width)]
@@ -43,15 +45,20 @@ class PrefixIndex(Protocol):
         """Return the number of blocks that `evict` could free."""
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """Return the blocks of the longest cached beginning of `keys` under `salt`; changes nothing."""
+        """Return a `Match`: the blocks of the longest cached beginning of `keys` (the tokens of each block).
+
+        salt: only sequences inserted under the same one match. Changes nothing.
+        """
 
     def attach(self, keys: list[Key], salt: str) -> object:
-        """Pin the blocks of `keys`, all of which `match` has found, and return the cursor at their end."""
+        """Pin (keep from eviction) the blocks of `keys`, all found by `match`, and return a cursor at their
+        end.
+        """
 
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[object, list[int], list[int]]:
-        """Move a cursor behind these blocks, inserting those that are not in the index yet.
+        """Move a cursor past these blocks, inserting those that are not in the index yet.
 
         Args:
             cursor: invalid afterwards; only the returned one may be used.
@@ -65,7 +72,7 @@ class PrefixIndex(Protocol):
         """
 
     def fork(self, cursor: object) -> object:
-        """Return a second cursor at the same position, with pins of its own."""
+        """Return a second cursor at the same position, which pins the blocks up to it once more."""
 
     def detach(self, cursor: object) -> None:
         """Unpin everything from the start to the cursor, which is invalid afterwards."""

@@ -55,7 +55,10 @@ class RadixIndex:
         self._leaves: list[Node] = []  # those without pins, the oldest first
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """Return the blocks of the longest cached beginning of `keys` under `salt`; changes nothing."""
+        """Return a `Match`: the blocks of the longest cached beginning of `keys` (the tokens of each block).
+
+        salt: only sequences inserted under the same one match. Changes nothing.
+        """
         blocks: list[int] = []
         unpinned = 0
         for node, length in self._walk(keys, salt):
@@ -77,10 +80,10 @@ class RadixIndex:
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[Node, list[int], list[int]]:
-        """Follow the known keys behind the cursor, then append the rest to the request's own leaf or to a
+        """Follow the known keys after the cursor, then append the other blocks to the request's leaf or to a
         new one.
 
-        keys, blocks: one of each for every block behind the cursor.
+        keys, blocks: one of each for every block after the cursor.
 
         Returns:
             The new cursor, the block in the index for each key, and those of `blocks` that were inserted.
@@ -108,13 +111,15 @@ class RadixIndex:
         return node, held + new, new
 
     def fork(self, cursor: object) -> Node:
-        """Return a second cursor at the same position: the same node, whose path is pinned once more."""
+        """Return a second cursor at the same position: the same node, which is pinned once more with all
+        above it.
+        """
         assert isinstance(cursor, Node)
         self._pin(cursor)
         return cursor
 
     def detach(self, cursor: object) -> None:
-        """Unpin the path of a cursor; nodes without pins can be evicted from now on."""
+        """Unpin a cursor's node and all above it; nodes without pins can be evicted from now on."""
         now = next(self._clock)
         node: Node | None = cursor if isinstance(cursor, Node) else None
         while node is not None:
@@ -155,8 +160,9 @@ class RadixIndex:
         return list(self._roots.values())
 
     def _walk(self, keys: list[Key], salt: str) -> list[tuple[Node, int]]:
-        """Return the nodes along `keys`, each with the number of its blocks that match: all, but in the
-        last node.
+        """Return the nodes that match `keys`, from the root down, each with its number of matching blocks.
+
+        Only in the last node some blocks may not match. salt: of the tree.
         """
         path: list[tuple[Node, int]] = []
         node, at = self._roots.get(salt), 0
@@ -206,7 +212,9 @@ class RadixIndex:
         node.pins += 1
 
     def _offer(self, node: Node) -> None:
-        """Add a node to the evictable leaves if it has become one; remove an empty tree."""
+        """Add `node` to the evictable leaves if it is a leaf without pins; remove its tree if that is
+        empty.
+        """
         if node.pins == 0 and not node.children:
             if node.parent is None:
                 self._roots.pop(node.salt, None)  # an empty tree

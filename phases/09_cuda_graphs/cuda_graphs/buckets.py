@@ -33,7 +33,9 @@ def chunk_sizes(most: int) -> list[int]:
 
 
 def full_step(model: Model, step_tokens: int, most: int) -> int:
-    """Return the tokens of a full step if such steps should have a CUDA graph of their own, else 0.
+    """Return `step_tokens` if steps of so many tokens should have a CUDA graph of their own, else 0.
+
+    most: tokens of the largest chunk graph.
 
     Beyond the `most` tokens of a chunk graph padding would cost much, and the device takes longer than the
     launches of an eager step do. Not so with a small model on a large GPU: there one more graph, for steps
@@ -54,7 +56,7 @@ FULL = 0.9
 
 
 def fills(full: int, works: Sequence[Work], longest: int) -> bool:
-    """Return True if a step should use the graph of full steps: nearly full, and without a very long prompt.
+    """Return True if a step should use the largest graph: it nearly fills that, and has no very long prompt.
 
     full: tokens of that graph; 0: there is none. works: the step's requests and tokens. longest: tokens
         from which another kernel computes a prompt.

@@ -31,9 +31,9 @@ class Capturer:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def capture(self, function: Callable[[], None]) -> Replay:
-        """Capture `function` as a CUDA graph, and return what replays it.
+        """Capture `function` as a CUDA graph, and return a function that replays it.
 
-        The function takes its inputs from fixed tensors and leaves its results in attributes. It runs once
+        `function` takes its inputs from fixed tensors and leaves its results in attributes. It runs once
         before: compiling kernels and setting up libraries cannot be recorded.
         """
         self.count += 1

@@ -87,7 +87,7 @@ class Layout:
         """Write a batch, padding included, into the array `flat [size]` of a graph's inputs.
 
         host: the batch. members: requests for the decode kernel. tiles: `[n, 4]`, query tiles of the others.
-        drafts: `[T]`, draft tokens that are in no row yet, -1: none.
+        drafts: `[T]`, draft tokens that are in no row yet, -1: none there; None: no drafts at all.
         """
         others = {
             "members": members,
@@ -103,11 +103,11 @@ class Layout:
         self.part(flat, "tiles").reshape(-1, 4)[len(tiles) :] = self.tile
 
     def part(self, flat: Ints, name: str) -> Ints:
-        """Return the input called `name`, as a view of the array."""
+        """Return the input called `name`, such as "positions", as a view of the array `flat [size]`."""
         return flat[self.starts[name] : self.starts[name] + self.sizes[name]]
 
     def tensors(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return all inputs by name, as views of the tensor."""
+        """Return all inputs by name, as views of the tensor `flat [size]`."""
         return dict(zip(self.sizes, torch.split(flat, list(self.sizes.values())), strict=True))
 
 
@@ -161,7 +161,7 @@ class ChunkGraph:
         self.hidden = on.model(batch.input_ids, batch.positions, on.attention)
 
     def sampled(self, host: HostBatch) -> PagedBatch:
-        """Return the step's batch, whose samples `Runner.sample` then takes from `hidden`.
+        """Return the step's batch on the device; the caller then samples it from `hidden`.
 
         host: its layout on the host.
         """

@@ -25,7 +25,9 @@ KINDS = (*CAPTURED, None)
 
 
 def captured(plan: SamplingMetadata) -> bool:
-    """Return True if a decode graph can sample with these settings."""
+    """Return True if a decode graph can sample by `plan`: greedily or with a temperature, without
+    log-probabilities.
+    """
     return plan.features in CAPTURED and plan.wanted is None
 
 
@@ -48,11 +50,11 @@ class GraphContext:
         decodes: bool = False,
         drafts: Tensor | None = None,
     ) -> None:
-        """Fill in a batch on the device from each token's row and position.
+        """Fill in `batch` on the device, in place, from each token's row and position.
 
         rows, at: `[T]`, row and position; position -1: padding. decodes: every token is a request of its
-            own, so context lengths and block tables are filled in, too. drafts: `[T]`, tokens that are in
-            no row yet, -1: none.
+            own, so context lengths and block tables are filled in, too. drafts: `[T]`, tokens that are in no
+            row yet, -1: none there; None: no drafts.
         """
         gather_inputs(
             rows, at, self.rows.tokens, self.tables.data, self.block_size,
@@ -75,7 +77,7 @@ def narrow_logits(model: Model, hidden: Tensor) -> Tensor:
 
 
 def logits_dtype(model: Model) -> torch.dtype:
-    """Return the dtype of `narrow_logits`."""
+    """Return the dtype of a model's logits in graphs: its own, or float32 if it caps them."""
     return model.dtype if model.config.final_soft_cap is None else torch.float32
 
 
@@ -86,7 +88,7 @@ class DecodeGraph:
         size: requests; fewer are padded.
         inputs: `[3, size]` int64: each request's row, the position of the token it computes (-1: padding),
             and how many tokens it has generated before.
-        features: how it samples, one of `KINDS`.
+        features: how it samples, greedily or with a temperature; None: it does not sample.
 
     tokens: `[size]` int64, the sampled tokens. for_host: the same, but a special number if logits were NaN.
     hidden: `[size, hidden]`. All are good until the next replay.
@@ -137,9 +139,7 @@ class DecodeGraph:
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
 
     def sampled(self, rows: Ints) -> PagedBatch:
-        """Return the batch of the requests in rows `rows [B]`, whose samples `Runner.sample` then takes
-        from `hidden`.
-        """
+        """Return the batch of the requests in `rows [B]`; the caller then samples it from `hidden`."""
         own = slice(len(rows))
         device_rows, at, steps = self.inputs
         return replace(

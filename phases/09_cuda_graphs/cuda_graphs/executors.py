@@ -44,7 +44,7 @@ class DecodeGraphExecutor:
         self._staging = Staging(3 * self.sizes[-1], runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all decode graphs, largest first; call `part` with each one's name, to show progress."""
+        """Capture all decode graphs, largest first; by `capturer`; call `part` with each one's name."""
         for size, features in product(reversed(self.sizes), KINDS):
             part(f"{size} requests")
             given = self._staging.device[: 3 * size].view(3, size)
@@ -58,7 +58,11 @@ class DecodeGraphExecutor:
         return None if size is None else (size, masked)
 
     def run(self, works: Sequence[Work], ticket: tuple[int, bool]) -> Forwarded:
-        """Run the first half of a step; unless its samples are to be masked, the graph samples as well."""
+        """Run the first half of a step by a graph, and return it; the graph samples too, unless tokens are
+        masked.
+
+        ticket: the graph's size, and whether the step's samples are masked.
+        """
         size, masked = ticket
         self.runner.replays += 1
         self.runner.refresh(works)
@@ -98,8 +102,9 @@ def decodes(works: Sequence[Work]) -> bool:
 class ChunkGraphExecutor:
     """Runs other small steps, and full ones of small models, each by the smallest chunk graph that holds it.
 
-    most_tokens: in the largest graph, but for that of full steps; 0: there are no graphs.
-    step_tokens: most tokens of a step: such steps may have a graph, see `full_step`.
+    most_tokens: in the largest graph, apart from one for full steps (of `step_tokens` tokens); 0: there are
+        no graphs.
+    step_tokens: most tokens of a step: steps that are full may have a graph of their own.
     """
 
     order: ClassVar[int] = 40
@@ -123,7 +128,7 @@ class ChunkGraphExecutor:
         self._staging = Staging(largest, runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all chunk graphs, largest first; call `part` with each one's name, to show progress."""
+        """Capture all chunk graphs, largest first; by `capturer`; call `part` with each one's name."""
         for (tokens, requests), layout in reversed(self._layouts.items()):
             part(f"{tokens} tokens of {requests} requests")
             given = self._staging.device[: layout.size]
@@ -147,7 +152,7 @@ class ChunkGraphExecutor:
         return self._graphs[tokens, requests]
 
     def run(self, works: Sequence[Work], ticket: ChunkGraph) -> Forwarded:
-        """Run the forward pass of a step by a graph; the step is sampled eagerly.
+        """Run the forward pass of a step by a graph, and return it; the caller samples.
 
         ticket: the graph that `supports` returned.
         """
@@ -168,7 +173,8 @@ def replay_chunk(
 ) -> tuple[Sequence[Work], HostBatch]:
     """Send a step's inputs and replay its chunk graph.
 
-    drafts_of: returns each token's draft `[T]`, -1: none.
+    staging: sends the inputs. graph: the one to replay. drafts_of: returns each token's draft `[T]`, -1: none
+        there; None: no drafts.
 
     Returns:
         The works (each the tokens of one request) in the order of the batch, and the batch's layout on the

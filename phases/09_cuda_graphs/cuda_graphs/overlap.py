@@ -123,8 +123,8 @@ def unfinished(engine: Engine, works: list[Work]) -> list[Work]:
 
 
 def by_request(pending: Pending, results: Results) -> dict[Request, list[int]]:
-    """Return the tokens of a step by request, without log-probabilities; tokens of NaN logits are left
-    out.
+    """Return the sampled token ids (`results`) of the step `pending` by request; tokens of NaN logits are
+    left out.
     """
     sampled_requests = (request for work in pending.works for request in work.sampled_requests)
     pairs = zip(sampled_requests, results, strict=True)

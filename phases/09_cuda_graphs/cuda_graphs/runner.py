@@ -34,7 +34,7 @@ class GraphExecutor(StepExecutor, Protocol):
     count: int
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs, largest first; call `part` with each one's name, to show progress."""
+        """Capture all graphs, largest first; by `capturer`; call `part` with each one's name."""
         ...
 
 
@@ -45,11 +45,12 @@ class GraphRunner(PagedRunner):
     """A runner of steps whose executors have CUDA graphs, which it captures.
 
     Args:
-        model, attention, rows, cache, options: see `paged_cache.PagedRunner`.
-        executors: see there; their graphs are captured in the opposite order.
+        model, attention: compute hidden states. rows: the requests' tokens. cache: their block tables.
+        executors: factories in the order of asking; graphs are captured in the opposite order.
+        options: those of `continuous.Runner`.
 
-    machine: what all graphs work with.
-    startup: what capturing took.
+    machine: the memory and kernels that all graphs share.
+    startup: the time and memory that capturing took.
     replays: steps that were replayed.
     """
 
@@ -100,7 +101,7 @@ class GraphRunner(PagedRunner):
     ) -> Forwarded:
         """Return a step that a graph has computed up to its sampled tokens, in the form of a forward pass.
 
-        works: of the step. hidden: `[T, hidden]`. tokens: what the graph sampled.
+        works: the step's requests. batch: its inputs. hidden: `[T, hidden]`. tokens: what the graph sampled.
         """
         done = Sampled(tokens)
         return Forwarded(
@@ -110,8 +111,8 @@ class GraphRunner(PagedRunner):
     def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
         """Return logits `[S, V]` of hidden states `[S, hidden]` that are sampled.
 
-        In the model's own precision if graphs compute them so and no request wants log-probabilities, else
-        float32.
+        plan: how they are sampled. In the model's own precision if graphs compute them so and no request
+        wants log-probabilities, else float32.
         """
         return (
             narrow_logits(self.model, hidden)

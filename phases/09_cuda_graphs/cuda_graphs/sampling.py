@@ -42,7 +42,7 @@ _UNIT = tl.constexpr(NOISE_UNIT)
 
 @triton.jit
 def shift_right(z, BITS: tl.constexpr):
-    """Return an int64 shifted right, with zeros from the left."""
+    """Return the int64 `z` shifted right by BITS, with zeros from the left."""
     return (z >> BITS) & ((_ONE << (64 - BITS)) - 1)
 
 
@@ -50,7 +50,7 @@ def shift_right(z, BITS: tl.constexpr):
 def random_words(key, step):
     """Return the random number of a pair (key, step) as two words: lower and upper half.
 
-    The same as `common.sampling.ops.random_words`.
+    They are output number `step` of SplitMix64 seeded with `key`. key, step: int64.
     """
     z = key + (step + 1) * _GAMMA
     z = (z ^ shift_right(z, 30)) * _MIX_1
@@ -63,10 +63,10 @@ def random_words(key, step):
 def negative_exponentials(lower, upper, ids, NATIVE: tl.constexpr):
     """Return exponential noise, negated, -E for each of the int32 token `ids` of one row.
 
-    lower, upper: the row's random words. NATIVE: use the GPU's fast logarithm. The same as
-        `common.sampling.ops.negative_exponentials`: below 1/8 log(1 - v) is its power series, of which
-        what is left out is less than 1e-7 of it: there the GPU's logarithm, and 1 - v itself, have lost
-        digits. Above, the GPU's fast logarithm is good to 2e-6.
+    lower, upper: the row's random words. NATIVE: use the GPU's fast logarithm. E = -log(1 - v), v uniform in
+        (0, 1): below 1/8 log(1 - v) is its power series, of which what is left out is less than 1e-7 of it:
+        there the GPU's logarithm, and 1 - v itself, have lost digits. Above, the GPU's fast logarithm is good
+        to 2e-6.
     """
     x = upper ^ ids
     x = (x ^ (x >> 16)) * _HASH_1
@@ -95,10 +95,11 @@ def first_best(x, ids):
 def chunk_race(x, column, hot, key, step, first, NATIVE: tl.constexpr):
     """Return a chunk's largest logit of `x`, and the sampled token's -E / weight and column.
 
-    -E is the noise of a token, whose id is `first + column`; hot is the row's temperature, 0 if it is greedy.
-    A weight is exp((logit - largest of the chunk) / temperature), so it never overflows and needs no other
-    chunk. The sampled token has the largest -E / weight, and of equals the smallest column. In a greedy row,
-    or where the chunk's largest is not finite, it is the argmax, and its -E / weight is minus infinity.
+    -E is the noise of a token, whose id is `first + column`; hot is the row's temperature, 0: greedy. key,
+    step: of its random numbers. NATIVE: by the fast logarithm. A weight is exp((logit - largest of the chunk)
+    / temperature), so it never overflows and needs no other chunk. The sampled token has the largest -E /
+    weight, and of equals the smallest column. In a greedy row, or where the chunk's largest is not finite, it
+    is the argmax, and its -E / weight is minus infinity.
     """
     largest = tl.max(tl.where(x == x, x, _INF))  # NaN must not get lost
     best = -float("inf")
@@ -122,13 +123,13 @@ def chunk_kernel(
     V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, DRAW: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Store a chunk's largest logit and sampled token, and with DRAW that token's -E / weight (see
-    `chunk_race`).
+    """Store a chunk's largest logit and sampled token, and with DRAW that token's -E / weight (negative noise
+    over weight).
 
     One program per row and chunk of BLOCK columns.
     best, races, ids: output `[B, CHUNKS]`: largest logit, -E / weight, and column of the sampled token.
     logits: `[B, V]`, rows `row_stride` apart. rows, steps: `[B]`, each request's row of settings, and its
-        output tokens before. floats, ints: settings of all rows, as in `DrawSettings`.
+        output tokens before. floats, ints: settings of all rows, `[rows, 5]` and `[rows, 3]`.
     first: the token id of the first column.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -191,7 +192,7 @@ def report_kernel(reported, tokens, logits, row_stride, token_stride, NAN_TOKEN:
 def reported_rows(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the tokens `[B]` with a special number in place of those whose logit is NaN, in one kernel.
 
-    logits: `[B, V]`. The same as `common.sampling.ops.reported`.
+    logits: `[B, V]`. The special number is `NAN_TOKEN`.
     """
     reported = torch.empty_like(tokens)
     if len(tokens):
@@ -205,9 +206,9 @@ def reported_rows(logits: Tensor, tokens: Tensor) -> Tensor:
 class DrawSettings(NamedTuple):
     """Settings of a draw of tokens.
 
-    `[B]` int64 each: the requests' rows, and their output tokens before this one. And the settings of all
-    rows, as
-    in `common.sampling.rows.SamplerRows`: `[rows, 5]` float32 and `[rows, 3]` int64.
+    rows, steps: `[B]` int64, the requests' rows, and their output tokens before this one.
+    floats, ints: settings of all rows, `[rows, 5]` float32 (such as the temperature) and `[rows, 3]` int64
+        (such as the seed's key).
     """
 
     rows: Tensor
@@ -304,9 +305,12 @@ class TritonSamplerBackend(SamplerBackend):
         plan: SamplingMetadata,
         masked: bool,
     ) -> Tensor:
-        """Return the sampled tokens `[S]` int64; arguments as in `SamplerBackend.choose`.
+        """Return the sampled tokens `[S]` int64 of `logits [S, V]`, which are edited and masked already.
 
-        Without truncation `logits [S, V]` may have the model's own dtype.
+        rows, steps: `[S]` int64, each request's row of settings, and its output tokens before. plan: what is
+            drawn.
+
+        Without truncation the logits may have the model's own dtype.
         """
         if not plan.draws:
             return argmax_rows(logits)
@@ -328,9 +332,12 @@ class TritonSamplerBackend(SamplerBackend):
         steps: Tensor,
         features: SamplingFlags,
     ) -> Tensor:
-        """Return tokens `[S]` drawn from `logits [S, V]`; arguments as in `SamplerBackend.draw`.
+        """Return tokens `[S]` int64 drawn from `logits [S, V]`; greedy rows get the argmax.
 
-        It makes no noise `[S, V]`; excluded tokens have logits of -inf.
+        rows, steps: `[S]` int64, each request's row of settings, and its output tokens before. features: what
+            rows need.
+
+        No noise `[S, V]` is stored; excluded tokens have logits of -inf.
         """
         if features & TRUNCATION:
             logits = logits.masked_fill(

@@ -37,8 +37,8 @@ class Staging:
 
     @contextmanager
     def fill(self, size: int) -> Iterator[NDArray[np.int64]]:
-        """Return a context with the next host buffer's first `size` numbers, which are sent to the
-        device at its end.
+        """Return a context that gives `size` int64 numbers on the host to write; at its end they go to
+        `device`.
         """
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
         copied = self._copied[turn]

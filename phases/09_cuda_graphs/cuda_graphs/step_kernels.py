@@ -61,13 +61,13 @@ def gather_inputs(
 ) -> None:
     """Write a step's inputs on the device, given each token's row and position.
 
-    rows, at: `[T]` int64, row and position; -1: padding, which reads as token 0 of its row at position 0,
-        is stored nowhere (slot -1) and has no context.
-    tokens: `[R, max_len]`, of all rows. tables: `[R, max_blocks]`, block tables of all rows.
-    ids, positions, slots: `[T]` int64, written.
-    contexts, batch_tables: `[T]`, `[T, max_blocks]`, written if every token is a request of its own
-        (decodes).
-    drafts: `[T]`, tokens that are in no row yet; -1: the row's own.
+    rows, at: `[T]` int64, row and position; -1: padding, which reads as token 0 of its row at position 0, is
+        stored nowhere (slot -1) and has no context.
+    tokens: `[R, max_len]`, tables: `[R, max_blocks]`, tokens and block tables of all rows.
+    ids, positions, slots: `[T]` int64, written. block_size: tokens in a block.
+    contexts, batch_tables: `[T]`, `[T, max_blocks]`, written if every token is a request of its own; else
+        None.
+    drafts: `[T]`, tokens that are in no row yet; -1: the row's own; None: no drafts.
     """
     decodes = contexts is not None and batch_tables is not None
     gather_kernel[(len(rows),)](
@@ -80,7 +80,7 @@ def gather_inputs(
 
 @triton.jit
 def scatter_kernel(tokens, rows, at, sampled, max_len):
-    """Write one request's sampled token to the row of tokens, behind the one it was computed from.
+    """Write one request's sampled token to the row of tokens, after the token it was computed from.
 
     One program per request. tokens: `[R, max_len]`. rows, at: `[B]`, row and position (-1: padding, not
     written). sampled: `[B]`.
@@ -96,7 +96,7 @@ def scatter_tokens(
     sampled: Tensor,  # [B] int64
     tokens: Tensor,  # [R, max_len] int64
 ) -> None:
-    """Write each request's sampled token to its row, behind the one it was computed from.
+    """Write each request's sampled token to its row, after the token it was computed from.
 
     rows, at: `[B]` int64, row and position; -1: padding, not written. sampled: `[B]`. tokens: `[R, max_len]`.
     """

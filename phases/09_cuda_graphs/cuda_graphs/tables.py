@@ -30,8 +30,8 @@ class DeviceTables:
 
         An entry is sent only if it differs from the value that was sent last; a call with no change sends
         nothing. So no caller has to report changes, be it a new block, a copy on write or a block that the
-        prefix cache replaced by an equal one. Entries of other rows, and those behind `blocks`, stay as
-        they are until they are asked for.
+        prefix cache replaced by an equal one. Entries of other rows, and those past `blocks`, stay as they
+        are until a call asks for them.
 
         rows: distinct rows of the tables.
         """

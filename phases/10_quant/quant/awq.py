@@ -25,16 +25,14 @@ def input_scales(weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme) -> 
     """Return the factors `s [K]` float32 of the inputs with which a layer's int4 weights lose least by
     rounding.
 
-    Weights are multiplied by `s` before they are rounded, and divided by it afterwards. Tried is, for each
-    exponent of `POWERS`, the input's size to that power, divided by the geometric mean of the largest and
-    the smallest. An input's size is the root of its place on the Hessian's diagonal, at least 1e-6. The
-    loss is the trace of `D H D^T`, where `D [all N, K]` is the change of all layers' weights. Of equal
-    losses the lower power wins.
+    weights: `[N, K]` each, of layers that read one input.
+    hessian: `[K, K]` float32 of their input, `X^T X` over the rows of inputs `X`. scheme: int4.
 
-    Args:
-        weights: `[N, K]` each, of layers that read one input.
-        hessian: `[K, K]` float32 of their input, `X^T X` over the rows of inputs `X`.
-        scheme: int4.
+    Weights are multiplied by `s` before they are rounded, and divided by it afterwards. Tried is, for each
+    exponent of `POWERS`, the input's size to that power, divided by the geometric mean of the largest and the
+    smallest. An input's size is the root of its place on the Hessian's diagonal, at least 1e-6. The loss is
+    the trace of `D H D^T`, where `D [all N, K]` is the change of all layers' weights. Of equal losses the
+    lower power wins.
     """
     size = hessian.diagonal().sqrt().clamp_min(1e-6)
     together = torch.cat([weight.float() for weight in weights])
@@ -56,11 +54,10 @@ def quantize(
     scheme: Scheme,
     scale_dtype: torch.dtype = torch.float32,
 ) -> QuantizedWeight:
-    """Round `weight [N, K]` to int4, group by group with scales that may clip large weights if that is
-    better.
+    """Return `weight [N, K]` rounded to int4, by groups whose scales clip large weights where that is better.
 
     importance: `[K]`, the mean square of each input, by which its weights' squared errors count.
-    scheme: the format. scale_dtype: of the groups' scales. Scales are those of `gptq.search_scales`.
+    scheme: the format. scale_dtype: of the groups' scales.
     """
     weight = weight.float()
     return rtn.in_groups(

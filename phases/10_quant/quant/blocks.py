@@ -55,7 +55,9 @@ class BlockWeight(nn.Module):
         self.register_buffer("minimum", minimum)
 
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        """Return the weight `[N, K]` in float32, or the rows `[..., K]` that `rows [...]` numbers."""
+        """Return the weight `[N, K]` in float32, or of it the rows `[..., K]` whose indices are `rows
+        [...]`.
+        """
         data, scale = self.data[rows], self.scale[rows].float()
         if self.kind == "q8_0":
             numbers = data.view(*scale.shape, GROUP).float()  # [..., K / 32, 32]
@@ -71,7 +73,7 @@ class BlockWeight(nn.Module):
 
 
 class BlockEmbedding(BlockWeight):
-    """An embedding table in a GGUF file's groups; it replaces an `nn.Embedding`."""
+    """An embedding table in a GGUF file's groups of 32 numbers; it replaces an `nn.Embedding`."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of token ids `[...]`: `[..., K]` float32."""
@@ -83,7 +85,8 @@ Product = Callable[["BlockLinear", Tensor], Tensor]
 
 
 class BlockLinear(BlockWeight):
-    """A linear layer in a GGUF file's groups; it replaces an `nn.Linear`. Inputs are not rounded.
+    """A linear layer whose weight is in a GGUF file's groups of 32 inputs; it replaces an `nn.Linear`. Inputs
+    are not rounded.
 
     product: computes `x [..., K]` times the weight; None: the weight is dequantized at each call.
     """
@@ -137,7 +140,7 @@ def expect_blocks(model: Model, kinds: Mapping[str, Any]) -> None:
 
 
 def tie_blocks(model: Model) -> None:
-    """Replace output heads that are tied to quantized embeddings, once these are loaded."""
+    """Give output heads that are tied to quantized embeddings the tensors of these, once they are loaded."""
     for head, embedding in tied_blocks(model):
         model.set_submodule(head, BlockLinear.tied(embedding))
 

@@ -75,14 +75,16 @@ class CpuLinear(QuantLinear):
 
 
 def install(model: Model) -> None:
-    """Replace each quantized layer of a model on a CPU by a `CpuLinear` where PyTorch has a routine."""
+    """Replace each quantized layer of a model on a CPU by a `CpuLinear`, in place, where PyTorch has a
+    routine.
+    """
     for name, layer in list(model.named_modules()):
         if type(layer) is QuantLinear and has_routine(layer.scheme, layer.shape[0]):
             model.set_submodule(name, CpuLinear(layer))
 
 
 def has_routine(scheme: Scheme, outputs: int) -> bool:
-    """Return True if PyTorch has a product for a weight of this scheme with so many outputs."""
+    """Return True if PyTorch has a product for a weight of this scheme with `outputs` rows."""
     if scheme.weights == "int4":
         return scheme.group in TILED_GROUPS and outputs % TILED_OUTPUTS == 0
     return scheme.scales == "channel"
@@ -107,7 +109,7 @@ def eight_bit_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def to_tiles(data: Tensor) -> Tensor:
-    """Return four-bit numbers `[N, K / 2]` uint8 in the order in which torch's `_weight_int4pack_mm`
+    """Return four-bit numbers `data [N, K / 2]` uint8 in the order in which torch's `_weight_int4pack_mm`
     reads them.
     """
     numbers = unpack_nibbles(data).to(torch.int32)
@@ -115,9 +117,9 @@ def to_tiles(data: Tensor) -> Tensor:
 
 
 def from_tiles(tiles: Tensor, group: int) -> Tensor:
-    """Return the four-bit numbers of `to_tiles` in their first order, `[N, K / 2]`.
+    """Return four-bit numbers `[N, K / 2]` uint8, two a byte, from the order that `to_tiles` gave them.
 
-    They are read by a product with the identity, for the order of tiles depends on the processor.
+    The numbers are read by a product with the identity, for the order of tiles depends on the processor.
     group: neighbouring inputs that share a scale.
     """
     outputs, inputs = tiles.shape[0], tiles.shape[1] * 2
@@ -141,7 +143,8 @@ def offsets(scale: Tensor, zero: Tensor | None) -> Tensor:
 def int4_product(x: Tensor, tiles: Tensor, group: int, scale_zero: Tensor) -> Tensor:
     """Return `x [M, K]` times a four-bit weight: `[M, N]` in `x`'s dtype.
 
-    tiles: of `to_tiles`. group: inputs that share a scale. scale_zero: of `offsets`.
+    tiles: the numbers, in the order of `to_tiles`. group: inputs that share a scale. scale_zero:
+        `[K / group, N, 2]` bfloat16, scales and offsets.
     """
     out = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), tiles, group, scale_zero)
     return out.to(x.dtype)

@@ -22,9 +22,9 @@ AUTO, PLAIN = "auto", "none"
 
 
 def head_for(scheme: str, device: torch.device) -> str:
-    """Return the name of the output head's format for the option `head=auto`.
+    """Return the name of the output head's format, such as "fp8", for layers of the format `scheme`.
 
-    It is the layers' own format `scheme`, except for int4: the head loses most by four bits, so it gets
+    It is the layers' own format, except for int4: the head loses most by four bits, so it gets
     eight. On a GPU with e4m3 products that is fp8, which is multiplied without unpacking, otherwise int8.
     """
     if scheme != "int4":

@@ -21,19 +21,16 @@ SHRINKS = tuple(1 - step / 40 for step in range(13))
 def quantize(
     weight: Tensor, hessian: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
 ) -> QuantizedWeight:
-    """Round a layer's weight so that its outputs change least for the inputs that the Hessian describes.
+    """Return a layer's weight, rounded so that its outputs change least for the inputs the Hessian describes.
+
+    weight: `[N, K]`. hessian: `[K, K]` float32, `X^T X` over the rows of inputs `X`. Both stay as they are.
+    scheme: int4 without zero points, or eight bits with a scale for each channel.
+    scale_dtype: of the scales of groups.
 
     Inputs are rounded in the order of the Hessian's diagonal, the largest first, while most others are left
     to make up for them ("act-order"). Scales belong to groups of neighbouring inputs and are chosen before,
     so the file needs no index ("static" order): by `search_scales` for int4, by `rtn.quantize` for eight
     bits. An input that was never seen has 0 on the diagonal; 1 is put there, and its weights become 0.
-    `weight` and `hessian` stay as they are.
-
-    Args:
-        weight: `[N, K]`.
-        hessian: `[K, K]` float32, `X^T X` over the rows of inputs `X`.
-        scheme: int4 without zero points, or eight bits with a scale for each channel.
-        scale_dtype: of the scales of groups.
     """
     weight, hessian = weight.float().clone(), hessian.clone()
     diagonal = hessian.diagonal()
@@ -71,16 +68,14 @@ def quantize(
 
 
 def pass_on(block: Tensor, at: int, rounded: Tensor, factor: Tensor) -> Tensor:
-    """Let the columns behind column `at` make up for what rounding has changed in it; return its error.
+    """Let the columns after column `at` make up for what rounding has changed in it; return its error `[N]`.
+
+    block: `[N, C]`, the weights of N outputs for C inputs, changed in place. at: the column that was rounded.
+    rounded: `[N]`, what column `at` was rounded to.
+    factor: `[C, C]`, upper triangular, of the inverse Hessian (`inverse_factor`).
 
     The error is what rounding took off the column, over the factor's diagonal. Column `at` and each column
-    behind it lose the error times their entry in row `at` of the factor; columns before it stay as they are.
-
-    Args:
-        block: `[N, C]`, the weights of N outputs for C inputs, changed in place.
-        at: the column that was rounded.
-        rounded: `[N]`, what it was rounded to.
-        factor: `[C, C]`, upper triangular, see `inverse_factor`.
+    after it lose the error times their entry in row `at` of the factor; columns before it stay as they are.
     """
     error = (block[:, at] - rounded) / factor[at, at]
     block[:, at:].addr_(error, factor[at, at:], alpha=-1)

@@ -26,8 +26,8 @@ class KernelLinear(QuantLinear):
     """A quantized linear layer (`QuantLinear`) for a GPU: multiplied in eight bits, or unpacked to 16 and
     multiplied.
 
-    eight: whether the product is one of eight bits by eight. Four-bit numbers lie in int32 words, in the
-        order of `products.to_words`.
+    eight: True if inputs are rounded to eight bits and multiplied by eight-bit weights. Four-bit numbers lie
+        in int32 words, in the order of `products.to_words`.
     """
 
     def __init__(self, linear: QuantLinear) -> None:
@@ -39,8 +39,8 @@ class KernelLinear(QuantLinear):
 
     @property
     def stored(self) -> QuantizedWeight:
-        """Return the weight's tensors as kernels read them: four bits in the words of `to_words`,
-        without `order`.
+        """Return the weight's tensors as kernels read them: four-bit numbers in int32 words, without
+        `order`.
         """
         return QuantizedWeight(self.scheme, self.data, self.scale, self.zero)
 

@@ -53,7 +53,9 @@ def head_scales(model: Model, texts: Sequence[Sequence[int]], kind: str) -> Tens
 
 
 class HeadMaxima(RecomputeAttention):
-    """Phase 01's attention that records each head's largest key and value: `largest [L, 2, KH]`."""
+    """Attention without a cache (phase 01's) that records each head's largest key and value:
+    `largest [L, 2, KH]`.
+    """
 
     def __init__(self, model: Model) -> None:
         config = model.config

@@ -39,7 +39,7 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, scheme: Scheme, name: str) -> QuantLinear:
-        """Return a quantized layer for a plain one: its weight is rounded to the nearest numbers of `scheme`.
+        """Return a quantized layer for `linear`: its weight is rounded to the nearest numbers of `scheme`.
 
         name: of the layer, for messages.
         """
@@ -55,7 +55,7 @@ class QuantLinear(nn.Module):
         return self.exact(x).to(x.dtype)
 
     def exact(self, x: Tensor) -> Tensor:
-        """Map `x [..., K]` to `[..., N]`, computed in float32 by the definition.
+        """Map `x [..., K]` to `[..., N]`, computed in float32 from the dequantized weight.
 
         Round the input if the scheme says so, dequantize the weight, multiply, and add the bias. Every faster
         product is tested against this one.
@@ -66,7 +66,7 @@ class QuantLinear(nn.Module):
 
     @staticmethod
     def joined(*parts: nn.Module) -> QuantLinear | None:
-        """Concatenate quantized layers that read the same input along their outputs.
+        """Return quantized layers that read the same input as one, whose output is theirs end to end.
 
         Returns:
             None if a layer is not quantized, formats differ, or only some of the layers have a bias.

@@ -38,7 +38,7 @@ class Quantize:
         return self.head(device) if callable(self.head) else self.head
 
     def reading(self) -> Quantize:
-        """Return a loader that reads the same checkpoints and quantizes nothing."""
+        """Return a loader that reads quantized checkpoints as this one does, and quantizes nothing itself."""
         return type(self)()
 
     def expect(self, model: Model) -> None:
@@ -72,9 +72,7 @@ class Quantize:
         model.set_submodule(owner, QuantLinear(quantized(tensor, scheme, owner), layer.bias))
 
     def finish(self, model: Model) -> Model:
-        """Tie heads to their embeddings after all tensors are loaded, and return the model; see
-        `WeightLoader.finish`.
-        """
+        """Tie heads to their embeddings after all tensors are loaded, and return the model."""
         tie_blocks(model)
         for name in plain_layers(model):
             layer = model.get_submodule(name)
@@ -84,12 +82,10 @@ class Quantize:
         return model
 
     def changes(self, model: Model) -> bool:
-        """Return True if the loaded weights differ from the checkpoint's files; see
-        `WeightLoader.changes`.
-        """
+        """Return True if this loader would quantize a plain layer of a model that was loaded before."""
         return any(self.wanted(name, model.device) is not None for name in plain_layers(model))
 
 
 def plain_layers(model: nn.Module) -> list[str]:
-    """Return the names of a model's `nn.Linear`s. A list of the layers would keep them all in memory."""
+    """Return the names of a model's `nn.Linear` layers; a list of the layers would keep them in memory."""
     return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]

@@ -47,7 +47,7 @@ def token_scale(top, LARGEST: tl.constexpr):
 def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
     """Return float32 numbers `y` rounded to those that an eight-bit format has; they stay float32.
 
-    WHOLE: the format is int8, otherwise e4m3, which has three bits behind its first; below 2^-6 its
+    WHOLE: the format is int8, otherwise e4m3, which has three bits after its first; below 2^-6 its
         numbers are multiples of 2^-9. LARGEST: its largest number. HARDWARE: the GPU converts to e4m3; not
         every GPU does, and the interpreter's conversion loses a carry. To add and subtract 1.5 * 2^23
         rounds to the nearest integer, ties to even.
@@ -95,7 +95,7 @@ def hardware_rounds(device: torch.device) -> bool:
 def round_rows(x: Tensor, kind: Activations) -> Rounded:
     """Return `x [..., K]` rounded to eight bits, `[T, K]`, with a scale for each token.
 
-    kind: "fp8" or "int8". The same numbers as those of `rtn.quantize_tokens`.
+    kind: "fp8" or "int8". A token's largest magnitude becomes the format's largest number.
     """
     x = x.contiguous()
     size = x.shape[-1]
@@ -122,7 +122,8 @@ def words_fit(scheme: Scheme) -> bool:
 
 
 def to_words(weight: QuantizedWeight) -> Tensor:
-    """Pack four-bit numbers `[N, K]` into the words that kernels read: int32 `[N, 16 ceil(K / 128)]`.
+    """Return a weight's four-bit numbers `[N, K]` packed into the words that kernels read: int32
+    `[N, 16 ceil(K / 128)]`.
 
     Sixteen words hold 128 inputs in the order of `SPAN`; beyond K the number is 8, which stands for 0.
     """
@@ -206,7 +207,7 @@ def unpack4_kernel(
     """Dequantize a four-bit weight. One program per row and `WORDS` of its words.
 
     out: `[N, K]` of type HALF: a number less its zero, times its scale, in float32 until it is stored.
-    words: int32 `[N, 16 ceil(K / 128)]` of `to_words`.
+    words: int32 `[N, 16 ceil(K / 128)]`, eight numbers each.
     scale, zero: `[N, K / GROUP]`, for `GROUP` neighbouring inputs each; without ZEROS every zero is 8.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -226,8 +227,10 @@ def unpack4_kernel(
 
 
 def unpack(weight: QuantizedWeight, size: int, dtype: torch.dtype) -> Tensor:
-    """Return the dequantized weight `[N, size]` in `dtype`; four-bit numbers must be in the words of
-    `to_words`.
+    """Return the dequantized weight `[N, size]` in `dtype`; four-bit numbers must lie in int32 words
+    (`to_words`).
+
+    size: inputs of the layer, `K`.
     """
     n = len(weight.data)
     out = torch.empty(n, size, dtype=dtype, device=weight.data.device)

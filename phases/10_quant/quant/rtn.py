@@ -12,11 +12,12 @@ from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles, spread_blocks
 def quantize(
     weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
 ) -> QuantizedWeight:
-    """Round `weight [N, K]` to the nearest numbers of a scheme; the largest number of those that share a
-    scale is exact.
+    """Return `weight [N, K]` rounded to the nearest numbers of a scheme.
+
+    The largest of the weights that share a scale is exact.
 
     Args:
-        scheme: a format whose groups divide K; see `Scheme.fitted`.
+        scheme: a format whose groups divide K.
         scale_dtype: of the scales of groups; numbers are rounded with the scales as they are kept.
     """
     weight = weight.float()
@@ -36,7 +37,9 @@ def quantize(
 
 
 def to_eight_bits(numbers: Tensor, kind: str) -> Tensor:
-    """Round float32 numbers to fp8 or int8, ties to even; numbers beyond the range become its ends."""
+    """Return float32 numbers rounded to fp8 or int8 (`kind`), ties to even; numbers beyond the range become
+    its ends.
+    """
     most = LARGEST[kind]
     if kind == "fp8":
         return numbers.clamp(-most, most).to(torch.float8_e4m3fn)
@@ -67,7 +70,9 @@ def _nonzero(scale: Tensor) -> Tensor:
 
 
 def to_nibbles(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Quantize float32 numbers to 0 .. 15, uint8; `scale` and `zero` broadcast to their shape."""
+    """Return float32 numbers quantized to 0 .. 15, uint8; zero: None: it is 8; `scale` and `zero` broadcast
+    to their shape.
+    """
     middle = float(MIDDLE) if zero is None else zero.float()
     return ((numbers / scale.float()).round() + middle).clamp(0, 15).to(torch.uint8)
 
@@ -75,14 +80,18 @@ def to_nibbles(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 def in_groups(
     weight: Tensor, scheme: Scheme, scale: Tensor, zero: Tensor | None
 ) -> QuantizedWeight:
-    """Round `weight [N, K]` float32 to nearest, with scales and zero points of its groups, `[N, K / g]`."""
+    """Return `weight [N, K]` float32 rounded to the nearest, given its groups' scales and zeros `[N, K / g]`.
+
+    scheme: int4 in groups of g. zero: None: 8.
+    """
     groups = weight.view(len(weight), -1, scheme.group)
     numbers = to_nibbles(groups, scale[..., None], None if zero is None else zero[..., None])
     return QuantizedWeight(scheme, pack_nibbles(numbers.flatten(1)), scale, zero)
 
 
 def quantize_tokens(x: Tensor, kind: Activations) -> tuple[Tensor, Tensor]:
-    """Round `x [..., K]` to numbers `[..., K]`, int8 or fp8, and scales `[..., 1]` float32, one a token.
+    """Return `x [..., K]` as numbers `[..., K]`, int8 or fp8 (`kind`), and scales `[..., 1]` float32, one a
+    token.
 
     A token's largest magnitude becomes the largest number of the format, `LARGEST[kind]`. A token of zeros
     has numbers of 0 and the smallest normal scale, not 0. Scales are float32 whatever `x` is, and x is
@@ -97,7 +106,11 @@ def quantize_tokens(x: Tensor, kind: Activations) -> tuple[Tensor, Tensor]:
 
 
 def rounded(x: Tensor, kind: Activations | None) -> Tensor:
-    """Round `x [..., K]` as `quantize_tokens` does, in `x`'s dtype; return it unchanged if `kind` is None."""
+    """Return `x [..., K]` rounded to the eight-bit format `kind`, with a scale for each token, in `x`'s
+    dtype.
+
+    kind: None: `x` is returned unchanged.
+    """
     if kind is None:
         return x
     numbers, scale = quantize_tokens(x, kind)

@@ -68,7 +68,7 @@ class QuantizedWeight:
 
     @classmethod
     def cat(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Concatenate weights of layers with the same input along their outputs; each keeps its scales.
+        """Return weights of layers with the same input as one, along their outputs; each keeps its scales.
 
         Args:
             parts: each but the last `can_concatenate` the next one.
@@ -101,11 +101,13 @@ def check_scale(name: str, scale: Tensor) -> None:
 
 
 def pack_nibbles(numbers: Tensor) -> Tensor:
-    """Pack numbers `[N, K]` of 0 to 15 into `[N, K / 2]` uint8, the even column in the low nibble."""
+    """Return numbers `[N, K]` of 0 to 15 packed into `[N, K / 2]` uint8, the even column in the low
+    nibble.
+    """
     numbers = numbers.to(torch.uint8)
     return numbers[:, ::2] | (numbers[:, 1::2] << 4)
 
 
 def unpack_nibbles(data: Tensor) -> Tensor:
-    """Unpack bytes `[N, K / 2]` into numbers `[N, K]` uint8 of 0 to 15: the low nibble first."""
+    """Return bytes `data [N, K / 2]` as numbers `[N, K]` uint8 of 0 to 15: the low nibble first."""
     return torch.stack([data & 15, data >> 4], dim=-1).flatten(1)

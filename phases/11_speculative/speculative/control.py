@@ -97,7 +97,9 @@ class Tries:
     tried: float = 0.0
 
     def add(self, tried: int, accepted: int, memory: float) -> None:
-        """Add the drafts of a step; each leaves `memory` of the weight of those before."""
+        """Add the drafts of a step, `tried` of them; each reduces the weight of earlier ones to `memory`
+        times.
+        """
         keep = memory**tried
         self.tried = self.tried * keep + tried
         self.accepted = self.accepted * keep + accepted
@@ -110,7 +112,8 @@ class StepCost:
     plain: seconds of a step without drafts, measured `samples` times.
     fixed: what a step with any drafts takes longer, in plain steps.
     each: what each draft costs besides, in tokens: the plain steps that one draft of every request adds.
-    most: drafts of a request, twice as many as were tried. drafting: steps with drafts, and those between.
+    most: drafts of a request, twice as many as were tried. drafting: steps with drafts so far, and those put
+        between them.
     tried_at: number of the last step with drafts.
     """
 
@@ -170,8 +173,8 @@ class DraftController:
         most: drafts of a request in a step.
         adaptive: False: always the most.
         watches: the drafter must see every step of a request, so it is switched on only between requests.
-        rehearses: the drafter costs the device nothing. It is not believed before its drafts were compared
-            with tokens that were sampled without them.
+        rehearses: the drafter costs the device nothing, so its drafts are first compared with tokens that
+            were sampled without them, before any step verifies drafts.
         clock: in seconds; replaced by tests.
 
     on: steps may have drafts or are watched, so every token must be known before a step is scheduled.
@@ -240,13 +243,15 @@ class DraftController:
         return lengths
 
     def is_gain(self, drafts: Mapping[Request, Sequence[int]], rows: int) -> bool:
-        """Return True if a step of `rows` requests is expected to gain tokens by these drafts."""
+        """Return True if a step of `rows` requests is expected to gain tokens by these drafts (token ids by
+        request).
+        """
         cost = self.cost(rows)
         gained = sum(gain(self.rate(one), cost.each, len(its)) for one, its in drafts.items())
         return not self.adaptive or gained > cost.fixed * rows
 
     def add_tries(self, request: Request, drafts: int, accepted: int) -> None:
-        """Count a request's drafts of a step, and how many were accepted; those behind the first wrong one
+        """Count a request's drafts of a step, and how many were accepted; those after the first wrong one
         were not tried.
 
         No draft at all counts as a wrong one: a drafter that finds nothing gains nothing.
@@ -296,15 +301,18 @@ class DraftController:
         return None if lengths is None else lengths[:rows]
 
     def _rests(self, cost: StepCost) -> bool:
-        """Return True in the steps without drafts that are put between those with drafts, to measure them."""
+        """Return True if the next step goes without drafts, to measure the time of such steps too.
+
+        cost: measured times at this batch size.
+        """
         resting = cost.drafting % REFRESH >= REFRESH - REST
         cost.drafting += self.on or resting
         return resting
 
     def _measure(self, rows: int) -> None:
-        """Update the estimated cost of a step from how long the step before took, if it had only decodes.
+        """Update the estimated cost of a step from how long the last step took, if it had only decodes.
 
-        That is the cost of a step of so many requests: without drafts, or with its number of drafts.
+        Estimates are kept by batch size, with and without drafts.
 
         rows: requests in the step that begins.
         """

@@ -23,7 +23,7 @@ class Shadow:
     """The draft model's copy of a request.
 
     request: with a row, blocks and settings in the draft model's engine; its `num_computed_tokens` are right.
-    drafts: what was guessed last, behind the tokens known then; all but the last are computed.
+    drafts: the tokens guessed last, after the tokens known then; all but the last are computed.
     known: how many tokens the large model's request had then.
     """
 
@@ -45,7 +45,7 @@ class DraftModel(Proposer):
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """Return the drafts of each request, as many as `lengths` asks for; none without room in the
+        """Return the drafts of each request, as many as `lengths` asks for; an empty list without room in the
         draft model's cache.
         """
         ready: dict[Request, Shadow] = {}
@@ -67,10 +67,10 @@ class DraftModel(Proposer):
         ]
 
     def _ready(self, request: Request, length: int) -> Shadow | None:
-        """Return the draft model's copy of a request with all its tokens and room for `length` drafts;
-        None without room.
+        """Return the draft model's copy of a request with all its tokens and room for `length` drafts; None
+        without room.
 
-        Rolls back: what was computed behind the first wrong draft counts for nothing. The last draft never
+        Rolls back: what was computed after the first wrong draft counts for nothing. The last draft never
         was computed, and the newest token counts as not computed in any case. The drafts are forgotten. A
         request without a copy enters (`_enter`), if there is a row and its tokens fit; one without room
         for its tokens and `length` more leaves. Its first `_skipped` tokens are not the copy's.
@@ -111,9 +111,10 @@ class DraftModel(Proposer):
         return Shadow(own)
 
     def _write(self, some: Sequence[tuple[Shadow, int]]) -> None:
-        """Compute the known tokens of these copies, then generate drafts, as many as each pair says.
+        """Compute the known tokens of the requests' copies in `some`, then generate drafts and store them
+        there.
 
-        Nothing waits for the device until all is launched.
+        some: pairs of a copy and its number of drafts. Nothing waits for the device until all is launched.
         """
         owns = [shadow.request for shadow, _ in some]
         # The tokens that the draft model did not generate go into its rows; at most those it computes.
@@ -140,8 +141,10 @@ class DraftModel(Proposer):
             shadow.request.num_computed_tokens = len(shadow.request.tokens)
 
     def _catch_up(self, owns: Sequence[Request]) -> Pending:
-        """Compute all known tokens of these requests, prompts in chunks; return the first drafts, from
-        the last chunk.
+        """Compute all known tokens of `owns`, the draft model's requests; return a step with their first
+        drafts.
+
+        Prompts are computed in chunks; the drafts come from the last chunk.
         """
         budget = self.engine.scheduler.step_tokens
         left = {own: len(own.tokens) for own in owns}

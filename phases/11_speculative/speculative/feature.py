@@ -107,7 +107,7 @@ class DrafterKind(NamedTuple):
     """A kind of drafter that the option `speculate` can name.
 
     defaults: most drafts of a request in a step, unless the caller says otherwise.
-    make: makes the proposer of drafts, given the builder of the engine.
+    make: returns the proposer of drafts, given the builder of the engine.
     """
 
     defaults: int
@@ -128,7 +128,7 @@ DRAFTERS = {
 class SmallSteps(Feature):
     """CUDA graphs for steps of several tokens a request, if the engine has graphs.
 
-    They verify drafts, and let a draft model catch up. drafts: of a request in a step.
+    They verify drafts, and compute known tokens in a draft model. drafts: most of a request in a step.
     """
 
     name: ClassVar[str] = "small_steps"
@@ -156,7 +156,7 @@ def draft_engine(
     """Return an engine for a draft model with these features, beside the engine that is being built.
 
     Raises:
-        UserError: its vocabulary is another one.
+        UserError: the vocabularies of the two models differ.
     """
     large, loader = builder.model, builder.weight_loader.part
     small = load_model(

@@ -131,9 +131,10 @@ class Head(Model):
         self.features[: len(hidden)].copy_(hidden)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """See `Model.forward`; reads as many of `features` as there are tokens.
+        """Return the drafter's hidden states `[..., hidden]`, the features of the next position, for token
+        ids.
 
-        Returns `[..., hidden]`, the features of the next place.
+        input_ids, positions: `[...]`; as many of the stored `features` are read. attention: mixes the tokens.
         """
         tokens = self.token_norm(self.embed_tokens(input_ids))
         features = self.feature_norm(self.features[: len(input_ids)])
@@ -153,7 +154,7 @@ class Head(Model):
 
 
 def head_weight(large: Model) -> Tensor:
-    """Return the weight of a model's output head, `[V, hidden]`, dequantized if it is quantized."""
+    """Return the weight of the output head of `large`, `[V, hidden]`, dequantized if it is quantized."""
     layer: Any = large.get_submodule("lm_head")
     layer = getattr(layer, "linear", layer)
     weight: Tensor | QuantizedWeight = layer.weight
@@ -161,7 +162,7 @@ def head_weight(large: Model) -> Tensor:
 
 
 def load(path: Path, large: Model) -> Head:
-    """Return the EAGLE-3 drafter in a file, for the model that it was trained for.
+    """Return the EAGLE-3 drafter in the file `path`, for `large`, the model that it was trained for.
 
     Raises:
         UserError: there is no such file, it holds no drafter, or one for another model.
@@ -214,7 +215,8 @@ class HeadSource(DraftModel):
     """A proposer of drafts by an EAGLE-3 head, which reads the model's hidden states after every step.
 
     Its sequence of a request begins where it first sees a hidden state: at the first token that is
-    computed after a prefix was found, or where guessing has begun again. What came before it has not seen.
+    computed after a prefix was found, or where guessing has begun again. The drafter has not seen the tokens
+    before.
     """
 
     watches = True
@@ -310,7 +312,7 @@ class HeadSource(DraftModel):
         return self.runner.sample(step)
 
     def leave(self, request: Request) -> None:
-        """Free the row and blocks of a request's copy, and its hidden states."""
+        """Free the row and blocks that a request has in the drafter's engine, and its hidden states."""
         super().leave(request)
         for kept in (self._first, self._fed, self._count):
             kept.pop(request, None)

@@ -13,18 +13,18 @@ from forward.model import Model
 
 
 def hooked_layers(layers: int) -> tuple[int, int]:
-    """Return a low and a middle layer of `layers`, whose hidden states EAGLE-3 reads beside the last
+    """Return the indices of a low and a middle layer of `layers`; EAGLE-3 reads their outputs and the last
     one's.
     """
     return min(2, layers - 1), layers // 2
 
 
 class HiddenStateHooks:
-    """Forward hooks that store the outputs of some layers in the newest step, at an address that a graph
-    may write.
+    """Forward hooks that store the outputs of some layers in the newest step, at an address that a graph may
+    write.
 
-    A hook behind each layer copies; it is captured with the layer. The engine with these hooks owns its
-    model, so that no other engine runs them.
+    A hook after each layer copies its output; a CUDA graph captures that with the layer. The engine with
+    these hooks owns its model, so that no other engine runs them.
 
     layers: indices of the layers.
 
@@ -47,8 +47,8 @@ def _keep(kept: Tensor, layer: nn.Module, given: Any, out: Any) -> None:
 
 
 def stream(out: Any) -> Tensor:
-    """Return a layer's output `[T, hidden]` as one tensor; a fused layer leaves its last addition to
-    the next.
+    """Return a layer's output as one tensor `[T, hidden]`; `out` of a fused layer is a sum still to be
+    added.
     """
     whole: Tensor = out if isinstance(out, Tensor) else out[0] + out[1]
     return whole

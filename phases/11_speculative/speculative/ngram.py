@@ -18,7 +18,7 @@ MOST_TOKENS = 1 << 15
 
 
 class NGramIndex:
-    """Index of where each n-gram of a request's tokens stood last.
+    """Index of the position where each n-gram of a request's tokens occurred last.
 
     A token costs one entry for each of `NGRAM_SIZES`, some 100 bytes each, so an index has at most 10 MB.
     """
@@ -48,8 +48,8 @@ class NGramIndex:
             self.seen = len(tokens)
 
     def propose(self, most: int) -> list[int]:
-        """Return at most `most` tokens that followed the longest n-gram at the end, when it stood here
-        before.
+        """Return at most `most` tokens that followed an earlier occurrence of the longest n-gram at the
+        end.
         """
         for size in NGRAM_SIZES:
             at = self._ends.get(tuple(self.tokens[-size:]))
@@ -59,7 +59,7 @@ class NGramIndex:
 
 
 def follow(tokens: Sequence[int], at: int, most: int) -> list[int]:
-    """Return `most` tokens from index `at` on; behind the end, the tokens from `at` on are repeated."""
+    """Return `most` tokens from index `at` on; past the end, the tokens from `at` on are repeated."""
     drafts = list(tokens[at : at + most])
     period = len(tokens) - at
     while len(drafts) < most:

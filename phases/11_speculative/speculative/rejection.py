@@ -24,7 +24,7 @@ def verify(
     has the distribution p, whatever q is: min(p, q) comes from drafts, and max(0, p - q) from
     replacements.
 
-    target: `[K + 1, V]` probabilities of the model, for each draft's position and the one behind the last.
+    target: `[K + 1, V]` probabilities of the model, for each draft's position and the one after the last.
     draft: `[K, V]` probabilities that the `drafts` were drawn with.
     """
     for place, token in enumerate(drafts):
@@ -41,5 +41,5 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def draw(p: Tensor, generator: torch.Generator) -> int:
-    """Return a token drawn from the probabilities `p [V]`."""
+    """Return the id of a token drawn from the probabilities `p [V]`."""
     return int(torch.multinomial(p, 1, generator=generator))

@@ -59,7 +59,7 @@ class Proposer:
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
     ) -> Sequence[Sequence[int]]:
-        """Return drafts behind the known `tokens` of each request.
+        """Return for each request the draft tokens that may follow its known `tokens`.
 
         Args:
             requests: those to draft for.
@@ -71,7 +71,8 @@ class Proposer:
         """Bind to the engine whose tokens are guessed."""
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Learn from a finished step, whose hidden states are in `runner.last` until the next one.
+        """Learn from a finished step; its hidden states are in the engine's `runner.last` until the next
+        step.
 
         work: one request's tokens in it. accepted: its drafts that the model confirmed.
         """
@@ -93,7 +94,7 @@ class SpeculativeRunner(Drafter):
         adaptive: False: always the most, whatever they cost.
         clock: in seconds; replaced by tests.
 
-    guesses: drafts of the next step. stats: what became of those before.
+    guesses: drafts of the next step, by request. stats: how many earlier drafts were accepted.
     """
 
     def __init__(
@@ -129,7 +130,9 @@ class SpeculativeRunner(Drafter):
         self.source.attach(engine)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Make drafts for all requests whose tokens are known; return True if there are any."""
+        """Make drafts for all running requests whose tokens are known; return True if there are any
+        drafts.
+        """
         self.guesses = {}
         lengths = self.control.decide(running)
         if lengths is None:
@@ -156,7 +159,9 @@ class SpeculativeRunner(Drafter):
         return any(self.guesses.values())
 
     def _rehearse(self, request: Request) -> None:
-        """Compare earlier drafts with the tokens that came, and draft anew; no step verifies these drafts."""
+        """Compare a request's earlier drafts with the tokens that came, and draft anew, without
+        verification.
+        """
         known, drafts = self._rehearsed.get(request, (0, ()))
         came = request.tokens[known:]
         if not (came and is_drafted(request)):
@@ -206,7 +211,7 @@ class Verifier(OutputVerifier):
         self.tokens, self.agree = tokens, agree
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write a step's drafts behind the newest tokens of their rows, where the step reads its inputs."""
+        """Write a step's drafts after the newest tokens in their requests' rows on the device, its inputs."""
         ends = ((work, work.start + work.count) for work in works if work.drafts)
         lines = [(work.row, end - len(work.drafts), work.drafts) for work, end in ends]
         if lines:
@@ -215,7 +220,10 @@ class Verifier(OutputVerifier):
     # Accept.
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return for each sampled request its accepted drafts, and the token sampled behind them."""
+        """Return for each sampled request its accepted drafts, and the token sampled after them.
+
+        tokens: all that the step has sampled, at each draft's position and after the last.
+        """
         if not any(work.drafts for work in works):
             return super().accepted(works, tokens)
         return list(self._accepted(works, iter(tokens)))

@@ -22,10 +22,9 @@ class SpeculationStats:
     marks: dict[tuple[int, int], set[int]] | None = None
 
     def count(self, work: Work, accepted: int) -> None:
-        """Count the verified drafts of one request in a step; those behind the end of the request do not
-        count.
+        """Count the verified drafts of one request in a step; those past the end of the request do not count.
 
-        accepted: how many the model confirmed.
+        work: the request's tokens in the step. accepted: how many drafts the model confirmed.
         """
         drafts = len(work.drafts)
         tried = drafts if work.request.finish_reason is None else accepted

@@ -33,7 +33,7 @@ from paged_cache.memory import activation_bytes
 class VerifyGraph(ChunkGraph):
     """A CUDA graph of a step with several tokens a request, which samples at all of its tokens.
 
-    features: how it samples, one of `decode_graph.CAPTURED`.
+    features: how it samples, greedily or with a temperature.
 
     for_host: `[tokens]` int64, in the order of the samples; a special number if logits were NaN. Good
         until the next replay.
@@ -66,8 +66,8 @@ class VerifyGraph(ChunkGraph):
 
 
 def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
-    """Return each token's draft id `[T]`, -1 if it is none; drafts are the last tokens of a request in
-    the step.
+    """Return for each token of a step its id if it is a draft, else -1: `[T]`; drafts are the last tokens of
+    a request in the step.
     """
     drafts: Ints = np.full(len(host.positions), -1)
     for work, end in zip(works, host.query_starts[1:].tolist(), strict=True):
@@ -104,9 +104,7 @@ class VerifyGraphExecutor:
         )
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs, the largest first. part: called with the next graph's name, to show
-        progress.
-        """
+        """Capture all graphs, the largest first. part: called with each graph's name, to show progress."""
         for ((tokens, requests), layout), kind in product(
             sorted(self._layouts.items(), reverse=True), CAPTURED
         ):
@@ -132,15 +130,19 @@ class VerifyGraphExecutor:
         return self.graphs[tokens, requests, plan.features] if captured(plan) else None
 
     def run(self, works: Sequence[Work], ticket: VerifyGraph) -> Forwarded:
-        """Run both halves of a step, forward pass and sampling, by a graph."""
+        """Run both halves of a step by the graph `ticket`, and return it: hidden states and sampled
+        tokens.
+        """
         works, host = replay_chunk(self.runner, self._staging, works, ticket, drafts_of)
         tokens = ticket.for_host[: len(host.sample_at)]
         return self.runner.replayed(works, ticket.batch, ticket.hidden, tokens)
 
 
 def verify_sizes(most_rows: int, most_drafts: int) -> dict[int, list[int]]:
-    """Return, for each number of requests, the token counts of graphs that verify drafts: 2, 4, 8, ... a
+    """Return, by number of requests up to `most_rows`, the token counts of graphs: 2, 4, 8, ... for each
     request.
+
+    most_drafts: of a request; the largest graph has one token more for each.
 
     Beyond `MOST_VERIFIED` tokens in all a step is so long that sampling outside of its graph is no matter.
     """

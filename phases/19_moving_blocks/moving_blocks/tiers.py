@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from time import monotonic
 
 from common.request import Request
@@ -199,7 +200,7 @@ class TieredConnector(ConnectorScheduler):
             block = self.host.get(name.digest)
             if block is not None:
                 self.host.pin([block])
-            elif self.disk is not None and (block := self.host.allocate(name.digest)):
+            elif self.disk and (block := self.host.allocate(name.digest)):
                 block.loadable = False
                 self.host.pin([block])  # once more: the thread outlives the request
                 self.disk.read(name, block, self.host.view(block))
@@ -248,12 +249,8 @@ class TieredConnector(ConnectorScheduler):
         """Return how many blocks of a waiting request, after the `found` cached ones, to load now from host
         memory; 0 if computing them is faster.
         """
-        count = 0
-        for name in wait.names[found:]:
-            block = self.host.get(name.digest)
-            if block is None or not block.loadable:
-                break
-            count += 1
+        blocks = (self.host.get(name.digest) for name in wait.names[found:])
+        count = len([*takewhile(lambda block: block and block.loadable, blocks)])
         size = self.cache.block_size
         loaded, end = (found + count) * size, len(wait.request.tokens)
         return count if self.rule.should_load(found * size, loaded, end, count) else 0

@@ -13,12 +13,20 @@ ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+"
 
 
 def hosts(given: str | None) -> tuple[str, ...]:
-    """Read host names with commas between them. Raises `UserError` for what is no name."""
+    """Return the host names of a text with commas between them, in lower case; none for None.
+
+    Raises:
+        UserError: an entry is neither a host name without a port nor `*`.
+    """
     return _listed("--allowed-hosts", given, HOST, "a host is a name without a port")
 
 
 def origins(given: str | None) -> tuple[str, ...]:
-    """Read origins likewise. Raises `UserError` for what is none: a browser would never send it."""
+    """Return the origins (`scheme://host` or `scheme://host:port`) of a text with commas; none for None.
+
+    Raises:
+        UserError: an entry is neither an origin nor `*`.
+    """
     return _listed(
         "--allowed-origins", given, ORIGIN, "an origin is scheme://host or scheme://host:port"
     )
@@ -35,11 +43,12 @@ def _listed(flag: str, given: str | None, pattern: str, what: str) -> tuple[str,
 
 
 def names_of(host: str, allowed: tuple[str, ...], *, keys: bool) -> frozenset[str]:
-    """Return the names that a server is reached by, `*` for any.
+    """Return the host names by which clients may address a server; `*` stands for any name.
 
-    host: the one that it listens on.
-    allowed: further ones; where there are some, they also bind a server with keys.
-    keys: whether clients need one. A web page has none, so any name will do.
+    host: the address that the server listens on.
+    allowed: further names. If there are any, a server with keys is bound to the names, too.
+    keys: whether clients need an API key. If so, and `allowed` is empty, any name is accepted: a foreign web
+        page has no key.
     """
     if ANY in allowed or (keys and not allowed):
         return frozenset({ANY})

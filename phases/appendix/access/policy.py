@@ -35,11 +35,11 @@ WEB_PAGE = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"referer
 
 
 class AccessPolicy:
-    """Refuse requests of a wrong host, origin, content type or key.
+    """Refuse HTTP requests with a wrong host, origin, content type or API key.
 
-    hosts: see `options.names_of`.
-    origins: whose pages may read responses; none: no browser gets a header for them.
-    keys: of which a client needs one; none: every request is taken.
+    hosts: names in the Host header that are accepted; `*`: any.
+    origins: web origins whose pages may read responses; empty: no response allows a page to read it.
+    keys: API keys of which a client must send one; empty: no key is needed.
     """
 
     def __init__(
@@ -55,8 +55,9 @@ class AccessPolicy:
         app.before.append(self.before)
 
     async def before(self, http: HttpRequest) -> bool:
-        """Check a request; return True if a response has been sent already (to a browser's preflight
-        request).
+        """Check a request; return True if it was a browser's preflight request, which is answered here.
+
+        A form's or missing content type becomes JSON's in `http.headers` where no web page can have sent it.
 
         Raises:
             ApiError: the request is refused.
@@ -75,8 +76,9 @@ class AccessPolicy:
         return False
 
     def check_host(self, http: HttpRequest) -> None:
-        """Raise `ApiError` for a request to another host name; one without a name does not come from a
-        browser.
+        """Raise `ApiError` if a request's Host header names a host that is not allowed.
+
+        IP addresses are accepted, and requests without the header, since every browser sends it.
         """
         given = http.headers.get(b"host", b"").decode("latin-1").strip().lower()
         name = re.sub(r":\d*$", "", given)
@@ -91,10 +93,10 @@ class AccessPolicy:
         raise ApiError(421, words, code="host")
 
     def asks(self, http: HttpRequest) -> bool:
-        """Add the headers with which pages of the allowed origins may read the response.
+        """Add to the response the headers that let pages of the allowed origins read it.
 
         Returns:
-            True if the request is a preflight, which asks for the methods and headers of a request to come.
+            True if the request is a preflight: a browser's question whether it may send the real request.
         """
         headers, extra = http.headers, http.extra
         any_page = ANY in self.origins
@@ -126,7 +128,9 @@ class AccessPolicy:
         return asks
 
     def check_key(self, http: HttpRequest) -> None:
-        """Raise `ApiError` for a request without one of the keys; all are compared, in constant time."""
+        """Raise `ApiError` for a request that sends none of the API keys; all keys are compared, in
+        constant time.
+        """
         other = b"bearer " + http.headers.get(
             b"x-api-key", b""
         )  # as older clients of Anthropic send it

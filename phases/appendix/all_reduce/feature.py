@@ -21,7 +21,9 @@ class CustomAllReduce(Feature):
     on_device = "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
-        """Give the ranks their all-reduce over shared memory; a single rank sums nothing."""
+        """Give the tensor-parallel ranks of the engine an all-reduce over shared memory; do nothing for a
+        single rank.
+        """
         split = builder.feature(Split)
         if split is None:
             return

@@ -28,7 +28,7 @@ _buffers_made = 0
 
 
 class OtherRanks(UserError):
-    """Raised if this process has shared memory with other ranks before.
+    """Raised if this process has already shared memory with other ranks, which it can do only once.
 
     PyTorch numbers a process's rendezvous over symmetric memory, and ranks whose numbers differ would wait
     forever.
@@ -67,7 +67,10 @@ MOST = 512 << 10
 
 
 class SymmetricMemoryReducer(Reducer):
-    """An all-reduce over ranks by one kernel up to `most` bytes; larger sums and other dtypes go to NCCL."""
+    """An all-reduce (sum over ranks) by one kernel, for parts of up to `most` bytes.
+
+    NCCL sums larger tensors and other dtypes.
+    """
 
     def __init__(
         self, ranks: Ranks, hidden: int, dtype: torch.dtype, most: int = MOST
@@ -119,5 +122,5 @@ class SymmetricMemoryReducer(Reducer):
         return out
 
     def stop(self) -> None:
-        """End the wait of every kernel of this rank, because another rank is lost."""
+        """End the wait of every kernel of this rank, because another rank has died; sums are then wrong."""
         self.shared.stop.fill_(1)

@@ -26,13 +26,19 @@ REFERENCES = "#/components/schemas/{name}"
 
 
 def completion_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
-    """Return the handlers of all further fields of completions."""
+    """Return the handlers of the request fields that the appendix adds to `/v1/completions`.
+
+    limits: the server's, such as the largest grammar.
+    """
     first: list[FieldHandler] = [SchedulingHandler(), GrammarHandler(limits)]
     return [*first, CompletionLogprobs(tokenizer), TokenIds()]
 
 
 def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
-    """Return the handlers of all further fields of chats, in the order in which they read a request."""
+    """Return the handlers of the request fields that the appendix adds to chats, in their order of reading.
+
+    limits: the server's, such as the largest grammar.
+    """
     first: list[FieldHandler] = [
         SchedulingHandler(),
         Prefill(tokenizer),
@@ -44,7 +50,8 @@ def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
 
 
 class Document:
-    """The API as a document of OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.0), and a page of it.
+    """The API described as an OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.0), and as an HTML
+    page.
 
     version: of the server.
     """
@@ -61,8 +68,8 @@ class Document:
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """Return the OpenAPI document: for each route for tokens one schema, of all structs that
-        declare its fields.
+        """Return the OpenAPI document as a dictionary; each route that generates has a schema of all its
+        fields.
         """
         responses = {
             "default": {

@@ -46,7 +46,7 @@ class GrammarFields(Struct, kw_only=True):
 
 
 class GrammarHandler:
-    """A handler of the request fields that constrain the output; it makes their grammar."""
+    """Makes a grammar of the request fields that constrain the output, such as `response_format`."""
 
     fields = GrammarFields
     names = frozenset(GrammarFields.__struct_fields__)
@@ -55,10 +55,10 @@ class GrammarHandler:
         self.limits = limits
 
     def read(self, given: GrammarFields, request: ParsedRequest) -> None:
-        """Set the request's grammar from its fields.
+        """Set `request`'s grammar from the fields in `given`; do nothing if none of them is set.
 
         Raises:
-            ApiError: there are two grammars, or one is in no known form, or too large.
+            ApiError: the fields give two grammars, or one of an unknown form or too large.
         """
         asked = [(f"guided_{kind}", kind, getattr(given, f"guided_{kind}")) for kind in MAKERS]
         asked.append(("response_format", "json", schema_of(given.response_format)))
@@ -98,12 +98,15 @@ class GrammarHandler:
 
 
 def loosen(request: ParsedRequest, keywords: list[str]) -> None:
-    """Name keywords of schemas that the output need not follow in a header."""
+    """Add a response header that names schema `keywords` which the output need not follow."""
     request.headers.append((b"x-ladder-loosened", listed(keywords)))
 
 
 def schema_of(form: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the schema of `response_format`: OpenAI's, or the flat form with the schema beside the type."""
+    """Return the JSON schema in a `response_format`; None if it has none.
+
+    form: OpenAI's, with the schema under `json_schema`, or the flat form with the schema beside the type.
+    """
     if form is None or form.get("type") == "text":
         return None
     kind, nested = form.get("type"), form.get("json_schema")

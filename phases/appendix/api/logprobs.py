@@ -19,7 +19,11 @@ from serving.parsed import ParsedRequest
 
 
 def spelled(tokenizer: Tokenizer, choice: Choice, place: int, token: int) -> bytes:
-    """Return the bytes of a token at a place of an output as its text has them; perhaps half a character."""
+    """Return the bytes by which a token stands in a completion's text; they may be a part of a character.
+
+    place: index of the token in `choice.tokens`. The first token with text may lose its leading space.
+    token: its id, or that of another candidate for this place.
+    """
     known, special = tokenizer.token_bytes, tokenizer.special_ids
     before = islice(choice.tokens, place)
     first = (
@@ -31,7 +35,10 @@ def spelled(tokenizer: Tokenizer, choice: Choice, place: int, token: int) -> byt
 
 
 def scored(choice: Choice, piece: Piece) -> Iterator[tuple[int, int, Logprob]]:
-    """Yield the place of each token of a piece, the token, and its log-probabilities."""
+    """Yield (index in the output, token id, log-probabilities) for each token of a piece of a completion.
+
+    Tokens without log-probabilities are left out.
+    """
     for place in range(piece.start, min(piece.stop, len(choice.logprobs))):
         yield place, choice.tokens[place], choice.logprobs[place]
 
@@ -41,7 +48,10 @@ Row = tuple[str, float | None, dict[str, float] | None]
 
 
 def _with_prompt(echoed: list[str], choice: Choice, piece: Piece) -> dict[str, Any]:
-    """Return the text of a piece with the prompt's in front."""
+    """Return `{"text": ...}`: a piece's text, with the prompt's text in front if it is the first piece.
+
+    echoed: text of each prompt of the request.
+    """
     text = "" if choice.request.prompt_only else piece.text
     prompt = "" if piece.start else echoed[choice.index // choice.request.params.n]
     return {"text": prompt + text}
@@ -56,7 +66,9 @@ class CompletionLogprobFields(Struct, kw_only=True):
 
 
 class CompletionLogprobs:
-    """Handler of a completion's `logprobs`: adds lists of tokens, with the prompt's for `echo`."""
+    """Handles `logprobs` and `echo` of `/v1/completions`: lists of tokens and log-probabilities in the
+    response.
+    """
 
     fields = CompletionLogprobFields
     names = frozenset(CompletionLogprobFields.__struct_fields__)
@@ -65,7 +77,7 @@ class CompletionLogprobs:
         self.tokenizer = tokenizer
 
     def read(self, given: CompletionLogprobFields, request: ParsedRequest) -> None:
-        """Read `logprobs` and `echo` into the request, and add their part of the response."""
+        """Set up `request` for `logprobs` and `echo`, and register what adds them to the response."""
         echoed = list[str]()  # the text of each prompt
         if given.echo:
             decode = self.tokenizer.decode
@@ -84,7 +96,12 @@ class CompletionLogprobs:
             request.wanted += [PROMPT_LOGPROBS] if given.echo else []
 
     def lists(self, echoed: list[str], choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the log-probabilities of a piece's tokens as lists, one entry a token."""
+        """Return the response's `logprobs`: tokens, log-probabilities, likeliest tokens, and offsets in
+        the text.
+
+        echoed: texts of the prompts; if not empty, the first piece has entries of the prompt, too.
+        choice, piece: the completion, and which of its tokens to list.
+        """
         rows, offsets = list[Row](), list[int]()
         before = 0
         if echoed:
@@ -119,7 +136,9 @@ class CompletionLogprobs:
         }
 
     def _prompt(self, choice: Choice) -> Iterator[Row]:
-        """Yield the entries of the prompt's tokens; the first one has no log-probability."""
+        """Yield (text, log-probability, likeliest tokens) of each prompt token; (text, None, None) for
+        the first.
+        """
         first = choice.group.choices[choice.index - choice.index % choice.request.params.n]
         known = self.tokenizer.token_bytes
         entries = [None, *first.notes[PROMPT_LOGPROBS]]
@@ -135,8 +154,9 @@ class CompletionLogprobs:
             )
 
     def _top(self, token: int, entry: Logprob, spell: Any) -> dict[str, float]:
-        """Return the most likely tokens' log-probabilities by text; by id where two tokens have the
-        same text.
+        """Return {text: log-probability} of the most likely tokens and of `token` itself.
+
+        The key is `token_id:N` if another token has the same text. spell: returns the bytes of a token id.
         """
         own, top = _text(spell(token)), dict[str, float]()
         for other, value in (*entry.top, (token, entry.chosen)):
@@ -155,7 +175,7 @@ class ChatLogprobFields(Struct, kw_only=True):
 
 
 class ChatLogprobs:
-    """Handler of a chat's `logprobs` and `top_logprobs`: adds one object a token."""
+    """Handles a chat's `logprobs` and `top_logprobs`: one object for each token in the response."""
 
     fields = ChatLogprobFields
     names = frozenset(ChatLogprobFields.__struct_fields__)
@@ -164,7 +184,11 @@ class ChatLogprobs:
         self.tokenizer = tokenizer
 
     def read(self, given: ChatLogprobFields, request: ParsedRequest) -> None:
-        """Read `logprobs` and `top_logprobs` into the request, and add their part of the response."""
+        """Set up `request` for `logprobs` and `top_logprobs`, and register what adds them to the response.
+
+        Raises:
+            ApiError: `top_logprobs` is given without `logprobs`.
+        """
         if given.top_logprobs and not given.logprobs:
             raise wrong("top_logprobs", "top_logprobs needs logprobs to be true")
         if given.logprobs:
@@ -173,7 +197,7 @@ class ChatLogprobs:
             request.details.append(self.content)
 
     def content(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the log-probabilities of a piece's tokens."""
+        """Return the response's `logprobs` in OpenAI's form, with one entry for each token of a piece."""
         content = []
         for place, token, logprob in scored(choice, piece):
             top = [self._one(choice, place, *other) for other in logprob.top]
@@ -183,14 +207,17 @@ class ChatLogprobs:
         return {"logprobs": {"content": content, "refusal": None} if content else None}
 
     def _one(self, choice: Choice, place: int, token: int, logprob: float) -> dict[str, Any]:
-        """Return the entry of one token: text, bytes, log-probability. Special tokens have no bytes."""
+        """Return one token's entry: text, log-probability, and bytes (none for a special token).
+
+        place: index in the completion's tokens. token: its id.
+        """
         data = spelled(self.tokenizer, choice, place, token)
         added = b"" if token in self.tokenizer.special_ids else data
         return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(added)}
 
 
 class TokenFields(Struct, kw_only=True):
-    """Fields of requests that ask for the ids of tokens."""
+    """Fields of requests that ask for token ids, or for marks of drafted tokens."""
 
     return_token_ids: bool | None = False  # vLLM's
     return_token_marks: bool | None = (
@@ -199,29 +226,32 @@ class TokenFields(Struct, kw_only=True):
 
 
 class TokenIds:
-    """Handler of `return_token_ids`, which adds ids, and of `return_token_marks`.
+    """Handles `return_token_ids` and `return_token_marks`.
 
-    Marks are for streams: each token's text, and whether it was a draft.
+    Marks are for streams: each token's text, and whether speculative decoding drafted it.
     """
 
     fields = TokenFields
     names = frozenset(TokenFields.__struct_fields__)
 
     def read(self, given: TokenFields, request: ParsedRequest) -> None:
-        """Read `return_token_ids` and `return_token_marks`, and add their part of the response."""
+        """Register what adds token ids or marks to the response, if the request's fields ask for them."""
         if given.return_token_ids:
             request.details.append(self.ids)
         if given.return_token_marks and request.generation.stream:
             request.details.append(self.marks)
 
     def ids(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the token ids of a piece of the output, and with a whole response those of the prompt."""
+        """Return `token_ids` of a piece of the output; if the response is not streamed, also
+        `prompt_token_ids`.
+        """
         found = {"token_ids": choice.tokens[piece.start : piece.stop]}
         return found if choice.group.streamed else found | {"prompt_token_ids": choice.prompt}
 
     def marks(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return each token's text and whether it was a draft: of several tokens of one step all but
-        the last were.
+        """Return `token_marks`: (text, "draft" or "") for each token of a piece that has a text.
+
+        Of several tokens that one step sampled, all but the last were drafts.
         """
         texts, times = (
             choice.texts[piece.start : piece.stop],
@@ -240,5 +270,5 @@ def _text(data: bytes) -> str:
 
 
 def _finite(value: float) -> float:
-    """Return a number that JSON can hold; -9999 for minus infinity and NaN, as OpenAI does."""
+    """Return a number that JSON can hold: -9999 instead of minus infinity, NaN and anything below it."""
     return max(-9999.0, value)  # in this order it is no NaN

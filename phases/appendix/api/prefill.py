@@ -19,7 +19,9 @@ class PrefillFields(Struct, kw_only=True):
 
 
 class Prefill:
-    """A handler that lets the output continue the last message, if it is the assistant's."""
+    """Handles `continue_final_message`: the output continues the last message, which must be the
+    assistant's.
+    """
 
     fields = PrefillFields
     names = frozenset(PrefillFields.__struct_fields__)
@@ -28,7 +30,12 @@ class Prefill:
         self.tokenizer = tokenizer
 
     def read(self, given: PrefillFields, request: ParsedRequest) -> None:
-        """Take the assistant's last message off the conversation, if the output has to continue it."""
+        """Remove the assistant's last message from `request.messages`, and plan to end the prompt with
+        its text.
+
+        Raises:
+            ApiError: the last message is not a text of the assistant.
+        """
         if not given.continue_final_message:
             return
         *before, last = request.messages or [{}]
@@ -43,7 +50,7 @@ class Prefill:
         request.on_prompt.append(partial(self._extend, request, text))
 
     def _extend(self, request: ParsedRequest, text: str) -> None:
-        """Append the text to the prompt, behind all reasoning: it belongs to the answer."""
+        """Append the tokens of `text` to the request's prompt, after closing an opened reasoning block."""
         (prompt,) = request.prompts
         mark = ""
         if has_channels(self.tokenizer):

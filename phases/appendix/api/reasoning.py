@@ -34,7 +34,9 @@ class ReasoningFields(Struct, kw_only=True):
 
 
 class Reasoning:
-    """A handler that sets how much the model reasons, and splits the reasoning from the answer."""
+    """Handles `reasoning_effort` and `separate_reasoning`: how much a model reasons, and whether that is
+    split off.
+    """
 
     fields = ReasoningFields
 
@@ -45,14 +47,19 @@ class Reasoning:
             self.names |= {"messages"}  # any chat's answer may have some
 
     def read(self, given: ReasoningFields, request: ParsedRequest) -> None:
-        """Read the fields about reasoning, and choose what splits the output."""
+        """Set the chat template's variables for the effort, and plan how to split reasoning from the
+        answer.
+        """
         if given.reasoning_effort is not None:
             self._effort(given.reasoning_effort, request)
         if not request.constrained and given.separate_reasoning is not False:
             request.on_prompt.append(partial(self._part, request))
 
     def _effort(self, effort: str, request: ParsedRequest) -> None:
-        """Set the template's variables; a template that knows none of them is named in a header."""
+        """Set the chat template's variables for an effort such as "none" or "high".
+
+        If the template uses none of them, the field is added to `request.ignored`, which a header shows.
+        """
         known = self.tokenizer.chat_template.variables
         if effort == "none":
             request.variables.setdefault("enable_thinking", False)
@@ -82,7 +89,7 @@ class Reasoning:
 
 
 def reasons(tokenizer: Tokenizer) -> bool:
-    """Return True if the model writes reasoning."""
+    """Return True if the model's chat template shows that it writes reasoning before an answer."""
     try:
         return BEGIN in tokenizer.chat_template.source or has_channels(tokenizer)
     except UserError:  # it has no template
@@ -90,15 +97,15 @@ def reasons(tokenizer: Tokenizer) -> bool:
 
 
 def has_channels(tokenizer: Tokenizer) -> bool:
-    """Return True if the model writes gpt-oss's format."""
+    """Return True if the model's chat template has gpt-oss's format, whose messages name a channel."""
     source = tokenizer.chat_template.source
     return CHANNEL in source and MESSAGE in source
 
 
 def opened(tokenizer: Tokenizer, prompt: list[int]) -> bool | None:
-    """Return True if the output begins within reasoning, False if it may begin with some.
+    """Return True if a prompt ends with `<think>`, so that the output begins within reasoning; else False.
 
-    None: the model's chat template has no reasoning, so none is looked for. prompt: token ids.
+    None: the model's chat template has no reasoning, so the output is not split. prompt: token ids.
     """
     if BEGIN not in tokenizer.chat_template.source:
         return None
@@ -106,10 +113,10 @@ def opened(tokenizer: Tokenizer, prompt: list[int]) -> bool | None:
 
 
 class ThinkReader:
-    """Splits an output's text between `<think>` and `</think>`, where it begins, from the answer behind it.
+    """Splits an output's text into the reasoning, from `<think>` to `</think>`, and the answer after it.
 
-    opened: whether the output begins within reasoning; None: it has none.
-    trigger: of calls, which end the reasoning, too; empty for none.
+    opened: whether the prompt has opened the reasoning; otherwise the output may begin with `<think>`.
+    trigger: text that begins a tool call, which ends the reasoning, too; empty: there are no tools.
     """
 
     def __init__(self, opened: bool, trigger: str = "") -> None:
@@ -136,13 +143,14 @@ class ThinkReader:
         )
 
     def take_reasoning(self) -> str:
-        """Return the reasoning that has come since the last call."""
+        """Return the text of the reasoning that `read` has found since the last call."""
         reasoning, self._reasoning_parts = "".join(self._reasoning_parts), []
         return reasoning
 
     def read(self, text: str, last: bool) -> str:
-        """Add the text of the next token; return what of it belongs to the answer. last: the output has
-        ended.
+        """Add the text of the next token; return the new text of the answer.
+
+        Text that may be part of a mark is held back. last: the output has ended, so nothing is held back.
         """
         if self._state == "text":
             return text
@@ -168,7 +176,10 @@ class ThinkReader:
         return text
 
     def _think(self, total: int, last: bool) -> None:
-        """Record that the first `total` characters are reasoning."""
+        """Move text of the reasoning, up to `</think>` or a tool call, to what `take_reasoning` returns.
+
+        total: characters of the output so far. last: the output has ended, so no text is held back.
+        """
         if not self._reasoning_begun:
             self._rest = self._rest.lstrip()
         starts = [start for end in self._ends if (start := self._rest.find(end)) >= 0]
@@ -193,10 +204,10 @@ class ThinkReader:
 class ChannelReader:
     """Splits an output in gpt-oss's format, messages with a channel each, into reasoning and answer.
 
-    `analysis` is reasoning, `final` the answer. A call becomes the text of one in Hermes' form, which a
-    `CallReader` knows.
+    `analysis` is reasoning, `final` the answer. A tool call becomes text in Hermes' form (`<tool_call>` and
+    JSON) within the answer.
 
-    calls: whether there are tools that may be called.
+    calls: whether the request has tools that may be called.
     """
 
     def __init__(self, calls: bool) -> None:
@@ -207,13 +218,14 @@ class ChannelReader:
         self._reasoning_parts: list[str] = []
 
     def take_reasoning(self) -> str:
-        """Return the reasoning that has come since the last call."""
+        """Return the text of the reasoning that `read` has found since the last call."""
         reasoning, self._reasoning_parts = "".join(self._reasoning_parts), []
         return reasoning
 
     def read(self, text: str, last: bool) -> str:
-        """Add the text of the next token; return what of it belongs to the answer. last: the output has
-        ended.
+        """Add the text of the next token; return the new text of the answer.
+
+        Text that may be part of a mark is held back. last: the output has ended, so nothing is held back.
         """
         self._rest += text
         before, answer = self._state, list[str]()
@@ -229,7 +241,11 @@ class ChannelReader:
         return "".join(answer)
 
     def _step(self, answer: list[str], last: bool) -> bool:
-        """Read up to the next special mark, and append to `answer`; return True if there was a mark."""
+        """Read the output up to its next special mark; return True if there was a mark, so that more may
+        follow.
+
+        answer: gets the text that belongs to the answer. last: the output has ended.
+        """
         marks = (MESSAGE,) if self._state == "head" else ENDS
         found = [(place, mark) for mark in marks if (place := self._rest.find(mark)) >= 0]
         if found:
@@ -253,7 +269,11 @@ class ChannelReader:
         return bool(found)
 
     def _open(self, head: str) -> str:
-        """Begin a message; return what stands in the answer for its head."""
+        """Begin a message; return the text that its head adds to the answer: the start of a tool call, or
+        "".
+
+        head: what stands between the marks of channel and message, such as `final`.
+        """
         channel, _, to = head.rpartition(CHANNEL)[2].strip().partition(" ")
         name = to.strip().removeprefix("to=functions.").partition(" ")[0].partition("<")[0]
         if self._calls and to.strip().startswith("to=functions."):

@@ -12,7 +12,7 @@ from serving.parsed import ParsedRequest
 
 
 class SchedulingFields(Struct, kw_only=True):
-    """Fields about the line of requests: vLLM's, and a deadline of ours."""
+    """Request fields for the scheduler: vLLM's priority and cache salt, and a deadline in milliseconds."""
 
     priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: str | None = None
@@ -20,13 +20,18 @@ class SchedulingFields(Struct, kw_only=True):
 
 
 class SchedulingHandler:
-    """Hands them to the engine; the deadline counts from the beginning of the request."""
+    """Handles the request fields `priority`, `cache_salt` and `deadline_ms`."""
 
     fields = SchedulingFields
     names = frozenset(SchedulingFields.__struct_fields__)
 
     def read(self, given: SchedulingFields, request: ParsedRequest) -> None:
-        """See `FieldHandler`. Raises `ApiError` for a priority in a server that knows none."""
+        """Set `request.priority`, `.salt` (who may share its cached blocks) and `.seconds` (deadline)
+        from its fields.
+
+        Raises:
+            ApiError: a priority is given, but the server schedules first come, first served.
+        """
         policy = request.ready.policy
         if given.priority and policy != "priority":
             rest = f"must be 0: the server's policy is {policy}"

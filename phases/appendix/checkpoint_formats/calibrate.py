@@ -31,7 +31,7 @@ Hessians = dict[str, Tensor]
 
 
 def blocks_of(model: Model) -> list[tuple[str, nn.Module]]:
-    """Return the names and modules of a model's blocks, from the first to the last."""
+    """Return (name, module) of each transformer block of a model, in the order in which they run."""
     return [
         (f"layers.{name}", block)
         for name, block in model.get_submodule("layers").named_children()
@@ -39,7 +39,7 @@ def blocks_of(model: Model) -> list[tuple[str, nn.Module]]:
 
 
 def samples(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:
-    """Return the last `count` pieces of `length` tokens of a text.
+    """Return the last `count` pieces of a text, each of `length` token ids; `tokens`: the whole text.
 
     Raises:
         UserError: the text is shorter than one piece.
@@ -60,9 +60,11 @@ def sweep(
     texts: Sequence[Sequence[int]],
     change: Callable[[str, nn.Module, Hessians], None],
 ) -> None:
-    """Call `change(name, block, hessians)` for each block, from the first to the last.
+    """Call `change(name, block, hessians)` for each transformer block, from the first to the last.
 
-    A block reads what the blocks below compute after `change` has quantized them.
+    texts: token ids of the calibration texts. hessians: `X^T X` of each linear layer's inputs for these
+        texts.
+    A block's inputs are computed by the blocks before it, after `change` has quantized them.
     """
     blocks = blocks_of(model)
     calls = [_arguments(model, text, [block for _, block in blocks]) for text in texts]
@@ -78,7 +80,10 @@ def sweep(
 def _arguments(
     model: Model, text: Sequence[int], blocks: Sequence[nn.Module]
 ) -> tuple[Tensor, list[tuple[Any, ...]]]:
-    """Return the input of the first block for a text, and the other arguments of every block."""
+    """Return the first block's input for a text, and each block's further arguments (such as cos and sin).
+
+    text: token ids. blocks: the model's blocks, in order.
+    """
     seen: list[tuple[Any, ...]] = []
     hooks = [
         block.register_forward_pre_hook(lambda _, given: seen.append(given))
@@ -93,8 +98,9 @@ def _arguments(
 
 @contextmanager
 def watch(block: nn.Module) -> Iterator[Hessians]:
-    """Return a context that computes the Hessian `X^T X` of each linear layer's input from the block's
-    calls in it.
+    """Yield an empty dictionary that gets the Hessian `X^T X` of each linear layer's input in `block`.
+
+    Within the `with` block, every call of `block` adds its inputs.
     """
     found: Hessians = {}
     counts: Counter[str] = Counter()

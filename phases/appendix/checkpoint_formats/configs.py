@@ -63,9 +63,9 @@ Rule = tuple[tuple[str, ...], TensorLayout]
 
 @dataclass(frozen=True)
 class Stored:
-    """The format of a checkpoint's weights, layer by layer.
+    """The storage format of each layer's weight in a checkpoint.
 
-    rules: pairs of patterns for names, and a layout; the first pair that names a layer holds for it.
+    rules: pairs (patterns of layer names, layout); the first pair with a matching pattern decides.
     plain: patterns of layers that are not quantized, whatever the rules say.
     """
 
@@ -73,7 +73,9 @@ class Stored:
     plain: tuple[str, ...]
 
     def layout(self, name: str) -> TensorLayout | None:
-        """Return the layout of our layer `name`, or None where it is plain."""
+        """Return the layout of our layer `name`, such as `layers.0.mlp.up_proj`; None if it is not
+        quantized.
+        """
         if any(matches(each, name) for each in self.plain):
             return None
         for targets, layout in self.rules:
@@ -83,10 +85,10 @@ class Stored:
 
 
 def stored(raw: Mapping[str, Any]) -> Stored:
-    """Read a ``quantization_config``.
+    """Return the storage format that a checkpoint's ``quantization_config`` (`raw`) describes.
 
     Raises:
-        UserError: the method, or something in it, is not supported; it names what.
+        UserError: the method or a setting is not supported; the text names which.
     """
     method = Field("quant_method", str, choices=tuple(_METHODS)).read(raw)
     try:
@@ -99,7 +101,10 @@ def stored(raw: Mapping[str, Any]) -> Stored:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Compare a checkpoint's `pattern`, a name or ``re:`` and an expression, with our layer `name`."""
+    """Return True if a pattern of a checkpoint means our layer `name`.
+
+    pattern: the layer's full name there, or ``re:`` and a regular expression for its beginning.
+    """
     names = [prefix + name for prefix in _PREFIXES]
     if pattern.startswith("re:"):
         return any(re.match(pattern[3:], each) for each in names)
@@ -111,8 +116,10 @@ def matches(pattern: str, name: str) -> bool:
 def _parts(
     raw: Mapping[str, Any], name: str, start: str = ".*", end: str = ""
 ) -> tuple[str, ...]:
-    """Return patterns for the names that contain a string of the list `raw[name]`, between expressions
-    `start` and `end`.
+    """Return patterns ``re:{start}TEXT{end}``, one for each TEXT in the list `raw[name]` (a missing one
+    is empty).
+
+    start, end: regular expressions for what may stand before and after TEXT in a layer's name.
     """
     given = Field(name, list, default=[]).read(raw)
     return tuple(
@@ -121,8 +128,10 @@ def _parts(
 
 
 def _patterns(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return the list of names and ``re:`` patterns `raw[name]`; refuse a pattern that may take forever to
-    match.
+    """Return the list `raw[name]` of layer names and ``re:`` patterns; empty if it is missing.
+
+    Raises:
+        UserError: an entry is no text, or a pattern that may take forever to match.
     """
     given = Field(name, list, default=[]).read(raw)
     for pattern in given:
@@ -144,8 +153,10 @@ def _patterns(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _fp8(raw: Mapping[str, Any]) -> Stored:
-    """Read `fp8`: e4m3 weights with a scale for each block of 128 x 128, or one for the tensor; dynamic
-    activations.
+    """Return the format of an `fp8` configuration `raw`: e4m3 weights and inputs; these are scaled as
+    they come.
+
+    Weights have a scale for each block of 128 x 128, or one for the tensor.
     """
     _only(raw, "activation_scheme", "dynamic")
     _only(raw, "fmt", "e4m3", missing=True)
@@ -165,7 +176,9 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
 
 
 def _gptq(raw: Mapping[str, Any]) -> Stored:
-    """Read GPTQ's configuration (4 bits); with act-order, `g_idx` gives each input its group."""
+    """Return the format of a GPTQ configuration `raw` (4 bits); with act-order, `g_idx` gives each input
+    its group.
+    """
     _only(raw, "bits", 4)
     head = () if Field("lm_head", bool, default=False).read(raw) else ("lm_head",)
     version = Field(
@@ -178,7 +191,7 @@ def _gptq(raw: Mapping[str, Any]) -> Stored:
 
 
 def _awq(raw: Mapping[str, Any]) -> Stored:
-    """Read AutoAWQ's configuration: 4 bits in groups, with zero points."""
+    """Return the format of an AutoAWQ configuration `raw`: 4 bits in groups, with zero points."""
     _only(raw, "bits", 4)
     _only(raw, "version", "gemm", missing=True)
     _only(raw, "zero_point", True, missing=True)
@@ -188,7 +201,9 @@ def _awq(raw: Mapping[str, Any]) -> Stored:
 
 
 def _compressed(raw: Mapping[str, Any]) -> Stored:
-    """Read compressed-tensors' configuration: groups of layers, each with its format."""
+    """Return the format of a compressed-tensors configuration `raw`: groups of layers, each with its own
+    layout.
+    """
     _only(raw, "quantization_status", "compressed", missing=True)
     groups = Field("config_groups", dict).read(raw)
     rules = []
@@ -251,8 +266,9 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
 
 
 def _activations(group: Mapping[str, Any]) -> Activations | None:
-    """Return the format to which a group's layers round their inputs, token by token; None: inputs are not
-    rounded.
+    """Return the eight-bit format ("fp8" or "int8") to which layers round their inputs; None: no rounding.
+
+    group: an entry of compressed-tensors' `config_groups`. Each token has a scale of its own.
     """
     name = "input_activations"
     if group.get(name) is None:
@@ -272,14 +288,20 @@ def _activations(group: Mapping[str, Any]) -> Activations | None:
 
 
 def _known(raw: Mapping[str, Any], fields: Sequence[str], where: str = "") -> None:
-    """Raise `UserError` for a field that is none of these."""
+    """Raise `UserError` if `raw` has a field whose name is not in `fields`.
+
+    where: what stands before the field's name in the error, such as "weights.".
+    """
     for name in raw:
         if name not in fields:
             raise UserError(f"{where}{brief(name)} is not known, only {', '.join(fields)}")
 
 
 def _only(raw: Mapping[str, Any], name: str, value: Any, missing: bool = False) -> None:
-    """Raise `UserError` unless the field `name` is `value`, in whatever case; or absent, if it may be."""
+    """Raise `UserError` unless `raw[name]` equals `value`; upper and lower case are the same.
+
+    missing: whether the field may also be absent.
+    """
     given = raw.get(name)
     if given is None and missing:
         return

@@ -40,9 +40,7 @@ _KEPT = (
 
 
 def check_source(folder: Path) -> None:
-    """Raise `UserError` unless the checkpoint in `folder` can be quantized and written: one text model, not
-    quantized.
-    """
+    """Raise `UserError` unless the checkpoint in `folder` is one text model that is not quantized yet."""
     raw = read_object(folder / "config.json")
     if "text_config" in raw or raw.get("model_type") == "gpt2":
         kind = "gpt2" if raw.get("model_type") == "gpt2" else "a multimodal model"
@@ -64,15 +62,15 @@ def check_target(folder: Path) -> Path:
 
 
 def export(model: Model, source: Path, folder: Path) -> None:
-    """Write a model whose layers are all quantized by one scheme as a compressed-tensors checkpoint.
+    """Write a quantized model as a compressed-tensors checkpoint; all its layers share one scheme.
 
     Args:
-        model: as `methods.quantize_model` returns it.
+        model: its layers are those of `quantize_model`.
         source: the checkpoint that it was loaded from, whose configuration and tokenizer are copied.
         folder: must not exist or be empty. It appears when all of it is written.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the folder or a file cannot be written.
     """
     folder = check_target(folder)
     work = folder.with_name(f".{folder.name}.partial")
@@ -103,7 +101,7 @@ def export(model: Model, source: Path, folder: Path) -> None:
 
 
 def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all of a model's tensors by their names in a checkpoint.
+    """Return all tensors of a quantized model by their names in a checkpoint.
 
     dtype: of the tensors that are not quantized.
     """
@@ -128,7 +126,9 @@ def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def layer_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors of one quantized layer by the last part of their names, such as `weight_packed`."""
+    """Return the tensors to store for one quantized layer, by the last part of their names
+    (`weight_packed`).
+    """
     scheme, (n, k) = weight.scheme, weight.shape
     assert weight.order is None and weight.zero is None, "not what is made here"
     if scheme.weights == "int4" or (scheme.weights == "int8" and scheme.activations is None):

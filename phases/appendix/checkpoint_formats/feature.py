@@ -17,11 +17,13 @@ from quant.loading import Quantize, plain_layers
 
 
 class ReadFormats(Quantize):
-    """A loader that keeps the layers that the checkpoint has quantized, and may quantize the others."""
+    """A weight loader that keeps the layers which the checkpoint stores quantized, and may quantize the
+    others.
+    """
 
     def expect(self, model: Model) -> None:
-        """Replace modules of a model on `meta` by ones with the tensors of the checkpoint's quantized
-        layers.
+        """Replace modules of a model on the `meta` device, so that it has the checkpoint's quantized
+        tensors.
         """
         stored_as = model.config.quantization
         if stored_as is None or stored_as["quant_method"] == METHOD:
@@ -42,7 +44,7 @@ class ReadFormats(Quantize):
                 model.set_submodule(name, StoredLinear(layer, layout, name))
 
     def finish(self, model: Model) -> Model:
-        """Convert the loaded tensors to quantized layers, and return the model."""
+        """Turn the tensors that were loaded into quantized layers; return the same model."""
         for name in [
             name for name, layer in model.named_modules() if isinstance(layer, StoredLinear)
         ]:
@@ -61,7 +63,11 @@ class CheckpointFormats(Feature):
     on_with = (Quant,)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Read the layers that the checkpoint has quantized, and leave the others to `Quant`."""
+        """Set a weight loader that reads the checkpoint's quantized layers, if there are any; else do
+        nothing.
+
+        Other layers follow the option of phase 10 that quantizes weights.
+        """
         plain = builder.weight_loader.part
         if not isinstance(plain, Quantize):
             raise UserError(

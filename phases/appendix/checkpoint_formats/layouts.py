@@ -26,15 +26,15 @@ Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The tensors of one quantized layer in a file.
+    """Layout of the tensors of one quantized layer in a checkpoint's file.
 
-    kind: plain: numbers as they are, and scales (`float-quantized`, `int-quantized`, `fp8`). packed: eight
-        nibbles or four bytes of neighbouring inputs in a word, the first lowest, each plus half the range
-        (`pack-quantized`). gptq: words along the inputs. awq: words along the outputs, nibbles shuffled.
     scheme: the numbers' format, and that of their scales.
     scale: name of the tensor of scales.
     one_less: True if zero points are stored less one, as in GPTQ's first format.
     one_scale: True if the file has one scale for all channels.
+    kind: plain: numbers as they are, and scales (`float-quantized`, `int-quantized`, `fp8`). packed: eight
+        nibbles or four bytes of neighbouring inputs in a word, the first lowest, each plus half the range
+        (`pack-quantized`). gptq: words along the inputs. awq: words along the outputs, nibbles shuffled.
     """
 
     kind: Kind
@@ -44,10 +44,13 @@ class TensorLayout:
     one_scale: bool = False
 
     def tensors(self, n: int, k: int, name: str) -> Expected:
-        """Return the shape and dtype of each tensor of layer `name`, whose weight is `[n, k]`.
+        """Return the shape and dtype of each of the file's tensors for a weight `[n, k]`, by the tensor's
+        name.
+
+        name: of the layer, for errors.
 
         Raises:
-            UserError: a weight of this shape cannot be laid out so.
+            UserError: a weight of this shape has no such layout.
         """
         per_word, group = 32 // self.scheme.bits, self.scheme.group
         if self.kind == "plain":
@@ -86,11 +89,12 @@ class TensorLayout:
     def read(
         self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str
     ) -> QuantizedWeight:
-        """Return the weight of layer `name`, from its tensors in the file.
+        """Return the quantized weight `[N, K]` that a layer's tensors in the file describe.
 
         Args:
             found: tensors of the shapes and dtypes that `tensors` returns.
             shape: `(N, K)`.
+            name: of the layer, for errors.
 
         Raises:
             UserError: a tensor holds a value that its format does not allow.
@@ -153,7 +157,7 @@ class TensorLayout:
 
 
 class StoredLinear(nn.Module):
-    """A layer that holds the tensors of a checkpoint as read, until `understood` converts them."""
+    """Holds the tensors of one quantized layer as they lie in the file, until `understood` converts them."""
 
     def __init__(self, linear: nn.Linear, layout: TensorLayout, name: str) -> None:
         super().__init__()
@@ -164,8 +168,10 @@ class StoredLinear(nn.Module):
         self.bias = linear.bias
 
     def understood(self, name: str) -> QuantLinear:
-        """Return the quantized layer that the tensors describe. Raises `UserError` for values that the format
-        forbids.
+        """Return the quantized layer that the loaded tensors describe. name: of the layer, for errors.
+
+        Raises:
+            UserError: a tensor holds a value that the format forbids.
         """
         weight = self.layout.read(
             {key: self.get_buffer(key) for key in self.expected}, self.shape, name
@@ -174,7 +180,9 @@ class StoredLinear(nn.Module):
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Unpack words `[R, C]` int32 into numbers `[R, C * 32 / bits]` uint8, the lowest bits first."""
+    """Unpack int32 words `[R, C]` into unsigned numbers of `bits` bits, `[R, C * 32 / bits]` uint8,
+    lowest first.
+    """
     # The lowest byte first: every machine here is little-endian.
     numbers = words.contiguous().view(torch.uint8)
     return (
@@ -183,7 +191,9 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def pack_words(numbers: Tensor, bits: int) -> Tensor:
-    """Pack unsigned numbers `[R, C]` into words `[R, ceil(C * bits / 32)]` int32, padded with zeros."""
+    """Pack unsigned numbers `[R, C]` of `bits` bits into int32 words `[R, ceil(C * bits / 32)]`, padded
+    with zeros.
+    """
     numbers = torch.nn.functional.pad(
         numbers.to(torch.uint8), (0, -numbers.shape[1] % (32 // bits))
     )
@@ -199,8 +209,10 @@ def unpack_awq(words: Tensor) -> Tensor:
 
 
 def _order(groups: Tensor, size: int, name: str) -> Tensor | None:
-    """Return the inputs `[K]` sorted by their group, from each input's group `[K]`; None if they are in order
-    already.
+    """Return the input numbers `[K]` sorted by group; None if the groups are in order already.
+
+    groups: `[K]`, the group of each input (GPTQ's `g_idx`). size: inputs of a group. name: of the layer, for
+        errors.
     """
     count = len(groups) // size
     if bool(((groups < 0) | (groups >= count)).any()):

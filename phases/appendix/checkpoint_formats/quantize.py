@@ -32,14 +32,13 @@ def quantize_model(
     texts: Sequence[Sequence[int]] = (),
     progress: Progress = lambda name: None,
 ) -> None:
-    """Replace the linear layers of a model's blocks by `QuantLinear`s; the head stays as it is.
+    """Replace the linear layers of a model's blocks by `QuantLinear`s, in place; the head stays as it is.
 
-    Args:
-        model: phase 01's. Its plain layers are freed one by one.
-        scheme: the format of all layers, with smaller groups where they do not divide a layer's inputs.
-        method: gptq and awq need int4; gptq also takes eight bits with scales by channel.
-        texts: pieces of a calibration text as tokens, for gptq and awq.
-        progress: called with each block's name before its turn.
+    model: phase 01's. Its plain layers are freed one by one. progress: called with a block's name before it.
+    scheme: the format of all layers, with smaller groups where they do not divide a layer's inputs.
+    method: rtn (round to nearest), gptq or awq. These two need int4; gptq also takes eight bits with scales
+        by channel.
+    texts: pieces of a calibration text as token ids, for gptq and awq.
 
     Raises:
         UserError: the method does not go with the scheme, or has no text.
@@ -68,7 +67,11 @@ def quantize_model(
 def quantize_block(
     name: str, block: nn.Module, scheme: Scheme, method: Method, hessians: Hessians
 ) -> None:
-    """Replace the linear layers of the block `name` by quantized ones, one after the other."""
+    """Replace the linear layers of `block` by layers quantized to `scheme`, one after the other, in place.
+
+    name: of the block. method: rtn, gptq or awq. hessians: `X^T X` of each layer's inputs, by the layer's
+    name; used by gptq and awq.
+    """
     for inner in plain_layers(block):
         layer = block.get_submodule(inner)
         assert isinstance(layer, nn.Linear)
@@ -83,7 +86,12 @@ def quantize_block(
 
 
 def move_scales(name: str, block: nn.Module, scheme: Scheme, hessians: Hessians) -> None:
-    """Multiply a block's weights by AWQ's scales; divide the layer before, and Hessians, by them."""
+    """Multiply weights of a block, in place, by AWQ's scale of each input, before they are rounded to
+    `scheme`.
+
+    The layer that computes these inputs is divided by the scales, and so are the Hessians.
+    name: of the block. hessians: `X^T X` of each linear layer's inputs, by name.
+    """
     names = {layer: inner for inner, layer in block.named_modules()}
     for source, layers in sources(name, block):
         first = names[layers[0]]
@@ -96,10 +104,11 @@ def move_scales(name: str, block: nn.Module, scheme: Scheme, hessians: Hessians)
 
 
 def sources(name: str, block: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]]:
-    """Return the layers of a block that can divide their outputs at no cost, each with its readers.
+    """Return pairs (layer, its readers): the layer's outputs can be divided at no cost, the readers
+    multiplied.
 
-    The output projection is left out: attention could divide its outputs only if every query head had values
-    of its own.
+    The attention's output projection is no reader: its inputs could be divided only if every query head had
+    values of its own. name: of the block, for errors.
 
     Raises:
         UserError: the block is of a family that AWQ does not support here.
@@ -121,7 +130,9 @@ def sources(name: str, block: nn.Module) -> list[tuple[nn.Module, list[nn.Linear
 
 
 def divide_outputs(layer: nn.Module, scales: Tensor) -> None:
-    """Divide the weight, and the bias, of a norm or a linear layer, so that its outputs are divided."""
+    """Divide the weight and bias of a norm or linear layer in place by `scales [outputs]`: so are its
+    outputs.
+    """
     weight = layer.weight
     assert isinstance(weight, Tensor)
     added = 1 if isinstance(layer, Gemma3RMSNorm) else 0  # it stores the distance from 1

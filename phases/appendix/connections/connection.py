@@ -31,15 +31,17 @@ TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSE
 
 
 class Connection(HttpToolsProtocol):
-    """A server's side of one HTTP connection (asyncio protocol), with limits of size and time.
+    """A server's side of one HTTP connection (asyncio protocol of uvicorn), with limits of size and time.
 
-    owed: requests that have no response yet; all but the first came in one piece with it.
-    since: the time of the loop when it began to wait for, or to receive, what is not complete yet.
+    owed: requests without a complete response; more than one if a client sends several without waiting.
+    since: the event loop's time at which it began to wait for the client.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count a new connection. Beyond the limit, close the one whose client keeps the server waiting
-        longest.
+        """Set up a new connection. If there are too many, close the one that has waited longest for its
+        client.
+
+        If no other connection waits for its client, the new one is closed.
         """
         super().connection_made(transport)
         self.limits = self.read_limits()
@@ -65,7 +67,7 @@ class Connection(HttpToolsProtocol):
         self._expect(self.limits.body_seconds, TIMED_OUT)
 
     def read_limits(self) -> Limits:
-        """Return the limits of the application."""
+        """Return the limits on requests that the application has."""
         return cast("App", self.config.app).limits
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,7 +84,7 @@ class Connection(HttpToolsProtocol):
         return not self.transport.is_closing() and (not self.owed or self.owed[0].more_body)
 
     def data_received(self, data: bytes) -> None:
-        """Parse the next bytes, but neither after a refusal nor while a response is owed."""
+        """Parse the next bytes; keep them for later while a response is owed, drop them after a refusal."""
         if self.transport.is_closing():
             return
         if self.owed and not self.owed[-1].more_body:
@@ -93,7 +95,9 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """Begin a request: count its bytes from here, and let the application close the connection."""
+        """Begin a request: count its bytes from 0, start its clock, and give the application a way to
+        abort.
+        """
         super().on_message_begin()
         self._bytes = 0
         self.scope["state"]["abort"] = self.transport.abort
@@ -101,24 +105,24 @@ class Connection(HttpToolsProtocol):
             self._expect(self.limits.body_seconds, TIMED_OUT)
 
     def on_url(self, url: bytes) -> None:
-        """Count the bytes of the request's address against the limit."""
+        """Count the bytes of the request's URL; a request with too many bytes is refused (431)."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count the bytes of a header against the limit."""
+        """Count the bytes of a header; a request with too many bytes is refused (431)."""
         self._count(len(name) + len(value) + 4)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Note that a response is owed, and stop the clock: the application has its own for the body."""
+        """Add the request to `owed`, and stop the clock: the application has its own for the body."""
         self._stop_clock()
         super().on_headers_complete()
         self.owed.append(self.cycle)
         self.flow.resume_reading()  # uvicorn stops at a pipelined request, and would not see a client leave
 
     def on_response_complete(self) -> None:
-        """Go on with the next request; a body that no route has read ends the connection."""
+        """Take the request off `owed`, and parse the next one; close if its body was not read to the end."""
         answered = self.owed.popleft()
         if answered.more_body:
             self.transport.close()
@@ -134,7 +138,10 @@ class Connection(HttpToolsProtocol):
             self.data_received(later)
 
     def send_400_response(self, msg: str) -> None:
-        """Send a 400 response to bytes that are no HTTP, and close."""
+        """Send a 400 response to bytes that are no HTTP, and close; only close if a response has begun.
+
+        msg: the response's text.
+        """
         if any(cycle.response_started for cycle in self.owed):
             self.transport.close()
         else:
@@ -148,7 +155,10 @@ class Connection(HttpToolsProtocol):
             raise ValueError("too many bytes of headers")  # the parser gives up
 
     def _expect(self, seconds: float, answer: bytes) -> None:
-        """Close the connection after so many seconds, with this response, unless the clock is set anew."""
+        """Close the connection in `seconds`, unless this clock is stopped or set anew before.
+
+        answer: bytes of the response to send first, perhaps none.
+        """
         self._stop_clock()
         self._clock = self.loop.call_later(seconds, self._close, answer)
 
@@ -160,7 +170,9 @@ class Connection(HttpToolsProtocol):
             self._set_deadline()
 
     def _set_deadline(self) -> None:
-        """Give a client that does not read as long for what is left as for any other write."""
+        """Abort the closing connection in `limits.slow_seconds` if the client has not read the rest by
+        then.
+        """
         self._stop_clock()
         self._clock = self.loop.call_later(self.limits.slow_seconds, self.transport.abort)
 

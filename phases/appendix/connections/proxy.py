@@ -14,10 +14,10 @@ PROXY = f"{__name__}:ProxyConnection"
 
 
 class ProxyConnection(Connection):
-    """A connection with the limits of all replicas."""
+    """A client's connection to the proxy before several replicas."""
 
     def read_limits(self) -> Limits:
-        """See `Connection`."""
+        """See `Connection.read_limits`: the limits that hold for all replicas."""
         return _limits(os.environ.get(LIMITS, "{}"))
 
 

@@ -25,7 +25,7 @@ from quant.blocks import BlockLinear
 class BlockProduct:
     """The product of inputs with a GGUF file's quantized weights, in C++.
 
-    Rows of the weight are unpacked once for all tokens of a call. Called as `quant.blocks.Product` is.
+    Rows of the weight are unpacked once for all tokens of a call. Replaces `quant.blocks.Product`.
     """
 
     def __init__(self, library: CDLL, layer: BlockLinear) -> None:
@@ -54,7 +54,9 @@ class CpuBlocks(Feature):
     on_with = (CpuStep,)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Give each layer with a GGUF file's weights the C++ product, if there is a compiler."""
+        """Make the model's layers with a GGUF file's weights multiply in C++; change nothing without a
+        compiler.
+        """
         layers = [layer for layer in builder.model.modules() if isinstance(layer, BlockLinear)]
         compiled = library() if layers and builder.model.device.type == "cpu" else None
         if compiled is None:

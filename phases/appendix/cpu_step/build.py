@@ -87,7 +87,7 @@ def _run(command: Sequence[str]) -> bytes:
 
 
 def _prepare(folder: Path) -> str:
-    """Create the cache folder, and delete what killed processes have left.
+    """Create the cache folder, and delete files that killed processes have left.
 
     Returns:
         Why the folder must not be used, or an empty string.
@@ -105,10 +105,10 @@ def _prepare(folder: Path) -> str:
 
 
 def may_be_written_by_others(path: Path, *, inside: bool = True) -> bool:
-    """Return True if another user than this one and root can replace a file.
+    """Return True if another user than this one and root can replace a file at `path`, or in it.
 
-    inside: any file in a folder. Otherwise only this user's folders in it, which the sticky bit of `/tmp`
-        protects; and a group of the user's own number has no other member.
+    inside: True: any file in the folder counts. False: only this user's folders in it, which the sticky bit
+        of `/tmp` protects; and a group of the user's own number has no other member.
     """
     found = path.stat()
     user = os.geteuid()
@@ -145,10 +145,10 @@ def _read(path: Path) -> bytes | None:
 
 
 def _store(image: bytes, path: Path) -> str:
-    """Write a library, and its size and SHA-256 beside it.
+    """Write a library `image` to `path`, and its size and SHA-256 into a file beside it.
 
     Returns:
-        Why that cannot be done, or an empty string.
+        Why they cannot be written, or an empty string.
     """
     try:
         for file, content in ((path, image), (_record_of(path), _record(image).encode())):

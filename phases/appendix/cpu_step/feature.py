@@ -59,7 +59,9 @@ POINTERS = "weight scale minimum bias q_norm k_norm keys values"
 
 
 class Operator(Structure):
-    """One operator of a compiled step, as `step.cpp` declares it: numbers, then addresses of tensors."""
+    """One operator of a compiled decode step, laid out as in `step.cpp`: numbers, then addresses of
+    tensors.
+    """
 
     _fields_ = [(name, c_int64) for name in (NUMBERS + POINTERS).split()] + [
         ("factor", c_double)
@@ -67,9 +69,9 @@ class Operator(Structure):
 
 
 def make_operator(x: int, y: int, **fields: Any) -> Operator:
-    """Return an operator that reads columns of the workspace from `x` on and writes columns from `y` on.
+    """Return an operator that reads workspace columns from `x` on and writes columns from `y` on.
 
-    fields: further fields of `Operator`; tensors are given by their addresses.
+    fields: further fields of `Operator`: numbers, tensors (their addresses are stored), or None for 0.
     """
     given = {
         name: v.data_ptr() if isinstance(v, Tensor) else v or 0 for name, v in fields.items()
@@ -78,7 +80,7 @@ def make_operator(x: int, y: int, **fields: Any) -> Operator:
 
 
 def block_fields(layer: BlockLinear) -> dict[str, Any]:
-    """Return an `Operator`'s fields for a product with a GGUF file's quantized weight."""
+    """Return `Operator` fields for a product with a GGUF file's weight: code, sizes, and its tensors."""
     outputs, inputs = layer.shape
     tensors = {"weight": layer.data, "scale": layer.scale, "minimum": layer.minimum}
     sizes = {"outputs": outputs, "inputs": inputs, "tasks": min(-(-outputs // BLOCK), TASKS)}
@@ -99,10 +101,11 @@ def call_step(
     tables: Tensor | None = None,
     half: bool = False,
 ) -> None:
-    """Run operators of the compiled step over the first `count` rows of a workspace.
+    """Run a C array of operators over the first `count` rows of a workspace, which they change in place.
 
-    call: the C function. operators: a C array of `Operator`. space: the workspace, one row for each request.
-    positions: of the requests. tables: their block tables. half: whether the KV cache has half precision.
+    call: the C function. operators: the array of `Operator`. space: `[rows, columns]` float32, the workspace.
+    positions, tables: positions and block tables of the requests; None if no operator is attention.
+    half: whether the KV cache has half precision.
     """
     addresses = [
         0 if tensor is None else tensor.data_ptr() for tensor in (space, positions, tables)
@@ -155,11 +158,10 @@ class OneCall:
         self.operators = (Operator * len(made))(*made)
 
     def operator(self, code: int, x: int, y: int, tasks: int = 1, **fields: Any) -> Operator:
-        """Return an operator from workspace columns at `x` to columns at `y`; keep the tensors that it
-        points to.
+        """Return an operator from workspace columns at `x` to columns at `y`; it keeps its tensors alive.
 
-        code: which operator, as `step.cpp` numbers them. tasks: parts that threads can take. fields: of
-            `Operator`.
+        code: which operator, a constant such as `NORM`. tasks: parts that threads can take. fields: further
+            fields of `Operator`; the model's hidden size and norm epsilon are filled in.
         """
         self.kept += fields.values()
         defaults = {
@@ -217,9 +219,10 @@ class OneCall:
         ]
 
     def products(self, owner: nn.Module, x: int, y: int, *names: str) -> Iterator[Operator]:
-        """Yield the operators of linear layers with one input; their outputs lie one behind the other.
+        """Yield the operators of linear layers with one input; their outputs lie next to each other.
 
         Args:
+            owner: the module with the layers.
             x, y: columns of the workspace for the input and for the first output.
             names: of children of `owner`; those that it does not have are skipped.
         """
@@ -270,23 +273,25 @@ class OneCall:
         return {"code": code, "group": group, "weight": weight, "scale": scale, **sizes}
 
     def norm(self, code: int, norm: nn.Module) -> Operator:
-        """Return the operator of a norm: of what a layer returned, in place; or of the sum when that is
-        added to `x`.
+        """Return the operator of an RMSNorm. code: which of two operators.
 
-        code: which of the two, as `step.cpp` numbers them.
+        `NORM`: normalize a layer's output in place. `ADD`: add that output to the residual stream, and
+            normalize
+        the sum into columns of its own.
         """
         x, y = (self.y, self.y) if code == NORM else (self.x, self.h)
         return self.operator(code, x, y, weight=self.factors(norm))
 
     def factors(self, norm: Any) -> Tensor | None:
-        """Return the factors `[size]` of a norm in float32; None for no norm."""
+        """Return the factors `[size]` of a norm in float32 (Gemma's are 1 + weight); None for no norm."""
         return None if norm is None else norm.weight.float() + (1 if self.gemma else 0)
 
     def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
-        """Return True for at most `MOST` requests that each compute and sample one token, else None.
+        """Return True if a step has at most `MOST` requests that each compute and sample one token, else
+        None.
 
-        None: another executor takes the step. works: the step's requests and their tokens. masked: whether
-            a grammar masks the logits.
+        None: another executor runs the step. works: the step's requests with the tokens that each computes.
+        masked: whether a grammar masks the logits, which makes no difference here.
         """
         return (
             len(works) <= MOST
@@ -294,7 +299,11 @@ class OneCall:
         ) or None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
-        """Compute a step's hidden states and logits, and return them; the runner samples."""
+        """Compute the hidden states and logits of a step, whose tokens the runner samples afterwards.
+
+        works: the step's requests, one token each; they are returned in the order of their rows.
+        ticket: what `supports` returned.
+        """
         works = sorted(works, key=lambda work: work.row)
         self.runner.refresh(works)
         batch = cast(PagedBatch, self.runner.prepare(works))
@@ -320,19 +329,22 @@ class CpuStep(Feature):
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True on a CPU with vector registers of 8 or 16 numbers, if layers are PyTorch's."""
+        """Return True on a CPU with AVX2 or AVX-512, unless `others` (the features switched on) have
+        Triton kernels.
+        """
         return device.type == "cpu" and CAPABLE and find(others, Kernels) is None
 
     def install(self, builder: EngineBuilder) -> None:
-        """Let the runner ask the compiled step first, if the engine's model and cache are such that it
-        can run.
+        """Register the compiled step as an executor of decode steps, if the model is on the CPU.
+
+        Models and caches that `step.cpp` cannot compute keep PyTorch's step.
         """
         if builder.model.device.type == "cpu":
             builder.executors[OneCall] = one_call
 
 
 def one_call(runner: PagedRunner) -> OneCall | None:
-    """Return the compiled step for a runner; None if its layers or attention are others, or without a
+    """Return the compiled step for a runner; None if `step.cpp` cannot compute its model, or without a
     compiler.
     """
     compiled = library()

@@ -23,12 +23,16 @@ class DeltaLayers(Feature):
     on_with = (Hybrid, Kernels)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Replace layers as soon as the model is loaded, since other features replace products later."""
+        """Let the loader replace Qwen3.5's layers by fused ones, before other features replace their
+        products.
+        """
         if builder.feature(Kernels) is not None:
             builder.surgeries.append(_fuse)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Let one kernel look up the blocks and state slots at the start of each step."""
+        """Let one kernel look up KV blocks and state slots of each step, instead of many operations of
+        PyTorch.
+        """
         if builder.model.config.delta is None:
             return
         if builder.feature(Hybrid) is None or builder.feature(Kernels) is None:

@@ -41,7 +41,7 @@ MOST_PARTS = 16
 def solve(system, t, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Return the inverse of `1 - system`, `[CHUNK, CHUNK]`, for a strictly lower triangular `system`.
 
-    t: `arange(CHUNK)`. It is built from diagonal blocks of 1, then of 2, and so on. PRECISION: of `tl.dot`.
+    It is built from diagonal blocks of 1, then of 2, and so on. t: `arange(CHUNK)`. PRECISION: of `tl.dot`.
     """
     inverse = (t[:, None] == t[None, :]).to(tl.float32)
     size = 1
@@ -65,15 +65,15 @@ def prepare_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Prepare the chunks of a request's prompt for one key head: q, k, v, decays, and each chunk's solved
+    """Prepare chunks of a request's prompt for one key head: q, k, v, decays, and each chunk's solved
     system.
 
-    One program per request, key head and part of its chunks. Requests of one token are skipped.
-    x: `[T, WIDTH]`, the first projection's output. weight: `[C, W]`, of the convolution.
-    kept: `[slots, W - 1, C]`, inputs that the convolution keeps. step: `[4, requests]` of `StatePool.step`.
+    One program per request, key head and part of its chunks. Requests of one token are skipped. x: `[T,
+        WIDTH]`, the first projection's output. weight: `[C, W]`, of the convolution. a_log, dt_bias: `[H]`.
     q_out, k_out: `[T, KH, DK]`. v_out: `[T, H, DV]`, H = KH GROUPS. totals: `[T, H]`, running sums of decays.
     solved, scores: `[T, H, CHUNK]`: inverted systems times beta; and products of queries and keys.
-    a_log, dt_bias: `[H]`, of the decay. query_starts: `[requests + 1]`. scale: of queries.
+    kept: `[slots, W - 1, C]`, inputs that the convolution keeps. step: `[4, requests]`, the slots to use.
+    query_starts: `[requests + 1]`. scale: of queries.
     """
     request = tl.program_id(0)
     key_head = tl.program_id(1)
@@ -158,11 +158,11 @@ def scan_kernel(
     """Run the recurrence over a request's prepared chunks for one value head; write outputs and the new
     state.
 
-    One program per request and value head. Requests of one token are skipped.
-    out: `[T, H, DV]`, normalized and gated. q_in to totals: what `prepare_kernel` wrote.
+    One program per request and value head. Requests of one token are skipped. out: `[T, H, DV]`, normalized
+        and gated. q_in, k_in, v_in, solved, scores, totals: what `prepare_kernel` wrote.
     x: `[T, WIDTH]`, the first projection's output, for the gate. norm: `[DV]`, weights of the output's norm.
     states: `[slots, H, DK, DV]` float32. kept: `[slots, W - 1, C]`, inputs that the convolution keeps.
-    step: `[4, requests]` of `StatePool.step`, the slots to read and to write. query_starts: `[requests + 1]`.
+    step: `[4, requests]`, the slots to read and to write. query_starts: `[requests + 1]`.
     """
     request, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)
@@ -273,11 +273,12 @@ def scan_kernel(
 def scan(
     out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]
 ) -> None:
-    """Compute the rows of `out [T, H, Dv]` of requests with several tokens, in two kernels; update their
+    """Compute the rows of `out [T, H, Dv]` of requests with several tokens, in two kernels; update the
     states.
 
-    pool: states, and the step's slots. weights: of the layer between its projections.
-    x: output `[T, ...]` of the layer's first projection. sizes: the kernels' constants.
+    pool: recurrent states, and which slots of them this step reads and writes.
+    weights: of the layer between its projections. x: output `[T, ...]` of the layer's first projection.
+    sizes: the kernels' constants.
     """
     layer, config, conv, *rates, (norm, eps, _) = weights
     index = pool.index[layer]
@@ -305,10 +306,12 @@ def scan(
 
 
 def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Tensor:
-    """Return the inputs `[T, H Dv]` of a Gated DeltaNet layer's last projection; update the states.
+    """Return the inputs `[T, H Dv]` of a Gated DeltaNet layer's last projection; update the recurrent
+    states.
 
-    x: `[T, ...]`, the first projection's outputs for a ragged batch. pool: states, and the step's slots.
-    decodes: True if every request computes one token.
+    x: `[T, ...]`, the first projection's outputs for the step's tokens, request after request.
+    weights: of the layer between its projections. decodes: True if every request computes one token.
+    pool: recurrent states, and which slots of them this step reads and writes.
     """
     layer = weights.config
     out = x.new_empty(len(x), layer.value_heads, layer.value_dim)
@@ -371,17 +374,18 @@ def begin_kernel(
     P: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Look up a step's blocks in every KV cache group, and each request's state slots. One program per
-    request or token.
+    request or
+    token.
 
     Writes: tables: `[KINDS, requests, width]`, block tables of each group. slots: `[KINDS, tokens]`, each
         token's slot, block times P plus place in it. step: `[4, requests]` int32: the state slot to read;
         the slot for the state at the snapshot boundary, -1: none; the slot for the last state, -1:
-        padding, `null + 1`: drafts that are not kept; and cut, the tokens before the boundary.
-    Reads: page_tables: `[requests, width]`, pages. page_slots: `[tokens]`, page times P plus place, -1:
-        padding.
+        padding, `null + 1`: drafts that are not kept; and the number of tokens before the boundary.
+    Reads: page_tables: `[requests, width]`, pages: numbers that stand for a block in each group.
+        page_slots: `[tokens]`, page times P plus place, -1: padding.
         query_starts: `[requests + 1]`. context_lens: `[requests]`. blocks: `[KINDS, pages]`, of each page.
         states: `[pages]`, the state slot of each page, or `null`. tokens_after_snapshot: `[pages]`, tokens
-            of a step that ends there after its snapshot boundary; negative: drafts. All int32.
+        of a step that ends there after its snapshot boundary; negative: drafts. All int32.
     """
     at = tl.program_id(0)
     if at < tokens:
@@ -416,10 +420,12 @@ def begin_kernel(
 
 
 def begin(pool: HybridPool, batch: PagedBatch) -> list[PagedBatch]:
-    """Return a step's batch for each group of layers, with its block tables and slots, computed in one
+    """Return a step's batch for each KV cache group, with that group's block tables and slots, by one
     kernel.
 
-    Also writes the step's state slots. pool: of blocks; it must have states. batch: in pages.
+    Also writes which state slots the step reads and writes into `pool`.
+    pool: blocks and recurrent states. batch: the step's; its tables hold pages, which stand for a block in
+        each group.
     """
     states = pool.states
     kinds = len(pool.page_blocks)

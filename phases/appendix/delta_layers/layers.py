@@ -35,14 +35,12 @@ from triton_paged_attention.linear import join
 class FusedGatedAttention(FusedAttention):
     """Qwen3.5's `GatedAttention` by phase 06's kernels; the QKV projection also computes the gate.
 
+    old: the layer that it replaces. turned: how many numbers of a head rotate.
+    attention_scaling: factor of the numbers that rotate, multiplied into the norms' weights.
+
     Phase 06 rotates pairs of numbers that are half a head apart. The numbers of a head may stand in any
     order, if queries and keys have the same order. So the pairs that rotate are moved half a head apart
     here, and pairs that do not rotate have an angle of 0.
-
-    Args:
-        old: the layer that it replaces.
-        turned: how many numbers of a head rotate.
-        attention_scaling: factor of the numbers that rotate, multiplied into the norms' weights.
     """
 
     def __init__(self, old: GatedAttention, turned: int, attention_scaling: float) -> None:
@@ -75,10 +73,11 @@ class FusedGatedAttention(FusedAttention):
         norm: NormWeights | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Map hidden states `x [T, hidden]` to the layer's output, same shape, plus `residual` if there is
-        one.
+        """Map hidden states `x [T, hidden]` to the layer's output, same shape, plus `residual` if there
+        is one.
 
-        norm: of the input; None: it is normalized already. cos_sin: RoPE's cosines and sines.
+        cos_sin: RoPE's cosines and sines. attention: the engine's, with the KV cache.
+        norm: of the input; None: it is normalized already.
         """
         made = self.qkv_proj(x, norm=norm)
         out = self.spec.num_heads * self.spec.head_dim
@@ -98,14 +97,18 @@ class FusedGatedAttention(FusedAttention):
         return self.o_proj(apply_gate(mixed, gate), residual=residual)
 
     def alone(self, tokens: int, attention: GroupedTriton) -> bool:
-        """Return True if one kernel computes attention: for one token, and a cache without scales."""
+        """Return True if the single-request attention kernel can run: one token, and a KV cache without
+        scales.
+
+        tokens: of the step.
+        """
         scaled = attention.pool.layers[self.spec.index].scaled
         return tokens == 1 and attention.decodes and not scaled
 
 
 class FusedDelta(nn.Module):
-    """A `GatedDeltaNet` layer with one projection of its input, and fused kernels between that and the
-    last one.
+    """A Gated DeltaNet layer with one projection of its input, and fused kernels up to its output
+    projection.
     """
 
     def __init__(self, old: GatedDeltaNet) -> None:
@@ -123,10 +126,11 @@ class FusedDelta(nn.Module):
         norm: NormWeights | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Map hidden states `x [T, hidden]` to the layer's output, same shape, plus `residual` if there is
-        one.
+        """Map hidden states `x [T, hidden]` to the layer's output, same shape, plus `residual` if there
+        is one.
 
-        mixer: attention with the states' pool. norm: of the input; None: it is normalized already.
+        mixer: runs the recurrence over the engine's states. norm: of the input; None: it is normalized
+            already.
         """
         assert isinstance(mixer, GroupedTriton) and mixer.pool.states is not None
         x = self.in_proj(x, norm=norm)
@@ -135,8 +139,9 @@ class FusedDelta(nn.Module):
 
 
 class FusedHybridBlock(nn.Module):
-    """A block of Qwen3.5 that leaves its last addition to the next norm; with one token the projections
-    add.
+    """A transformer block of Qwen3.5 by fused kernels.
+
+    It leaves its last residual addition to the next block's norm; with one token the projections add.
     """
 
     input_layernorm: FusedRMSNorm
@@ -158,10 +163,11 @@ class FusedHybridBlock(nn.Module):
         attention: Attention,
         mixer: Mixer,
     ) -> Tensor | Stream:
-        """Map `x [T, hidden]` to the block's output, as a `Stream` whose sum the next norm computes, or as
-        a tensor.
+        """Map `x [T, hidden]` to the block's output: a tensor, or a `Stream`, two tensors that the next
+        norm adds.
 
-        cos_sin: RoPE's cosines and sines. attention, mixer: the engine's attention, and its Gated DeltaNet.
+        x: such a pair or a tensor, too. cos_sin: RoPE's cosines and sines. attention: the engine's.
+        mixer: runs Gated DeltaNet over the engine's recurrent states.
         """
         layer: Callable[..., Tensor]
         if self.keeps_state:

@@ -21,16 +21,17 @@ from triton_paged_attention.kernels.norms import NormWeights
 
 @triton.jit
 def unit(x):
-    """Return vectors `x [..., D]` scaled to length 1; one near 0 stays near 0."""
+    """Return vectors `x [..., D]` scaled to length 1; a vector near 0 stays near 0."""
     return x * tl.rsqrt(tl.sum(x * x, axis=-1, keep_dims=True) + 1e-6)
 
 
 @triton.jit
 def gates(row, live, head, a_log, dt_bias, H: tl.constexpr, SIDE: tl.constexpr):
-    """Return the decay (logarithm) and the strength beta, float32 `[rows]`, of a head's tokens.
+    """Return the decay (its logarithm) and the strength beta of the tokens for one head, float32 `[rows]`
+    each.
 
-    row: pointers `[rows]` to the tokens' projections; from SIDE on lie beta and decay of H heads. live:
-        `[rows]`, which exist. a_log, dt_bias: `[H]`.
+    row: pointers `[rows]` to the tokens' projections; from SIDE on lie beta and decay of H heads.
+    live: `[rows]`, True where there is a token. head: its number. a_log, dt_bias: `[H]`.
     """
     b = tl.load(row + SIDE + head, mask=live, other=0.0).to(tl.float32)
     a = tl.load(row + SIDE + H + head, mask=live, other=0.0) + tl.load(dt_bias + head).to(
@@ -45,7 +46,7 @@ def gates(row, live, head, a_log, dt_bias, H: tl.constexpr, SIDE: tl.constexpr):
 def finish(o, z, weight, eps, DV: tl.constexpr):
     """Return a head's outputs `o [rows, DV_PAD]` normalized and gated: `norm(o) * silu(z)`, float32.
 
-    z: `[rows, DV_PAD]`, the gate. weight: `[DV_PAD]`, eps: of the norm. Rounded between steps as torch does.
+    z: `[rows, DV_PAD]`, the gate. weight: `[DV_PAD]`, eps: of the norm. Rounded between steps like PyTorch's.
     """
     o = o.to(z.dtype).to(tl.float32)
     scale = tl.rsqrt(tl.sum(o * o, axis=-1, keep_dims=True) / DV + eps)
@@ -81,8 +82,9 @@ def convolve(
 ):  # fmt: skip
     """Return the causal convolution and SiLU of SIZE channels from `start` on: `[ROWS, PAD]` float32.
 
-    x: pointer to the request's first row, rows WIDTH apart. weight: `[C, W]`. kept: pointer to the `[W -
-        1, C]` inputs before it. at: `[ROWS]`, the tokens' offsets. live: `[ROWS]`, which exist.
+    x: pointer to the request's first row, rows WIDTH apart. weight: `[C, W]`. kept: pointer to the
+        `[W - 1, C]` inputs before it. at: `[ROWS]`, the tokens' offsets in the request. live: `[ROWS]`, True
+        where there is a token.
     """
     i = tl.arange(0, PAD)
     total = tl.zeros([ROWS, PAD], tl.float32)
@@ -194,7 +196,7 @@ def step_kernel(
 class DeltaWeights(NamedTuple):
     """Weights of a Gated DeltaNet layer between its projections: convolution, decay and output norm.
 
-    layer: index among all layers. config: sizes. conv: `[C, W]`. a_log, dt_bias: `[H]`.
+    layer: index among all layers. config: sizes. conv: `[C, W]`. a_log, dt_bias: `[H]`. norm: of the output.
     """
 
     layer: int
@@ -206,8 +208,11 @@ class DeltaWeights(NamedTuple):
 
 
 def given(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor) -> tuple[Any, ...]:
-    """Return the arguments that all kernels of a layer share: output, input, weights, states and slots,
-    in order.
+    """Return the arguments that all kernels of a layer share, in order: output, input, weights, states,
+    slots.
+
+    out: the layer's output buffer. pool: recurrent states, and which slots of them this step uses.
+    x: output of the layer's first projection.
     """
     layer, config, *own, norm = weights
     states = pool.recurrent[pool.index[layer]], pool.conv[pool.index[layer]]

@@ -41,7 +41,7 @@ class EmbeddingFields(Struct, kw_only=True):
 
 
 class EmbedFields(Struct, kw_only=True):
-    """`POST /api/embed`: Ollama's."""
+    """Body of Ollama's `POST /api/embed`."""
 
     model: str | None = None
     input: str | list[str] | None = None
@@ -52,9 +52,10 @@ class EmbedFields(Struct, kw_only=True):
 
 @dataclass
 class Vectors:
-    """A `Formatter` of the vectors of all prompts, each of length 1.
+    """Formats the response of an embeddings request: a vector of length 1 for each input.
 
-    ours: in OpenAI's form, otherwise in Ollama's. coded: as base64.
+    model: its name. ours: OpenAI's form, otherwise Ollama's. coded: vectors as base64.
+    dimensions: what the client expects; None: the model's. Other values are refused.
     """
 
     headers = EVENTS
@@ -65,7 +66,13 @@ class Vectors:
     coded: bool
 
     def vector(self, choice: Choice) -> Any:
-        """Return the numbers of one prompt, or their bytes in base64."""
+        """Return the vector of one input: a list of numbers, or its float32 bytes in base64.
+
+        choice: the input's completion, whose text is not used.
+
+        Raises:
+            ApiError: the engine is of a phase without embeddings, or `dimensions` is not the model's.
+        """
         if not choice.notes[MEAN]:
             raise ApiError(
                 400, "this engine gives no embeddings: it must be of phase 04 or later"
@@ -82,7 +89,7 @@ class Vectors:
         )
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """Return the whole response as JSON."""
+        """Return the whole response as JSON; `group` has one completion for each input."""
         vectors = [self.vector(choice) for choice in group.choices]
         tokens = group.prompt_tokens
         if not self.ours:
@@ -98,16 +105,16 @@ class Vectors:
         )
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return nothing: embeddings are not streamed."""
+        """See `Formatter.chunk`. Raises `NotImplementedError`: embeddings are not streamed."""
         raise NotImplementedError
 
     end = body
 
 
 class Embeddings:
-    """An `Endpoint`: a prompt an input.
+    """The endpoint of `/v1/embeddings` or `/api/embed`: each input becomes a prompt.
 
-    ours: it is OpenAI's, otherwise Ollama's.
+    ours: True: OpenAI's route; False: Ollama's.
     """
 
     threaded = False
@@ -127,8 +134,13 @@ class Embeddings:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return a request, parsed and checked. One token is generated for each prompt, and no client
+        """Return an embeddings request, checked. One token is generated for each input, and no client
         sees it.
+
+        fields: the body. ready: the engine's sizes.
+
+        Raises:
+            ApiError: a field is wrong, or the input is missing.
         """
         given: Any = convert_fields(self.kinds[0], fields)
         kept = {"model": fields.get("model")} if self.ours else {}

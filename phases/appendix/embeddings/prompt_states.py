@@ -30,22 +30,26 @@ ROWS = 256
 
 
 class Mean:
-    """The mean of a prompt's hidden states, as a sum that grows."""
+    """The mean of a prompt's hidden states, summed up as the prompt is computed in chunks."""
 
     def __init__(self, runner: Runner, request: Request) -> None:
         self.total = torch.zeros((), device=runner.model.device)
 
     def add(self, hidden: Tensor, start: int) -> None:
-        """Add the hidden states `[T, D]` of the prompt's tokens from `start` on."""
+        """Add the hidden states `[T, D]` of the next T tokens of the prompt, of which the first is number
+        `start`.
+        """
         self.total = self.total + hidden.float().sum(0)
 
     def notes(self) -> list[Any]:
-        """Return the mean as a list of numbers, for a note to the API process."""
+        """Return one entry, to be sent to the API process: the mean, scaled to length 1, as float32
+        bytes.
+        """
         return [normalize(self.total, dim=0).cpu().numpy().tobytes()]
 
 
 class PromptLogprobs:
-    """The log-probabilities of a prompt's tokens, as the model has them: before temperature and the like."""
+    """Log-probabilities of a prompt's tokens by the model's logits, before temperature and other changes."""
 
     def __init__(self, runner: Runner, request: Request) -> None:
         self.model = runner.model
@@ -54,7 +58,10 @@ class PromptLogprobs:
         self.values = list[Any]()
 
     def add(self, hidden: Tensor, start: int) -> None:
-        """Add the hidden states `[T, D]` of the prompt's tokens from `start` on, as log-probabilities."""
+        """Compute log-probabilities of prompt tokens `start + 1` to `start + T`, and store them.
+
+        hidden: `[T, D]`, the hidden states of tokens `start` to `start + T - 1`, which predict them.
+        """
         following = self.prompt[start + 1 : start + 1 + len(hidden)]
         for at in range(0, len(following), ROWS):
             tokens = torch.tensor(following[at : at + ROWS], device=hidden.device)
@@ -64,7 +71,10 @@ class PromptLogprobs:
             self.values += [(one, list(zip(*top, strict=True))) for one, *top in rows]
 
     def notes(self) -> list[Any]:
-        """Return the log-probabilities, for a note to the API process."""
+        """Return an entry for each prompt token but the first, to be sent to the API process.
+
+        An entry: (log-probability, [(token id, log-probability) of the likeliest tokens]).
+        """
         return self.values
 
 
@@ -72,7 +82,7 @@ READERS: dict[str, type[Mean | PromptLogprobs]] = {MEAN: Mean, PROMPT_LOGPROBS: 
 
 
 class PromptExecutor:
-    """The first executor of steps: it lets the others run them, and reads the hidden states of prompts."""
+    """Reads the hidden states of prompts while other executors run the steps; the runner asks it first."""
 
     order: ClassVar[int] = 0
 
@@ -83,19 +93,33 @@ class PromptExecutor:
         self._counts: dict[Request, int] = {}  # how many tokens are read
 
     def ask(self, request: Request, kind: str) -> None:
-        """Read the hidden states of a request's prompt. kind: what to compute of them, a kind of notes."""
+        """Read the hidden states of a request's prompt from now on, and keep the prefix cache from
+        skipping any.
+
+        kind: what to compute of them: a key of `READERS` (mean or log-probabilities).
+        """
         request.salt = secrets.token_hex(8)
         self._asked[request] = kind, READERS[kind](self.runner, request)
         self._counts[request] = 0
 
     def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
-        """Return `masked` for a step that computes a part of such a prompt."""
+        """Return `masked` if the step computes a part of a prompt that was asked for; else None: others
+        run it.
+
+        works: the step's requests with the tokens that each computes. masked: whether a grammar masks logits.
+        """
         if not self._counts:
             return None
         return masked if any(work.request in self._counts for work in works) else None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
-        """Run the first half by an executor that supports it. A preempted request is read on where it was."""
+        """Run a step's forward pass by the first other executor that supports it; read its prompts'
+        hidden states.
+
+        works: as for `supports`. ticket: what that returned. Tokens of a preempted request that were read
+            before
+        are skipped when they are computed again.
+        """
         asked = ((other, other.supports(works, ticket)) for other in self.others)
         found = next((pair for pair in asked if pair[1] is not None), None)
         step = self.runner.eager(works) if found is None else found[0].run(works, found[1])
@@ -117,11 +141,15 @@ class PromptExecutor:
 
     @property
     def reading(self) -> bool:
-        """True while a prompt is asked for whose notes have not been taken."""
+        """True while a prompt was asked for whose result `finished` has not returned."""
         return bool(self._asked)
 
     def finished(self) -> list[tuple[int, str, list[Any]]]:
-        """Return notes of prompts that are read; those of requests that have ended before are forgotten."""
+        """Return (request index, kind, entries) for each prompt that is read to its end; then forget
+        these prompts.
+
+        Prompts of requests that ended before are forgotten, too.
+        """
         found = []
         for request, (kind, reader) in [*self._asked.items()]:
             if request not in self._counts:
@@ -134,15 +162,17 @@ class PromptExecutor:
 
 
 class PromptObserver(StepPictures):
-    """Reports what was asked for, beside all else. Engines before phase 05 have none of it.
+    """Adds results about prompts (means, log-probabilities) to step reports, beside pictures of the engine.
 
-    executor: reads prompts; there is none until the first one is asked for.
+    executor: reads prompts; None until the first is asked for, and always in engines before phase 05.
     """
 
     executor: PromptExecutor | None = None
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """See `Observer`."""
+        """See `Observer.hear`: if an added request wants a result about its prompt, start to read that
+        prompt.
+        """
         super().hear(command, requests)
         kinds = READERS.keys() & set(command.wanted if isinstance(command, AddRequest) else ())
         runner = self.engine.runner if isinstance(self.engine, Engine) else None
@@ -154,7 +184,7 @@ class PromptObserver(StepPictures):
                 self.executor.ask(requests[0], kind)
 
     def write(self, step: StepReport) -> None:
-        """See `Observer`."""
+        """See `Observer.write`: add the results that are complete to the step's report."""
         super().write(step)
         if self.executor is not None:
             step.notes += self.executor.finished()

@@ -61,16 +61,13 @@ BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
 
 
 class GuidanceGrammar(Compiled):
-    """A compiled grammar: several parsers at its start, each with a lexer of its own.
+    """A compiled grammar of llguidance: several parsers at its start, each with a lexer of its own.
+
+    starts: the parsers. eos: ids of the tokens that end an output. size: an estimate of its memory, in bytes.
 
     An output gets a copy of a parser, which shares that parser's lexer. A lexer caches what it has computed
     for one output for the others, but only one thread at a time may use it. So up to `SMALL_BATCH` outputs
     share one lexer, and more outputs are spread over all.
-
-    Args:
-        starts: the parsers.
-        eos: ids of the tokens that end an output.
-        size: an estimate of the memory.
     """
 
     def __init__(self, starts: Sequence[ll.LLMatcher], eos: Sequence[int], size: int) -> None:
@@ -81,7 +78,9 @@ class GuidanceGrammar(Compiled):
         self._lock = threading.Lock()
 
     def matcher(self) -> GuidanceMatcher:
-        """Return a copy of the first parser whose lexer serves fewer than `SMALL_BATCH` outputs."""
+        """Return a new output's matcher: a copy of a parser whose lexer serves fewer than `SMALL_BATCH`
+        outputs.
+        """
         with self._lock:
             counts = [len(users) for users in self._users]
             number = next(
@@ -114,10 +113,10 @@ class GuidanceBackend(Backend):
         self._beginning, self._begun = threading.Lock(), 0.0  # when the last compilation has
 
     def compile(self, grammar: Grammar) -> GuidanceGrammar:
-        """Compile a grammar.
+        """Return the compiled form of a request's grammar.
 
         Raises:
-            UserError: it is wrong, too large, or asks for what the library does not know.
+            UserError: the grammar is wrong or too large, or asks for what the library does not know.
         """
         with self._beginning:
             if (early := self._begun + SPACING - time.perf_counter()) > 0:
@@ -143,16 +142,21 @@ class GuidanceBackend(Backend):
         return GuidanceGrammar(starts, self.vocabulary.eos, size)
 
     def _parser(self, source: str, tokenizer: ll.LLTokenizer) -> ll.LLMatcher:
-        """Return a parser at the start of a grammar; it has made a mask, so its lexer is warm."""
+        """Return a parser at the start of a grammar. It has computed a mask already, so that the first is
+        not slow.
+
+        source: the grammar in the library's notation. tokenizer: the model's, in the library's form.
+        """
         made = ll.LLMatcher(tokenizer, source, limits=self.limits, log_level=0)
         if not made.is_error():
             made.compute_bitmask()
         return made
 
     def advance(self, moves: Sequence[tuple[GuidanceMatcher, Sequence[int]]]) -> list[int]:
-        """Advance matchers by their tokens; return how many tokens each accepted.
+        """Advance each matcher by its tokens; return how many tokens each has accepted.
 
-        Those with one token advance in the library's threads, without Python's lock.
+        moves: pairs (matcher, token ids). Those with one token advance in the library's threads, without
+        Python's lock.
         """
         single = {
             matcher: tokens[0]
@@ -175,11 +179,12 @@ class GuidanceBackend(Backend):
         ]
 
     def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
-        """Begin to fill masks in threads; no matcher of these jobs may be used until that is done.
+        """Begin to fill bit masks in threads; until that is done, no other thread may use the jobs'
+        matchers.
 
         Args:
-            jobs: which masks to make.
-            words: `[M, ceil(V / 32)]`, where the masks are written.
+            jobs: triples (matcher, index of its first mask, drafts): a mask before each draft, and one after.
+            words: `[M, ceil(V / 32)]` int32, where the masks are written.
 
         Returns:
             A future that ends when all masks are made; None if they are made already.
@@ -200,10 +205,11 @@ class GuidanceBackend(Backend):
         return done
 
     def _fill_together(self, jobs: Sequence[Job], words: Words) -> None:
-        """Fill masks in the library's threads, without Python's lock.
+        """Fill masks in the library's threads, without Python's lock. jobs, words: those of `begin`.
 
-        Its own time includes the wait for the lock at the end; so it can only
-        tell that one of the jobs may be slow.
+        The time of the call includes the wait for the lock at its end. So it only shows that one of the jobs
+        may
+        be slow; these are timed one by one from then on.
         """
         at = words.ctypes.data
         width = words.strides[0]
@@ -224,7 +230,11 @@ class GuidanceBackend(Backend):
 
 
 def fill_in_turn(jobs: Sequence[Job], words: Words) -> None:
-    """Fill the masks of jobs in this thread; arguments as in `GuidanceBackend.begin`."""
+    """Fill masks in this thread, one after the other.
+
+    jobs: triples (matcher, index of its first mask, drafts): a mask before each draft, and one after.
+    words: `[M, ceil(V / 32)]` int32, where the masks are written.
+    """
     for matcher, row, drafts in jobs:
         matcher.fill(words[row])
         for below, draft in enumerate(drafts, start=row + 1):
@@ -234,17 +244,15 @@ def fill_in_turn(jobs: Sequence[Job], words: Words) -> None:
 
 
 def source_of(grammar: Grammar, vocabulary: Spelling) -> tuple[str, set[int]]:
-    """Return a grammar in the library's notation, and the added tokens that it asks for.
+    """Return a request's grammar in the library's notation, and the ids of added tokens that it asks for.
+
+    vocabulary: the tokens that the grammar may ask for.
+
+    Raises:
+        ValueError: the library would give the grammar another meaning.
 
     The text of a schema is used unchanged wherever it can be: to parse it would hold Python's lock, and with
     it the engine's step, for a millisecond per 100 kB.
-
-    Args:
-        grammar: the grammar of a request.
-        vocabulary: the tokens that the grammar may ask for.
-
-    Raises:
-        ValueError: the library would follow the grammar in another sense than it has.
     """
     if grammar.kind == "json_schema":
         source = {"true": "{}", "false": '{"not": {}}'}.get(
@@ -269,7 +277,10 @@ def source_of(grammar: Grammar, vocabulary: Spelling) -> tuple[str, set[int]]:
 
 
 def inner_schema(source: str) -> str:
-    """Return the text of a schema inside a Lark grammar, rewritten by `exact`; it may have own options."""
+    """Return a JSON schema that stands in a Lark grammar, rewritten so that the library follows it exactly.
+
+    source: its text; options of the library in it are kept.
+    """
     schema = json.loads(source) if SUSPECT.search(source) else None
     if not isinstance(schema, dict):
         return source
@@ -278,11 +289,11 @@ def inner_schema(source: str) -> str:
 
 
 class TokenizerObject:
-    """A vocabulary with the attributes that the library reads.
+    """A model's vocabulary with the attributes that the library reads from a tokenizer.
 
     Args:
         vocabulary: the tokens.
-        asked: added tokens that a grammar asks for by name; they are special here.
+        asked: ids of added tokens that a grammar asks for by name; they are special here.
 
     tokens: bytes of each token; of a special token, its name.
     special_token_ids: tokens that stand for no text; only a Lark grammar can ask for one, by `<name>`.
@@ -306,8 +317,9 @@ class TokenizerObject:
 
 
 def tokenizer_of(vocabulary: Spelling, asked: Collection[int] = ()) -> ll.LLTokenizer:
-    """Return the library's tokenizer for a vocabulary; arguments as in `TokenizerObject`.
+    """Return the library's tokenizer for a vocabulary.
 
+    asked: ids of added tokens that a grammar asks for by name; they are special here.
     It is not made from a `tokenizer.json`, since the library takes every added token `<...>` of a file for a
     special one: it would force the text of Qwen's `<think>`, and refuse its token.
     """

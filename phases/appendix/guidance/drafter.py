@@ -20,7 +20,13 @@ is worth little, and drafts cost one more call of attention a layer, since they 
 
 
 class GrammarDrafter(Drafter):
-    """A `Drafter` that adds forced tokens to the drafts of another one.
+    """A `Drafter` that adds tokens which a grammar forces to the drafts of another drafter.
+
+    inner: proposes drafts for requests with and without a grammar. jump_forward: whether to draft forced
+        tokens.
+    most_overlapped: most running requests for which an overlapped step has drafts.
+    in_turn: whether steps do not overlap while a request has a grammar and at most `MOST_SEQUENTIAL` run.
+        On a CPU overlapping hides nothing, and fewer forced tokens would be known in time.
 
     Where a grammar leaves no choice, the tokens that must come are drafts (jump-forward: Zheng et al.,
     "SGLang", arXiv 2312.07104). They are verified like all drafts and always accepted: the mask of each
@@ -28,15 +34,8 @@ class GrammarDrafter(Drafter):
     that the grammar forbids, so that every draft has a mask.
 
     An overlapped step is scheduled before the token of the step before is known. If that token is forced, it
-    is known all the same, and so are the tokens forced behind it. Tokens that are forced behind a free choice
+    is known all the same, and so are the tokens forced after it. Tokens that are forced after a free choice
     are drafted one step later.
-
-    Args:
-        inner: proposes drafts for requests with and without a grammar.
-        jump_forward: whether to draft forced tokens.
-        most_overlapped: most running requests for which an overlapped step has drafts.
-        in_turn: whether steps do not overlap while a request has a grammar and at most `MOST_SEQUENTIAL` run.
-            On a CPU overlapping hides nothing, and fewer forced tokens would be known in time.
 
     drafts_overlapped: whether overlapped steps have drafts now.
     forced: number of tokens that were drafted because they were forced.
@@ -62,11 +61,16 @@ class GrammarDrafter(Drafter):
 
     @property
     def needs_finished_step(self) -> bool:
-        """Return True if the inner drafter needs it, or if steps take turns because of a grammar."""
+        """True if steps must not overlap now: the inner drafter needs it, or requests with a grammar run
+        (on a CPU).
+        """
         return self.inner.needs_finished_step or (self.in_turn and self._jumping)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Return True if the inner drafter proposes in this step, or a grammar may force tokens."""
+        """Return True if this step may have drafts: of the inner drafter, or tokens that a grammar forces.
+
+        running: the requests that run.
+        """
         guessing = self.inner.begin(running)
         most = MOST_SEQUENTIAL if self.in_turn else len(running)
         self._jumping = (
@@ -78,20 +82,25 @@ class GrammarDrafter(Drafter):
         return guessing or self._jumping
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Count accepted drafts, or let the inner drafter count them if it needs finished steps."""
+        """Count the drafts of one request in a finished step in `stats`; the inner drafter counts if it
+        must see it.
+
+        work: the request's tokens in the step. accepted: how many of its drafts the model confirmed.
+        """
         if self.inner.needs_finished_step:
             self.inner.on_step_finished(work, accepted)
         elif work.drafts:
             self.stats.count(work, accepted)
 
     def leave(self, request: Request) -> None:
-        """See `Drafter.leave`."""
+        """See `Drafter.leave`: the inner drafter forgets the request, too."""
         self.inner.leave(request)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Return forced tokens, or the inner drafter's drafts up to the first that the grammar forbids.
+        """Return at most `most` draft tokens for a request: the longer of two lists.
 
-        It returns the longer of both; see `Drafter.propose`.
+        These are the tokens that its grammar forces, and the inner drafter's up to the first forbidden one.
+        While the request's newest token is still being computed, only forced tokens that were noted before.
         """
         constraint = request.constraint
         if not isinstance(constraint, Constraint):

@@ -98,11 +98,11 @@ PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}T{TIME}$"}
 def exact(
     schema: Any, where: str = "#", *, older: bool = False, left: list[str] | None = None
 ) -> Any:
-    """Return a schema with the same values, which llguidance follows to the letter.
+    """Return a JSON schema that allows the same values, written so that llguidance follows it to the letter.
 
     Args:
-        schema: JSON.
-        where: its JSON pointer.
+        schema: the schema, or a part of it.
+        where: JSON pointer of that part, for errors.
         older: whether its JSON Schema dialect is draft 7 or before, in which `$ref` hides its neighbours.
         left: None: every keyword must be followed. A list: the schema is only a hint (of a tool that is not
             strict), so keywords that cannot be followed are left out, and their JSON pointers are appended
@@ -169,7 +169,11 @@ def exact(
 
 
 def _check(key: str, value: Any, where: str, *, hint: bool) -> None:
-    """Raise `ValueError` for a keyword that cannot be followed, or of a hint might not be."""
+    """Raise `ValueError` if llguidance cannot follow the keyword `key` with this value.
+
+    where: JSON pointer of its schema, for the error. hint: the schema need not be enforced, so keywords that
+    are only doubtful are refused as well (and then left out).
+    """
     if where == f"#/{OWN_OPTIONS}":
         raise ValueError(f"{where} is not known here")
     if key in (*NUMBERS, *_VALUES):
@@ -189,7 +193,13 @@ def _check(key: str, value: Any, where: str, *, hint: bool) -> None:
 
 
 def _rewrite_names(properties: dict[str, Any], where: str) -> dict[str, Any]:
-    """Rewrite the names of `patternProperties`. Raises `ValueError` for two that say the same."""
+    """Return `properties`, a schema's `patternProperties`, with its keys rewritten for llguidance.
+
+    where: JSON pointer, for errors.
+
+    Raises:
+        ValueError: a pattern cannot be followed, or two become the same.
+    """
     made = {rewrite_pattern(name, where): part for name, part in properties.items()}
     if len(made) < len(properties):
         raise ValueError(f"{where} has two patterns of one meaning")
@@ -197,7 +207,11 @@ def _rewrite_names(properties: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _check_value(value: Any, where: str) -> None:
-    """Raise `ValueError` for a number or a character that the library does not keep."""
+    """Raise `ValueError` if a keyword's value, such as that of `enum`, has numbers or characters that get
+    lost.
+
+    where: JSON pointer, for the error.
+    """
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list):

@@ -36,12 +36,13 @@ class Guidance(Feature):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Raise `UserError` for an option outside its range."""
         boolean("jump_forward", self.jump_forward)
         integer("jump_rows", self.jump_rows, low=0)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace the grammar manager of phase 12, and decorate the drafter with a `GrammarDrafter`.
+        """Replace phase 12's grammar manager by one with llguidance, and wrap the drafter in a
+        `GrammarDrafter`.
 
         The library is imported, and the tokenizer prepared, when the first grammar comes.
         """
@@ -78,9 +79,9 @@ class Guidance(Feature):
 
 
 def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:
-    """Return the grammar backend for a model's vocabulary.
+    """Return the grammar backend of llguidance for a model's vocabulary.
 
-    size: number of logits. eos: ids of end tokens.
+    tokenizer: the model's. size: number of logits. eos: ids of end tokens.
 
     Raises:
         UserError: the library is not installed.

@@ -25,12 +25,10 @@ if TYPE_CHECKING:  # the library is imported when the first grammar comes
 class MaskStaging:
     """Copies masks to the device through one buffer on the host and one on the device.
 
+    width: int32 words of a mask, `W`. device: the device to copy to.
+
     One of each is enough: the masks of a step are made when the tokens of the step before are known, and then
     that step has read its masks. On a GPU the copy runs on a stream of its own, beside the forward pass.
-
-    Args:
-        width: int32 words of a mask, `W`.
-        device: the device to copy to.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -53,7 +51,10 @@ class MaskStaging:
         return words
 
     def send(self, positions: Sequence[int]) -> TokenBitmask:
-        """Copy the masks in the host's buffer to the device; return them for these positions of the batch."""
+        """Return the first masks of the host's buffer as a copy on the device, without waiting for it.
+
+        positions: of each mask, the row of the step's logits that it belongs to.
+        """
         there = upload(self.device, {"positions": np.array(positions)})["positions"]
         words = self._there[: len(positions)]
         if self._stream is not None:
@@ -64,11 +65,11 @@ class MaskStaging:
 
 
 class Filling(NamedTuple):
-    """The masks of a step that threads are making.
+    """The bit masks of a step that threads are making.
 
-    works: the works of the step.
-    positions: the position of each mask among all samples of the step.
-    words: `[M, W]`, the masks.
+    works: the step's requests, with the tokens that each computes.
+    positions: of each mask, the row of the step's logits that it belongs to.
+    words: `[M, W]` int32, the masks.
     done: ends when the masks are made; None if they are made already.
     """
 
@@ -79,17 +80,15 @@ class Filling(NamedTuple):
 
 
 class LibraryGrammarManager(AutomataGrammarManager):
-    """A grammar manager that computes masks in threads, and begins before they are asked for.
+    """A grammar manager that lets threads compute masks, and begins before the sampler asks for them.
+
+    plain: the manager of phase 12 that this one replaces. pool: compiles grammars.
+    most_forced: most requests in a step for which forced tokens are noted for a drafter.
 
     In a step the engine launches forward n + 1, reads token n, and calls `begin`. That advances every
     matcher by token n. Threads then write the masks of n + 1, while the host distributes token n and
     schedules n + 2. `fill_bitmask` waits for the masks and copies them to the device. The sampling of n +
     1 comes last.
-
-    Args:
-        plain: the manager of phase 12 that this one replaces.
-        pool: compiles grammars.
-        most_forced: most works in a step for which forced tokens are noted for a drafter.
     """
 
     def __init__(
@@ -105,13 +104,14 @@ class LibraryGrammarManager(AutomataGrammarManager):
 
     @property
     def backend(self) -> GuidanceBackend:
-        """Return the grammar backend of the pool."""
+        """Return the grammar backend by llguidance, which makes the masks."""
         return cast("GuidanceBackend", self.pool.backend)
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
-        """Advance the matchers by the newest tokens, and begin to compute the masks of a step in threads.
+        """Advance matchers by the newest tokens, and begin to compute the masks of a step in threads.
 
-        works: the step's requests and tokens. sampled: the newest tokens by request.
+        works: the step's requests, with the tokens that each computes.
+        sampled: tokens of the step before, which their requests do not have yet.
 
         Returns:
             True if `fill_bitmask` will not have to wait.
@@ -130,7 +130,10 @@ class LibraryGrammarManager(AutomataGrammarManager):
         return done is None
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """Return the masks of all samples of a step that have a grammar; None if none has."""
+        """Wait for the masks of a step, and return them on the device; None if no request has a grammar.
+
+        works: the step's requests; `begin` is called for them if it was not before.
+        """
         if self._filling is None or self._filling.works is not works:
             self.begin(works, {})
         held = list[tuple[int, int]]()
@@ -143,7 +146,9 @@ class LibraryGrammarManager(AutomataGrammarManager):
         return self._staging.send(made.positions)
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
-        """Return the requests whose grammar cannot be followed any further, with their errors, once each."""
+        """Return (request, error) for requests whose output cannot follow the grammar any further, once
+        each.
+        """
         jobs, self._jobs = self._jobs, []
         for request, (matcher, _, _) in jobs:
             if problem := matcher.problem:
@@ -151,7 +156,7 @@ class LibraryGrammarManager(AutomataGrammarManager):
         return super().pop_failed_requests()
 
     def _wait(self) -> Filling | None:
-        """Wait for the masks that are being made and return them; None if none are."""
+        """Wait for the masks that `begin` lets threads make, and return them; None if there are none."""
         made, self._filling = self._filling, None
         if made is not None and made.done is not None:
             made.done.result()
@@ -160,15 +165,17 @@ class LibraryGrammarManager(AutomataGrammarManager):
     def _follow(
         self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]
     ) -> list[tuple[int, Sequence[int], Request, GuidanceMatcher]]:
-        """Advance the matchers by all new tokens of their outputs.
+        """Advance each request's matcher by the tokens that it has not seen; a request fails if it
+        refuses one.
 
         Args:
-            works: the works of the step.
+            works: the step's requests, with the tokens that each computes.
             sampled: the newest tokens, which their requests do not have yet.
 
         Returns:
-            (position, drafts, request, matcher) of every output that goes on, as in `constrained`, sorted by
-            lexer. One whose tokens are not accepted fails; one that has sampled an end token needs no mask.
+            (row of the step's logits, drafts, request, matcher) of every output that goes on, sorted by
+            lexer. An
+            output that has sampled an end token needs no mask, and is left out.
         """
         outputs = []
         moves: list[tuple[GuidanceMatcher, Sequence[int]]] = []

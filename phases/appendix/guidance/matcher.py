@@ -19,7 +19,8 @@ regular expression tried 5 ms. For an ambiguous grammar it grows with the square
 
 
 class Effort:
-    """The processor time that an output spends on its grammar, which may compile fast and be slow.
+    """Processor time that one output spends on its grammar: some grammars compile fast and are slow to
+    follow.
 
     slow: seconds of its slow tokens.
     watched: whether each call has to be timed by itself, because a call for several outputs was slow.
@@ -33,7 +34,9 @@ class Effort:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure the processor time of the block for one token; set `problem` if it is too much."""
+        """Measure the processor time of a `with` block that handles one token; set `problem` if it was
+        too much.
+        """
         begun = time.thread_time()
         yield
         seconds = time.thread_time() - begun
@@ -48,15 +51,12 @@ class Effort:
 
 
 class GuidanceMatcher(Matcher):
-    """A `Matcher` by a parser of llguidance.
+    """The state of one output in its grammar: a `Matcher` by a parser of llguidance.
 
-    Args:
-        inner: the parser.
-        lexer: the number of its lexer, which some outputs share and only one thread at a time may use.
-        eos: ids of the tokens that end an output.
-
+    inner: the parser. eos: ids of the tokens that end an output.
+    lexer: the number of its lexer, which some outputs share and only one thread at a time may use.
     effort: the processor time of its masks and tokens.
-    certain: what `forced` returned before masks were last made, if a drafter may ask for it.
+    certain: forced tokens, noted before the last masks were made; empty if no drafter may ask for them.
     """
 
     certain: Sequence[int] = ()
@@ -86,8 +86,8 @@ class GuidanceMatcher(Matcher):
 
     @property
     def problem(self) -> str:
-        """Return why the output cannot be followed further: the library's error, or which budget is
-        used up; else "".
+        """Return why the output cannot be followed further: the library's error, or a used-up budget;
+        else "".
         """
         return (
             self.inner.get_error().split("\n")[0][:200]
@@ -96,18 +96,18 @@ class GuidanceMatcher(Matcher):
         )
 
     def forced(self) -> Sequence[int]:
-        """Return tokens that must come next, as far as the grammar leaves no choice; changes nothing.
+        """Return tokens that must come next, as far as the grammar leaves no choice; change nothing.
 
-        The mask in front of each allows it alone.
+        The mask before each of these tokens allows that token alone.
         """
         return self.inner.compute_ff_tokens()
 
     def agrees(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens `advance` would accept; changes nothing."""
+        """Return how many of `tokens`, from the first on, `advance` would accept; change nothing."""
         return self.inner.validate_tokens(self._before_end(tokens))
 
     def _before_end(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens before the first end token, which the library accepts at times."""
+        """Return the tokens before the first end token, which the library itself might accept."""
         end = next((at for at, token in enumerate(tokens) if token in self.eos), len(tokens))
         return list(tokens[:end])
 

@@ -27,7 +27,9 @@ _LARK = re.compile(
 
 
 def rewrite_pattern(pattern: str, where: str) -> str:
-    """Rewrite the pattern of a JSON schema, which is ECMAScript's; twice is the same as once.
+    """Return a JSON schema's `pattern` (ECMAScript's dialect) in the notation of llguidance.
+
+    A rewritten pattern is returned unchanged. where: JSON pointer, for errors.
 
     Raises:
         ValueError: no grammar can follow it, or it names a control character, which is never written.
@@ -36,7 +38,9 @@ def rewrite_pattern(pattern: str, where: str) -> str:
 
 
 def rewrite_regex(pattern: str, flags: str = "") -> str:
-    """Rewrite a regular expression of the dialect `ASCII`, with the flags behind one in a Lark grammar.
+    """Return the regular expression `pattern` of the dialect `ASCII` in the notation of llguidance.
+
+    flags: the letters after the expression in a Lark grammar, such as "i".
 
     Raises:
         ValueError: no grammar can follow it.
@@ -50,7 +54,7 @@ def rewrite_regex(pattern: str, flags: str = "") -> str:
 def rewrite_lark(
     source: str, schema: Callable[[str], str], known: Spelling
 ) -> tuple[str, set[int]]:
-    """Rewrite what stands in a Lark grammar: its regular expressions, and its schemas by `schema`.
+    """Return a Lark grammar with its regular expressions and JSON schemas rewritten, and its added tokens.
 
     Args:
         source: the grammar.
@@ -58,7 +62,7 @@ def rewrite_lark(
         known: the tokens that a grammar may ask for, `<name>`.
 
     Returns:
-        the grammar, and those of `known.added` that it asks for.
+        the grammar, and the ids of those of `known.added` that it asks for.
 
     Raises:
         ValueError: no grammar can follow it.
@@ -84,7 +88,13 @@ def rewrite_lark(
 
 
 def _added(name: str, known: Spelling) -> set[int]:
-    """Return the token of `known.added` for which `<name>` asks, if it is one. Raises `ValueError`."""
+    """Return {token id} if `<name>` in a grammar asks for an added token, else an empty set.
+
+    name: what stands between `<` and `>`: a name, or an id in brackets such as `[151668]`.
+
+    Raises:
+        ValueError: the id is of no special or added token.
+    """
     if not name.startswith("["):
         return {known.added[f"<{name}>"]} if f"<{name}>" in known.added else set()
     token = int(name[1:-1]) if re.fullmatch(r"\[[0-9]{1,9}\]", name) else -1
@@ -94,7 +104,7 @@ def _added(name: str, known: Spelling) -> set[int]:
 
 
 class _Rewriter:
-    """Reads a regular expression, and writes it in the notation of llguidance.
+    """Reads a regular expression character by character, and writes it in the notation of llguidance.
 
     every: of each open group, whether `.` is every character.
     repeatable: whether what came last may be repeated.
@@ -105,7 +115,7 @@ class _Rewriter:
         self.repeatable = False
 
     def rewritten(self) -> str:
-        """Return the whole pattern."""
+        """Return the whole expression, rewritten."""
         parts = list[str]()
         while self.reader.peek():
             parts.append(self.next())
@@ -114,7 +124,7 @@ class _Rewriter:
         return "".join(parts)
 
     def next(self) -> str:
-        """Rewrite the next character, class, escape, or sign."""
+        """Read the next character, class, escape, or sign; return it rewritten."""
         reader = self.reader
         char = reader.peek()
         if char in "*+?{":
@@ -139,7 +149,7 @@ class _Rewriter:
         return self.known(((ord(char), ord(char)),))
 
     def repetition(self) -> str:
-        """Read `*`, `+`, `?` or a count, and return it."""
+        """Read `*`, `+`, `?` or a count such as `{2,5}`, and return it as text."""
         reader, begin = self.reader, self.reader.at
         found = COUNT.match(reader.pattern, begin)
         if not self.repeatable or (reader.peek() == "{" and not found):
@@ -151,7 +161,9 @@ class _Rewriter:
         return written
 
     def group(self) -> str:
-        """Rewrite the beginning of a group, or flags up to the end of the one around it."""
+        """Read the beginning of a group, such as `(?:`, or flags for the rest of the group; return it
+        rewritten.
+        """
         reader = self.reader
         if reader.peek() != "?":
             self.every.append(self.every[-1])
@@ -172,7 +184,7 @@ class _Rewriter:
         return f"(?{ignored}:"
 
     def char_class(self) -> str:
-        """Rewrite what is behind `[`, up to `]`."""
+        """Read a character class after its `[`, up to `]`; return it rewritten."""
         reader = self.reader
         negated = reader.take("^")
         ranges, properties = list[tuple[int, int]](), list[str]()
@@ -191,18 +203,22 @@ class _Rewriter:
         return spelled(tuple(ranges), "".join(properties), negated=negated)
 
     def property(self) -> str:
-        r"""Step over a property such as `\p{L}`, and return it; empty if there is none."""
+        r"""Read a property such as `\p{L}`, and return it unchanged; "" if the next characters are none."""
         found = _PROPERTY.match(self.reader.pattern, self.reader.at)
         self.reader.at = found.end() if found else self.reader.at
         return f"\\{found[0]}" if found else ""
 
     def known(self, ranges: Ranges) -> str:
-        """Return the notation for characters that the pattern asks for."""
+        """Return the notation for characters of the pattern, given as ranges of code points; raises as
+        `written`.
+        """
         return spelled(self.written(ranges))
 
     def written(self, ranges: Ranges) -> Ranges:
-        """Return those of the characters that an output may have. Raises `ValueError` for one that is
-        never written.
+        """Return `ranges` (of code points) unchanged, if an output may have these characters.
+
+        Raises:
+            ValueError: a JSON schema's pattern names a single control character, which is never written.
         """
         (low, high), *more = ranges
         if (
@@ -216,7 +232,11 @@ class _Rewriter:
 
 
 def spelled(ranges: Ranges, properties: str = "", *, negated: bool = False) -> str:
-    r"""Spell a class in the crate's notation, which means the same in ECMAScript: `[\u0030-\u0039\p{L}]`."""
+    r"""Return a character class in the notation of the regex crate, such as `[\u0030-\u0039\p{L}]`.
+
+    It means the same in ECMAScript. ranges: of code points. properties: such as `\p{L}`, added to the class.
+    negated: all other characters.
+    """
     parts = [
         _char(low) if low == high else f"{_char(low)}-{_char(high)}"
         for low, high in (
@@ -230,7 +250,7 @@ def spelled(ranges: Ranges, properties: str = "", *, negated: bool = False) -> s
 
 
 def _scalar(code: int, instead: int) -> int:
-    """Return a code point, or `instead` of half of a surrogate pair, which is no character."""
+    """Return the code point `code`; `instead` if it is half of a surrogate pair, which is no character."""
     return instead if 0xD800 <= code <= 0xDFFF else code
 
 

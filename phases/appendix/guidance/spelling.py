@@ -20,9 +20,9 @@ LONGEST_KEPT, MOST_KEPT = 256, 4096
 class Spelling(Vocabulary):
     """The tokens of a model, and how they spell a text.
 
-    encode: tokens whose bytes are a text's.
+    encode: returns tokens whose bytes are exactly a given text's.
     special: names of the tokens without bytes, by which a Lark grammar may ask for them.
-    added: the tokens that have bytes and yet stand in a tokenizer's list of added ones, by their names.
+    added: ids, by name, of tokens with bytes that stand in the tokenizer's list of added tokens.
     """
 
     encode: Callable[[str], Sequence[int]]
@@ -31,7 +31,7 @@ class Spelling(Vocabulary):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int, eos: Sequence[int]) -> Self:
-        """Read the vocabulary of a model with `size` logits."""
+        """Return the vocabulary of a model with `size` logits. eos: ids of the tokens that end an output."""
         plain = Vocabulary.of(tokenizer, size, eos)
         names = {
             token: name
@@ -54,14 +54,14 @@ class Spelling(Vocabulary):
 
 
 class Encoder:
-    """Makes tokens of a text in the middle of another, whose bytes are exactly that text.
+    """Turns a text that stands in the middle of another into tokens whose bytes are exactly that text.
 
     A tokenizer may set a space before a text, compose or lower its letters, and take names for special
     tokens. Its own tokens are the ones that a model has seen, so they are taken where they keep the bytes: of
-    the text alone, or behind a line break. Elsewhere what stands between added tokens is read for itself, and
+    the text alone, or after a line break. Elsewhere what stands between added tokens is read for itself, and
     where that does not help, the longest token that fits comes next.
 
-    What is short is remembered: outputs of one grammar ask for the same texts again and again.
+    Results for short texts are remembered: outputs of one grammar ask for the same texts again and again.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Encoder:
         self._known: dict[str, list[int]] = {}
 
     def __call__(self, text: str) -> list[int]:
-        """Return tokens of as much of the text as there are tokens for."""
+        """Return token ids of a text; if some character has no token, only of the text before."""
         found = self._known.get(text)
         if found is None:
             found = self._encode(text)

@@ -20,7 +20,7 @@ class Latency(Feature):
     on_with = (Graphs, Kernels)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Add kernels to the layers of phase 06, and one more to its blocks."""
+        """Add one-token kernels to the linear layers of phase 06, and a kernel to each of its blocks."""
         if builder.feature(Kernels) is None:
             raise UserError(
                 "latency is True, but must be False without the kernels' layers and attention"

@@ -38,14 +38,13 @@ def gemv_kernel(
     PDL: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """Compute `ROWS` outputs of a matrix times a vector, with the operators around the product. One
-    program each.
+    """Compute `ROWS` outputs of a matrix times a vector, with norm, bias, residual and gate. One program
+    each.
 
     out: `[N]`. x: `[K]`. weight: `[N, K]`, or `[2 N, K]` with GATED: the gate's rows above the up
         projection's.
-    norm_weight: `[K]`, of the input's RMSNorm (NORM; ONE_PLUS: its factor is `1 + weight`). eps: of that
-        norm.
-    bias, residual: `[N]`, added if BIAS and ADD. KIND: the gate's activation, see `linear.KINDS`.
+    norm_weight, eps: `[K]`, of the input's RMSNorm (NORM; ONE_PLUS: its factor is `1 + weight`).
+    bias, residual: `[N]`, added if BIAS and ADD. KIND: number of the gate's activation (`linear.KINDS`).
     BLOCK_K: inputs that are read at a time. PDL: the GPU can start the next kernel early.
     TRIGGER: when the next kernel may start: at once (0), when the one before this is done (1), or when the
         matrix is read (2).
@@ -103,14 +102,10 @@ def gemv_kernel(
 
 
 class FusedOperators(TypedDict, total=False):
-    """Keyword arguments of `gemv`: the operators to compute in the same kernel as the product; each may be
-    left out.
+    """Keyword arguments of `gemv`: operators to compute in the kernel of the product; each may be left out.
 
-    norm: RMSNorm of the input.
-    bias: `[N]`, added to the product.
-    residual: `[..., N]`, added to the result.
-    gate: activation, a key of `linear.KINDS`; the matrix then holds the gate's rows above the up
-        projection's.
+    norm: RMSNorm of the input. bias: `[N]`, added to the product. residual: `[..., N]`, added to the result.
+    gate: activation, a key of `linear.KINDS`; the matrix has the gate's rows above the up projection's.
     out_dtype: of the result; by default that of the input.
     trigger_early: True (the default) lets the next kernel start while the one before this still runs. It
         must be False if the next kernel reads, before its own wait, what an earlier kernel has written.
@@ -135,14 +130,11 @@ def launch(
 ) -> Tensor:
     """Launch a matrix-vector kernel with the operators around its product; return its output `[..., rows]`.
 
-    Args:
-        kernel: a Triton kernel with the arguments of `gemv_kernel`.
-        programs: size of the grid.
-        x: the input vector `[..., K]`, one row.
-        weights: the kernel's arguments between `x` and the norm's weight.
-        rows: number of outputs.
-        operators: what to compute in the same kernel, such as a norm or a residual addition.
-        more: further constants of the kernel.
+    kernel: a Triton kernel with the arguments of `gemv_kernel`. programs: size of the grid.
+    x: the input vector `[..., K]`, one row. rows: number of outputs.
+    weights: the kernel's arguments between `x` and the norm's weight.
+    operators: what to compute in the same kernel, such as a norm or a residual addition.
+    more: further constants of the kernel.
     """
     norm = operators.get("norm")
     bias = operators.get("bias")

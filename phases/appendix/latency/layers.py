@@ -35,9 +35,9 @@ class LatencyKernel:
     """A `LinearKernel` for one token: norm, product, gate and residual in one launch.
 
     linear: the layer whose weights it reads.
-    trigger_early: see `FusedOperators`.
+    trigger_early: whether the next kernel may start while the one before this still runs.
     out_dtype: of the result; None: that of the input.
-    reads: the layers whose weights it can read.
+    reads: the classes of layers whose weights it can read.
     """
 
     linear: Any
@@ -46,13 +46,16 @@ class LatencyKernel:
     reads: ClassVar[type[nn.Module]] = nn.Linear
 
     def supports(self, tokens: int, gate: str | None) -> bool:
-        """Return True for one token, unless the layer has a bias and a gate."""
+        """Return True for one token, unless the layer has both a bias and a gate.
+
+        tokens: of the step. gate: activation between the two halves of the product; None: no gate.
+        """
         return tokens == 1 and (gate is None or self.linear.bias is None)
 
     def __call__(self, x: Tensor, **operators: Any) -> Tensor:
         """Return the linear layer's output `[1, N]` for one token `x [1, K]`.
 
-        operators: norm, gate and residual, as in `FusedLinear.forward`; None leaves one out.
+        operators: `norm` of the input, `gate` (activation), `residual` to add; None leaves one out.
         """
         return self.multiply(
             x,
@@ -63,13 +66,17 @@ class LatencyKernel:
         )
 
     def multiply(self, x: Tensor, **operators: Any) -> Tensor:
-        """Return `gemv` with the layer's weight."""
+        """Return the layer's product with `x [1, K]`, by `gemv`.
+
+        operators: what else the kernel computes: norm, bias, residual, gate, out_dtype, trigger_early.
+        """
         return gemv(x, self.linear.weight, **operators)
 
     def combiner(self) -> HeadCombiner | None:
-        """Return what combines attention's splits in this layer, an output projection.
+        """Return a function that combines attention's splits and multiplies, if this is an output
+        projection's kernel.
 
-        None: attention combines them faster.
+        None: attention combines its splits faster itself.
         """
         linear = self.linear
         if not fused_heads_are_faster(*linear.weight.shape):
@@ -82,12 +89,10 @@ class LatencyKernel:
 def add_kernels(
     model: Model, kernel: type[LatencyKernel], skip: Collection[nn.Module] = ()
 ) -> None:
-    """Add a kernel for one token to the `FusedLinear`s of a model whose layer it reads.
+    """Add a `kernel` for one token to each `FusedLinear` of a model whose weights it can read.
 
-    The kernel of a QKV projection triggers the next one as `starts_early` says. That of the output head
-    writes float32: what is sampled is not converted afterwards.
-
-    skip: `FusedLinear`s that stay as they are.
+    The kernel of a QKV projection lets attention start early where that is safe. That of the output head
+    writes float32 logits, so none are converted afterwards. skip: `FusedLinear`s that stay as they are.
     """
     early = {
         block.self_attn.qkv_proj: starts_early(block.self_attn.spec)
@@ -115,7 +120,7 @@ class LatencyBlock:
     workspace: Workspace
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """See `BlockKernel.supports`. The step has one request, and the cache no scales."""
+        """See `BlockKernel.supports`: True for one request with one token, and a KV cache without scales."""
         return (
             isinstance(x, Tensor)
             and len(x) == 1
@@ -131,8 +136,9 @@ class LatencyBlock:
         cos_sin: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> Tensor:
-        """Return the block's output `[T, hidden]`; arguments as in `LlamaBlock.forward`, after the
-        block itself.
+        """Return the block's output `[1, hidden]` for one token.
+
+        block: the layers. x: its input. cos_sin: RoPE's cosines and sines. attention: the engine's.
         """
         attend = block.self_attn
         mlp = block.mlp
@@ -157,16 +163,19 @@ class LatencyBlock:
 
 
 def combiner_of(out: FusedLinear) -> HeadCombiner | None:
-    """Return the combiner of an output projection's kernel; None: it has none, or ranks share the product."""
+    """Return the function of output projection `out` that combines attention's splits and multiplies.
+
+    None: it has none, or several ranks share the product.
+    """
     kernels = [kernel for kernel in out.kernels if isinstance(kernel, LatencyKernel)]
     return kernels[0].combiner() if kernels and out.total is None else None
 
 
 def install(model: Model) -> Model:
-    """Add latency kernels to a model's blocks and linear layers, and return the same model.
+    """Add latency kernels to a model's blocks and linear layers, in place; return the same model.
 
     Blocks of which some layers are left to torch stay as they are. Linear layers outside of these blocks get
-    kernels as well: no kernel behind them reads their output early.
+    kernels as well: no kernel after them reads their output early.
     """
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
     skip = {part for block in blocks for part in block.modules()}
@@ -186,7 +195,7 @@ def install(model: Model) -> Model:
 def layers_of(block: FusedBlock) -> tuple[FusedLinear, ...]:
     """Return the linear layers of a block, without those of a mixture of experts.
 
-    None of them if some layer of the block is left to torch, or attention has sinks.
+    Empty if some layer of the block is left to torch, or attention has sinks.
     """
     attend, mlp = block.self_attn, block.mlp
     if isinstance(mlp, GatedMLP) or not isinstance(attend, FusedAttention):

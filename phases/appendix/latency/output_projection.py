@@ -73,9 +73,8 @@ def unrounded(
 ):
     """Return attention's output `vector` unchanged, and 1 as the factor of the product.
 
-    Functions that round have the same parameters. inside: which numbers are no padding. LARGEST, WHOLE,
-    HARDWARE: the
-        format's largest number, whether it has integers, and whether an instruction rounds to it.
+    It stands where other functions round, and has their parameters. inside: True for numbers that are no
+    padding. LARGEST, WHOLE, HARDWARE: unused here.
     """
     return vector, 1.0
 
@@ -92,10 +91,10 @@ def heads_kernel(
     """Compute `ROWS` outputs of the output projection: combine all heads' splits, then multiply. One
     program each.
 
-    out, bias, residual: `[N]`; bias is added if BIAS. weight: `[N, H D]`. weight_scale: `[N]`, read if
+    out, bias, residual: `[N]`; bias is added if BIAS. weight: `[N, H D]`. weight_scale: `[N]`, used if
         SCALED.
-    partial, lse: splits of attention, as in `combine_heads`. context_len: `[1]`, which says how many there
-        are; SPLITS, BLOCK_N and WINDOW are those of attention's launch.
+    partial, lse: attention's splits: outputs `[splits, H, D_PAD]`, and log2 of their softmax sums.
+    context_len: `[1]`, gives the number of splits. SPLITS, BLOCK_N, WINDOW: those of attention's launch.
     ROUND: rounds attention's output, such as `unrounded`; LARGEST, WHOLE, HARDWARE are its constants.
     PDL: the GPU can start the next kernel early. `_PAD`: rounded up to a power of two.
     """
@@ -154,15 +153,11 @@ def project_heads(
 ) -> Tensor:
     """Return `residual + bias + weight @ (attention's output)`, `[1, N]`, from attention's splits.
 
-    Args:
-        residual: `[1, N]`.
-        weight: `[N, H D]`.
-        bias: `[N]`, or None.
-        parts: what `attend_single_request` returned; its splits are still in its workspace.
-        rows: outputs of a program.
-        chunk: splits that are combined at a time.
-        scale: of each row of a quantized weight, `[N]`.
-        rounding: of attention's output before the product; None: it is not rounded.
+    residual: `[1, N]`. weight: `[N, H D]`. bias: `[N]`, or None. scale: of each row of a quantized weight,
+        `[N]`.
+    parts: what `attend_single_request` returned; its splits are still in its workspace.
+    rows: outputs of a program. chunk: splits that are combined at a time.
+    rounding: of attention's output before the product; None: it is not rounded.
     """
     layer = parts.layer
     workspace = parts.workspace

@@ -56,11 +56,11 @@ several heads, to load them at once, and would have to shuffle them before it ca
 def splits_of(
     position, end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Return how the keys before `end` are split: first key of the first tile, tiles of a split, splits
-    with work.
+    """Return how keys are split: first key of the first tile, tiles of a split, and number of splits with
+    work.
 
-    The splits share the keys that a query at `position` sees. At least one has work, and it may be empty.
-    WINDOW: tokens that a query sees; 0: all. BLOCK_N: keys of a tile. SPLITS: most splits.
+    The splits share the keys before `end` that a query at `position` sees. At least one has work; it may be
+    empty. WINDOW: tokens that a query sees; 0: all. BLOCK_N: keys of a tile. SPLITS: most splits.
     """
     begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
     tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 1)
@@ -95,10 +95,9 @@ def wait_for_all_splits(
 ):  # fmt: skip
     """Combine the `used` splits of the query heads of one key/value head, and write them to `out [H, D]`.
 
-    Called by the program of the split that ends last. partial: `[splits, H, D_PAD]` float32, outputs by
-    split.
-    lse: `[splits, H]`, log2 of their softmax sums. kv_head: number of the key/value head. GROUP: its query
-        heads.
+    Called by the program of the split that ends last. partial: `[splits, H, D_PAD]` float32, outputs of the
+        splits. lse: `[splits, H]`, log2 of the splits' softmax sums.
+    kv_head: number of the key/value head. GROUP: number of its query heads.
     """
     d = tl.arange(0, D_PAD)
     member = tl.arange(0, GROUP_PAD)
@@ -124,12 +123,11 @@ def single_request_attention_kernel(
     """Compute one split of the keys for the query heads of one key/value head. One program per head and
     split.
 
-    The last split also normalizes, rotates and stores the new token's key and value.
-    qkv: `[(H + 2 KH) D]`, the projection's output. cos, sin: `[D]`. q_weight, k_weight: `[D]`, read with
-        NORM.
-    k_cache, v_cache: the layer's blocks. block_table: `[max_blocks]`. context_len, slots: `[1]`; slot -1:
-        do not store. partial, lse, arrived: the workspace: outputs, log2 of softmax sums, counters of
-        ended splits.
+    The last split also normalizes, rotates and stores the new token's key and value. qkv: `[(H + 2 KH) D]`.
+    cos, sin: `[D]`. q_weight, k_weight, eps: of norms, `[D]`, read with NORM. scale: of the scores.
+    k_cache, v_cache: the layer's blocks; strides in numbers. block_table: `[max_blocks]`.
+    context_len, slots: `[1]`; slot -1: do not store. partial, lse, arrived: the workspace: outputs, log2 of
+        softmax sums, counters of ended splits.
     WAIT_FOR_SPLITS: the last split to end combines all into `out`; otherwise they stay in the workspace.
     """
     kv_head, split = tl.program_id(0), tl.program_id(1)
@@ -244,11 +242,10 @@ def single_request_attention_kernel(
 
 
 def starts_early(layer: LayerSpec) -> bool:
-    """Return True if attention of a layer may start before the QKV projection in front of it has waited.
+    """Return True if attention of a layer may start before the QKV projection has ended.
 
-    Attention reads the KV cache and the step's lengths before its own wait, so these must be complete.
-    Behind the first layer they are, since the first layer's attention lets no kernel start before it has
-    waited.
+    Attention reads the KV cache and the step's lengths before it waits for the projection, so these must be
+    complete. After the first layer they are, since the first layer's attention lets no kernel start early.
     """
     return layer.index > 0
 
@@ -257,8 +254,8 @@ class SingleRequestSplits(NamedTuple):
     """Attention's output of a single request, combined or in splits.
 
     out: `[1, H D]`; complete only if attention has combined the splits.
-    layer, context_lens, config: those of the launch.
-    workspace: otherwise holds the splits.
+    workspace: holds the splits otherwise.
+    layer, context_lens, config: the launch's layer, number of tokens `[1]`, and block sizes.
     """
 
     out: Tensor
@@ -284,7 +281,13 @@ def attend_step(
     workspace: Workspace,
     wait_for_all_splits: bool,
 ) -> SingleRequestSplits:
-    """Compute `attend_single_request` over the cache of `attention`, whose step has one token."""
+    """Return attention's output for a step with one token, over the engine's KV cache; store its key and
+    value.
+
+    qkv: `[1, (H + 2 KH) D]`. cos_sin: RoPE's. norms: of queries and keys, or None. layer: sizes and index.
+    workspace: memory for splits. wait_for_all_splits: True: the output is complete; False: it stays in
+        splits.
+    """
     cache, slots = attention.place(layer)
     batch = attention.batch
     return attend_single_request(
@@ -315,13 +318,14 @@ def attend_single_request(
     wait_for_all_splits: bool,
     config: SingleRequestConfig | None = None,
 ) -> SingleRequestSplits:
-    """Compute attention of one request's one token, new key and value included.
+    """Compute attention of one request's one token, and store its key and value in the cache.
 
-    Launch it behind a `gemv` with `trigger_early=False`, unless `starts_early` is True for the layer.
-
-    wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace for
-        `project_heads`.
+    qkv: `[1, (H + 2 KH) D]`. cos_sin: RoPE's. norms: of queries and keys, or None. cache: the layer's blocks.
+    block_tables: `[1, max_blocks]`. context_lens: `[1]`, with the new token. slots: `[1]`, of the new token.
+    wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace for `project_heads`.
     config: block sizes; None: the default.
+
+    Launch it after a `gemv` with `trigger_early=False`, unless `starts_early` is True for the layer.
     """
     assert not cache.scaled, "new keys and values are stored by a kernel that knows no scales"
     heads = layer.num_heads

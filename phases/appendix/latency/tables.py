@@ -17,8 +17,8 @@ class GemvConfig:
     rows: outputs of a program.
     block_k: inputs that are read at a time.
     num_warps: of a program.
-    trigger_after_read: True: the next kernel may start when this one has read its matrix; False: when it
-        begins.
+    trigger_after_read: when the next kernel may start: True: when this one has read its matrix; False: when
+        this one begins.
     """
 
     rows: int
@@ -29,13 +29,13 @@ class GemvConfig:
 
 @cache  # kernels ask at every launch
 def gemv_config(rows: int, size: int, gated: bool, device: torch.device) -> GemvConfig:
-    """Return the block sizes for a matrix `[rows, size]`, or two of them if `gated`.
+    """Return block sizes for a matrix `[rows, size]` times a vector, or for two such matrices if `gated`.
 
     A program gets about 16,384 weights, 32 KiB in half precision, and there are at least 256 programs. As
     long as a row is read in one sweep, the next kernel may start at once and wait with its own weights in
     registers; otherwise it would only take this one's room on the multiprocessor.
 
-    On a CPU kernels are interpreted, a millisecond a program, so there the tiles are large.
+    On a CPU kernels are interpreted, a millisecond a program, so the tiles are large on a CPU.
     """
     if device.type == "cpu":
         return GemvConfig(32, min(512, 1 << (size - 1).bit_length()))

@@ -24,10 +24,11 @@ class MaskedGraphs(Feature):
     on_with = (Structured, Kernels)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Decorate the sampler backend; with graphs, also add an executor that prefetches inputs.
+        """Let a kernel apply grammar masks; with CUDA graphs, add an executor that samples masked steps
+        by graphs.
 
         Raises:
-            UserError: kernels or structured is off.
+            UserError: the feature `kernels` or `structured` is off.
         """
         if builder.feature(Structured) is None or builder.feature(Kernels) is None:
             raise UserError("masked_graphs is on, but kernels or structured is off")

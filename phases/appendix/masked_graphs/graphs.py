@@ -34,12 +34,12 @@ from triton_paged_attention.linear import FusedLinear
 
 
 class MaskInputs:
-    """The static inputs of masked graphs of all sizes, of up to `most` requests.
+    """The static input buffers of masked CUDA graphs, for up to `most` requests; all graphs share them.
 
-    words: `[most, ceil(V / 32)]` int32, the masks, as in `TokenBitmask`.
-    positions: `[most]` int64, the position of each mask in the batch; -1 is padding.
+    words: `[most, ceil(V / 32)]` int32, the bit masks; a bit is 1 if its token is allowed.
+    positions: `[most]` int64, the row of the logits that each mask belongs to; -1 is padding.
     logits: `[most, V]`, in the dtype of `narrow_logits`.
-    requests: `[3 * most]` int64, a copy of the `inputs` of a decode graph, flattened.
+    requests: `[3 * most]` int64, a flat copy of the `inputs` of a decode graph: three numbers a request.
     """
 
     def __init__(self, most: int, model: Model) -> None:
@@ -50,7 +50,9 @@ class MaskInputs:
         self.requests = torch.zeros(3 * most, dtype=torch.int64, device=device)
 
     def put(self, allowed: TokenBitmask | None, size: int) -> None:
-        """Copy the masks of a step, None for no masks, and pad them to `size` requests."""
+        """Copy the masks of a step into the buffers, padded to `size` requests; allowed: None if no
+        request has one.
+        """
         count = 0 if allowed is None else len(allowed.positions)
         if allowed is not None:
             self.words[:count].copy_(allowed.words)
@@ -59,13 +61,11 @@ class MaskInputs:
 
 
 class LogitsGraph:
-    """A graph that computes logits from the hidden states of a decode graph, before their masks are known.
+    """A CUDA graph that computes logits from a decode graph's hidden states, while masks are still being
+    made.
 
-    Args:
-        half: the decode graph, which does not sample; it is replayed right before.
-        masks: the buffers that logits are written to, for `half.size` requests or more.
-        capturer: captures the graph.
-
+    half: the decode graph, which does not sample; it is replayed right before. capturer: captures the graph.
+    masks: the buffers that logits are written to, for `half.size` requests or more.
     inputs: `[3, size]` int64, a copy of those of `half`: the next step's inputs may overwrite those while
         masks are made.
     """
@@ -78,7 +78,7 @@ class LogitsGraph:
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
-        """Compute the logits; this is what the graph captures."""
+        """Write the logits to the buffer, and copy the step's inputs; this is what the graph captures."""
         self.inputs.copy_(self.half.inputs)
         model, hidden = self.half.machine.model, self.half.hidden
         head = model.lm_head
@@ -96,14 +96,14 @@ class LogitsGraph:
 
 
 class MaskedGraph:
-    """A graph that samples tokens from logits under masks.
+    """A CUDA graph that samples tokens from logits under masks.
 
     Args:
-        first: the graph of the logits, replayed before.
-        features: the sampling that it does, one of `CAPTURED`.
+        first: the graph that computes the logits, replayed before.
+        features: which kinds of sampling it can do, one of `CAPTURED`.
         capturer: captures the graph.
 
-    for_host: `[size]` int64, the tokens as in `Sampled`; valid until the next replay.
+    for_host: `[size]` int64, the tokens, on their way to the host; valid until the next replay.
     """
 
     for_host: Tensor
@@ -118,7 +118,9 @@ class MaskedGraph:
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
-        """Sample the tokens and store them in the rows; this is what the graph captures."""
+        """Sample the tokens, and store them where the next step reads them; this is what the graph
+        captures.
+        """
         on, (rows, at, steps) = self.first.half.machine, self.first.inputs
         logits = self.first.logits
         sampled = on.sampler.sample(logits, rows, (), steps, self.plan, allowed=self._allowed)
@@ -127,12 +129,11 @@ class MaskedGraph:
 
 
 class MaskedGraphExecutor:
-    """Runs decode steps whose samples are masked: phase 09's decode graph, then one for logits and one for
-    samples.
+    """Runs decode steps with grammar masks by three CUDA graphs: forward pass, logits, sampling.
 
     While the masks of a step are being made, the host copies the inputs of the next step to the device.
 
-    graphs: the graphs of the last part, by number of requests and sampling.
+    graphs: the sampling graphs, by number of requests and kind of sampling.
     count: number of graphs to capture.
     """
 
@@ -145,7 +146,7 @@ class MaskedGraphExecutor:
         self._staged: tuple[Sequence[Work], Ints] | None = None
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs, the largest first. part: called with the next graph's name, to show
+        """Capture all graphs, the largest first. part: called with each graph's name before, to show
         progress.
         """
         masks = MaskInputs(self.decodes.sizes[-1], self.runner.model)
@@ -158,8 +159,9 @@ class MaskedGraphExecutor:
 
     @torch.inference_mode()
     def stage(self, works: Sequence[Work]) -> None:
-        """Copy the inputs of the next step to the device, before the second half of this one is launched.
+        """Copy the next step's inputs to the device, before the current step's sampling is launched.
 
+        works: the next step's requests, with the tokens that each computes.
         Nothing is copied if a request is new: its row may have had another request, whose last token is
         still to be written.
         """
@@ -170,11 +172,18 @@ class MaskedGraphExecutor:
             self._staged = works, self.decodes.stage(works, size)
 
     def supports(self, works: Sequence[Work], masked: bool) -> int | None:
-        """Return the size of the smallest graphs for a step; None if it is no masked decode step."""
+        """Return the size (requests) of the smallest graphs for a step; None if it is no masked decode step.
+
+        works: the step's requests, with the tokens that each computes. masked: whether a grammar masks
+            logits.
+        """
         return smallest(self.decodes.sizes, len(works)) if masked and decodes(works) else None
 
     def run(self, works: Sequence[Work], ticket: int) -> Forwarded:
-        """Launch the forward pass of a step and its logits by the graphs of size `ticket`."""
+        """Launch the forward pass and the logits of a step by graphs; return what `finish` needs to sample.
+
+        works: the step's requests. ticket: size of the graphs, from `supports`.
+        """
         staged, self._staged = self._staged, None
         if staged is not None and staged[0] is works:
             rows = staged[1]
@@ -196,7 +205,10 @@ class MaskedGraphExecutor:
     def finish(
         self, works: Sequence[Work], graph: MaskedGraph, allowed: TokenBitmask | None
     ) -> Pending:
-        """Launch the second half of a step under these masks; None: no request has one."""
+        """Launch the sampling of a step by its graph; return its tokens, which are still being computed.
+
+        works: the step's requests. allowed: the masks; None: no request has one.
+        """
         graph.first.masks.put(allowed, graph.first.half.size)
         graph.replay()
         return Pending(works, Sampled(graph.for_host[: len(works)]), self.runner.verifier)
@@ -207,7 +219,7 @@ PER_HALF = 1 << 20
 
 
 def masked_bytes(model: Model, rows: int) -> int:
-    """Return an upper estimate of the bytes of masked graphs of up to `rows` requests, with their inputs."""
+    """Return an upper estimate, in bytes, of the memory of masked CUDA graphs for up to `rows` requests."""
     vocab_size = model.config.vocab_size
     row = 4 * -(-vocab_size // 32) + vocab_size * logits_dtype(model).itemsize + 8 + 3 * 8
     return rows * row + len(decode_sizes(rows)) * (1 + len(CAPTURED)) * PER_HALF

@@ -56,17 +56,20 @@ def forbid(logits: Tensor, allowed: TokenBitmask) -> None:
 
 
 class Forbids(SamplerBackend):
-    """A sampler backend that applies masks by the kernel and samples by torch."""
+    """A sampler backend that applies grammar masks by a kernel and samples by torch."""
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
-        """Set the logits `[B, V]` of forbidden tokens to minus infinity, in place, by the kernel."""
+        """Set the logits `[B, V]` of forbidden tokens to minus infinity, in place, by the kernel.
+
+        allowed: bit masks of some rows. sampler: not used.
+        """
         forbid(logits, allowed)
 
 
 class ForbidsTriton(Forbids, TritonSamplerBackend):
-    """A sampler backend that applies masks and samples by kernels."""
+    """A sampler backend that applies grammar masks and samples by Triton kernels."""
 
 
 def with_kernel(sampler_backend: SamplerBackend) -> SamplerBackend:
-    """Return a sampler backend that samples the same tokens and applies masks by the kernel."""
+    """Return a sampler backend that samples as `sampler_backend` does, and applies masks by a kernel."""
     return ForbidsTriton() if isinstance(sampler_backend, TritonSamplerBackend) else Forbids()

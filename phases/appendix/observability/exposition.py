@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 
 async def page(metrics: Metrics, http: HttpRequest) -> None:
-    """Send every metric in Prometheus' text format."""
+    """Respond to an HTTP request with every metric in Prometheus' text format."""
     kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
     await http.answer(200, ("\n".join(lines(metrics)) + "\n").encode(), [kind])
 
 
 def lines(metrics: Metrics) -> Iterator[str]:
-    """Yield the lines of `/metrics`: gauges and counters, then histograms, then counters with labels."""
+    """Yield the lines of `/metrics`, in Prometheus' text format: gauges, counters, histograms, labelled
+    counters.
+    """
     engine, ready = metrics.app.engine, metrics.app.engine.ready or Ready(0, 0)
     stats, model = engine.stats, f'model_name="{_escape(metrics.app.model.name)}"'
     used = 1.0 - stats.free_blocks / ready.blocks if ready.blocks else 0.0
@@ -107,7 +109,10 @@ def lines(metrics: Metrics) -> Iterator[str]:
 
 
 def histogram_lines(histogram: Histogram, name: str, labels: str) -> Iterator[str]:
-    """Yield a histogram's lines in Prometheus' text format, in which buckets are cumulative."""
+    """Yield a histogram's lines in Prometheus' text format, in which buckets are cumulative.
+
+    name: of the metric. labels: such as `model="x"`.
+    """
     total = 0
     for bound, count in zip([*histogram.bounds, "+Inf"], histogram.counts, strict=True):
         total += count
@@ -117,7 +122,7 @@ def histogram_lines(histogram: Histogram, name: str, labels: str) -> Iterator[st
 
 
 def _head(name: str, kind: str, what: str) -> tuple[str, str]:
-    """Return a metric's HELP and TYPE lines."""
+    """Return a metric's HELP and TYPE lines. kind: counter, gauge or histogram. what: the help text."""
     return f"# HELP {name} {what}", f"# TYPE {name} {kind}"
 
 

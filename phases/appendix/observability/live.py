@@ -40,7 +40,7 @@ disconnected.
 
 
 def whole_page() -> bytes:
-    """Return the page with its style and its scripts in place, so that a browser asks once."""
+    """Return the live page's HTML with its style and scripts inside, so that a browser needs one request."""
     html = (PAGE / "page.html").read_bytes()
     return re.sub(
         rb"/\* (\w+\.(?:css|js)) \*/\n",
@@ -50,10 +50,10 @@ def whole_page() -> bytes:
 
 
 class Live:
-    """The routes `/` (the page) and `/events` (server-sent events: the newest steps and a picture of the
-    engine).
+    """The routes `/` (a page about the running engine) and `/events` (its server-sent events).
 
-    watchers: pages that read events now. picture: what `observer.picture` drew last, or None.
+    watchers: pages that read events now.
+    picture: the newest picture of KV blocks, requests and prefix tree, as JSON data; None: none yet.
     """
 
     def __init__(self) -> None:
@@ -108,8 +108,9 @@ class Live:
             leaving.cancel()
 
     def stepped(self, step: StepReport) -> None:
-        """Keep a step for the next event: number, milliseconds, tokens computed, requests running, tokens
-        sampled.
+        """Keep a step's numbers for the next event.
+
+        They are: step number, milliseconds, tokens computed, requests running, tokens sampled.
         """
         stats, ms = step.stats, round(step.stats.step_seconds * 1e3, 3)
         if stats.step_tokens or step.tokens:  # or it only brought a picture
@@ -121,8 +122,9 @@ class Live:
         self.picture = step.picture or self.picture
 
     def event(self, after: int) -> dict[str, Any]:
-        """Return an event: sizes and statistics of the engine, its picture, and the steps after number
-        `after`.
+        """Return an event: sizes and statistics of the engine, its newest picture, and the steps since.
+
+        after: number of the last step that this page was sent.
         """
         engine = self.engine
         if self._steps and self._steps[-1][0] < after:

@@ -20,7 +20,13 @@ class AccessLog:
     """
 
     def __init__(self, where: str, metrics: Metrics) -> None:
-        """Open the file for appending. Raises `UserError` if it cannot be opened."""
+        """Open the log for appending. where: a path, "-" for standard error, or "none".
+
+        metrics: counts lines that cannot be written.
+
+        Raises:
+            UserError: the file cannot be opened.
+        """
         self.metrics = metrics
         self._file: IO[str] | None = None
         if where == "-":
@@ -34,12 +40,12 @@ class AccessLog:
                 ) from None
 
     def install(self, app: App) -> None:
-        """Register for the end of every request of a server."""
+        """Have `ended` called at the end of every request of a server."""
         if self._file is not None:
             app.on_end.append(self.ended)
 
     def ended(self, http: HttpRequest) -> None:
-        """Write the line of a request. If it cannot be written, only `metrics.lost_log_lines` grows."""
+        """Write one line of JSON about an ended request. If that fails, `metrics.lost_log_lines` grows."""
         if self._file is None:
             return
         client, group = http.scope.get("client"), http.group

@@ -31,12 +31,13 @@ SHARED = -3
 
 
 def picture(engine: object) -> dict[str, Any]:
-    """Return a picture of an engine as JSON: who owns each block, running requests, prefix tree.
+    """Return an engine's state as JSON data for a drawing: owners of KV blocks, running requests, prefix
+    tree.
 
     Must be called between two steps, when no table changes. An engine without a paged cache has no blocks.
 
-    Returns: `blocks` (every `stride`-th: a row, or one of the constants above), `stride`, `rows` (a
-        dictionary for each request), and `tree` or None.
+    Returns: `blocks` (owner of every `stride`-th block: a request's row, or `FREE`, `CACHED`, `SHARED`),
+        `stride`, `rows` (a dictionary for each request), and `tree` or None.
     """
     if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
         return {"blocks": [], "stride": 1, "rows": [], "tree": None}
@@ -66,7 +67,7 @@ def picture(engine: object) -> dict[str, Any]:
 
 
 def tree(index: RadixIndex) -> dict[str, Any]:
-    """Return the prefix tree, without its tokens, which are users' prompts.
+    """Return the prefix cache's tree as JSON data, without its tokens, which are users' prompts.
 
     Returns: `nodes`, for each [index of its parent in this list or -1, number of blocks, number of requests
     that use it], and `more`, the number of nodes that are left out though their parents are shown.
@@ -87,19 +88,21 @@ def tree(index: RadixIndex) -> dict[str, Any]:
 
 
 class StepPictures:
-    """An `Observer` that adds a picture to the next step's report after a `DrawEngine` command."""
+    """Adds a picture of the engine (blocks, requests, prefix tree) to step reports, when a client asks
+    for it.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.due = self._draws = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """See `Observer`."""
+        """See `Observer.hear`: a `DrawEngine` command asks for a picture in the next report."""
         self.due = True
         self._draws |= isinstance(command, DrawEngine)
 
     def write(self, step: StepReport) -> None:
-        """See `Observer`."""
+        """See `Observer.write`: add the picture to the report, if one was asked for."""
         self.due = False
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)

@@ -22,7 +22,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Block(Struct):
-    """A part of a message: a text, reasoning, a call, or the answer to one."""
+    """A part of a message: a text, reasoning, a tool call, or the result of a tool call."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str = ""
@@ -43,7 +43,7 @@ class MessageParam(Struct):
 
 
 class ToolChoice(Struct):
-    """The calls that have to be made, or may be."""
+    """Which tool calls the model has to make, or may make."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -63,7 +63,9 @@ class MessagesFields(Struct, kw_only=True):
 
 
 class Messages(Translation):
-    """Anthropic's route `/v1/messages`, translated to a chat."""
+    """Anthropic's route `/v1/messages`: its requests become chats, and a chat's response Anthropic's
+    events.
+    """
 
     fields = MessagesFields
     form = ErrorForm(
@@ -77,10 +79,10 @@ class Messages(Translation):
     )
 
     def translate(self, given: MessagesFields, ignored: list[str]) -> dict[str, Any]:
-        """Return the fields of the chat that a request means; a last assistant message is one that the
-        output continues.
+        """Return the fields of the OpenAI chat that a request means; the output continues a last
+        assistant message.
 
-        ignored: gets the names of fields that mean nothing here.
+        given: Anthropic's fields. ignored: gets the names of those that have no effect.
         """
         messages = [made for said in given.messages for made in _messages(said)]
         if any(block.is_error for said in given.messages for block in _blocks(said)):
@@ -114,14 +116,23 @@ class Messages(Translation):
     def formatter(
         self, given: MessagesFields, request: ParsedRequest, http: HttpRequest
     ) -> MessageEvents:
-        """Return what formats the response of the translated chat."""
+        """Return what writes the response of the translated chat as Anthropic's events.
+
+        request: the chat. given: Anthropic's fields.
+
+        Raises:
+            ApiError: `max_tokens` is missing.
+        """
         if request.generation.max_tokens is None:
             raise wrong("max_tokens", "max_tokens is missing, but must be given")
         return MessageEvents(self.chat.model)
 
 
 async def count(app: App, messages: Messages, http: HttpRequest) -> None:
-    """Send the number of tokens of a request's prompt."""
+    """Respond with the number of tokens of a request's prompt: `{"input_tokens": N}`.
+
+    app: the server. messages: translates the request to a chat.
+    """
 
     def parse(fields: dict[str, Any], ready: Ready) -> int:
         chat, _ = messages.chat_fields(convert_fields(MessagesFields, fields), fields)
@@ -135,7 +146,9 @@ async def count(app: App, messages: Messages, http: HttpRequest) -> None:
 
 
 class MessageEvents(Events):
-    """Formats a chat's response as Anthropic's message: blocks of reasoning, text and calls."""
+    """Writes a chat's response as Anthropic's events or message: blocks of reasoning, text and tool
+    calls.
+    """
 
     def __init__(self, model: ServedModel) -> None:
         super().__init__(
@@ -151,12 +164,15 @@ class MessageEvents(Events):
         self.blocks: list[dict[str, Any]] = self.value["content"]
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """Add the event that a message begins. usage: a chat's."""
+        """Add the event `message_start`. usage: token counts in the form of OpenAI's chat."""
         self.value["usage"] = _usage(usage)
         self.say("message_start", message=self.value)
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Add the events of a chat's delta: `reasoning_content`, `content` or `tool_calls`."""
+        """Add the events of the next part of a chat's message.
+
+        delta: OpenAI's: has `reasoning_content`, `content` or `tool_calls`.
+        """
         if text := delta.get("reasoning_content"):
             self._open("thinking", thinking="", signature="")
             self.blocks[-1]["thinking"] += text
@@ -172,7 +188,11 @@ class MessageEvents(Events):
             self._add(type="input_json_delta", partial_json=call["function"]["arguments"])
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """Add the events of the end. reason: `stop`, `length` or `tool_calls`. usage: a chat's."""
+        """Add the events that end the message.
+
+        choice: the completion. reason: `stop`, `length` or `tool_calls`. usage: token counts in the form of
+            OpenAI's chat.
+        """
         self._close()
         stop = (
             choice.stream.stop if reason == "stop" else None
@@ -186,7 +206,11 @@ class MessageEvents(Events):
         self.say("message_stop")
 
     def _open(self, kind: str, **fields: Any) -> None:
-        """Begin a block, unless the last one is of this kind."""
+        """Begin a content block of type `kind`, unless the last one has it; each `tool_use` is a block of
+        its own.
+
+        fields: of the new block.
+        """
         if self.blocks and self.blocks[-1]["type"] == kind != "tool_use":
             return
         self._close()
@@ -199,7 +223,9 @@ class MessageEvents(Events):
         self.say("content_block_delta", index=len(self.blocks) - 1, delta=delta)
 
     def _close(self) -> None:
-        """End the last block. A call that was cut has no input."""
+        """End the last content block, if there is one; a tool call with cut-off arguments gets an empty
+        input.
+        """
         if not self.blocks:
             return
         if self._arguments:
@@ -209,8 +235,9 @@ class MessageEvents(Events):
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return one of Anthropic's tools in the form of a chat's tool; its own built-in tools keep their
-    type, which is refused.
+    """Return one of Anthropic's tools as a tool of OpenAI's chat.
+
+    Anthropic's built-in tools keep their type, so that the chat refuses or ignores them.
     """
     kind = "function" if tool.get("type") in (None, "custom") else tool["type"]
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
@@ -224,8 +251,9 @@ def _blocks(said: MessageParam) -> list[Block]:
 
 
 def _messages(said: MessageParam) -> list[dict[str, Any]]:
-    """Return one message of Anthropic's form as messages of a chat: results of calls are messages of
-    their own there.
+    """Return one message of Anthropic's form as messages of a chat.
+
+    Each result of a tool call becomes a message of its own, before the rest of the message.
     """
     if isinstance(said.content, str):
         return [{"role": said.role, "content": said.content}]
@@ -252,7 +280,10 @@ def _messages(said: MessageParam) -> list[dict[str, Any]]:
 
 
 def _result(content: str | list[dict[str, Any]] | None) -> Any:
-    """Return the answer to a call; what only points to a tool is the tool's name."""
+    """Return the content of a tool call's result for a chat: a text, or a list of parts.
+
+    A part that only refers to a tool becomes a text with the tool's name.
+    """
     if not isinstance(content, list):
         return content or ""
     names = [
@@ -266,7 +297,10 @@ def _result(content: str | list[dict[str, Any]] | None) -> Any:
 
 
 def _continued(messages: list[dict[str, Any]]) -> bool:
-    """Return True if the last message is the assistant's and only text; its parts are joined to one text."""
+    """Return True if the last message is the assistant's and only text, so that the output continues it.
+
+    Its parts are joined to one text, in place. messages: of a chat.
+    """
     if (
         len(messages) < 2
         or messages[-1]["role"] != "assistant"
@@ -278,7 +312,10 @@ def _continued(messages: list[dict[str, Any]]) -> bool:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat's usage in Anthropic's words, where tokens of the cache are counted apart."""
+    """Return token counts in Anthropic's form, in which input tokens found in the cache are counted apart.
+
+    usage: the counts in the form of OpenAI's chat.
+    """
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,

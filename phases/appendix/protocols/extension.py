@@ -19,7 +19,7 @@ from serving.app import App
 
 
 def add_protocols(app: App) -> None:
-    """Add OpenAI's newer route, Anthropic's and Ollama's."""
+    """Add to a server the routes of OpenAI's Responses, Anthropic's Messages, and Ollama's API."""
     messages = Messages(app.chat)
     app.add("/v1/responses", Responses(app.chat))
     app.add("/v1/messages", messages)

@@ -41,7 +41,10 @@ DETAILS = {
 
 
 def error_form(names: Mapping[str, str]) -> ErrorForm:
-    """Return the form of errors that Ollama's clients read: `{"error": text}`. names: of fields."""
+    """Return the form of errors that Ollama's clients read: `{"error": text}`.
+
+    names: field of a chat -> the name of the same field in Ollama's request, for the text.
+    """
     return ErrorForm(
         names, b"%s\n", lambda body: body["error"] | {"error": body["error"]["message"]}
     )
@@ -70,7 +73,9 @@ class OllamaFields(Struct, kw_only=True):
 
 
 class Ollama(Translation):
-    """Ollama's routes `/api/chat` and `/api/generate`, translated to a chat or a completion."""
+    """Ollama's routes `/api/chat` and `/api/generate`: requests become chats or completions of OpenAI's
+    form.
+    """
 
     fields = OllamaFields
 
@@ -80,8 +85,9 @@ class Ollama(Translation):
         self.form = error_form(NAMES if talks else NAMES | {"messages": "prompt"})
 
     def translate(self, given: OllamaFields, ignored: list[str]) -> dict[str, Any]:
-        """Return the fields of the chat that a request means. ignored: gets the names of fields that
-        mean nothing here.
+        """Return the fields of the OpenAI chat that a request means.
+
+        given: Ollama's fields. ignored: gets the names of those that have no effect.
         """
         messages = given.messages or []
         if not self.talks:
@@ -116,12 +122,16 @@ class Ollama(Translation):
     def formatter(
         self, given: OllamaFields, request: ParsedRequest, http: HttpRequest
     ) -> OllamaEvents:
-        """Return what formats the response of the translated chat."""
+        """Return what writes the response of the translated chat as Ollama's lines of JSON.
+
+        request: the chat. given: Ollama's fields.
+        """
         return OllamaEvents(self.chat.model, talks=self.talks)
 
     def loads(self, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the response to a request without a prompt, by which clients load and unload a model;
-        else None.
+        """Return the response to a request without a prompt, by which clients load or unload a model.
+
+        None: the request has a prompt. fields: the request's body.
         """
         given = convert_fields(OllamaFields, fields)
         if given.messages if self.talks else given.prompt:
@@ -135,14 +145,14 @@ class Ollama(Translation):
 
 
 def check_model(model: ServedModel, name: str | None) -> None:
-    """Raise `ApiError` for another model; the default tag is the same as none."""
+    """Raise `ApiError` if a request names another model than the served one; `:latest` may be left out."""
     model.check(name and name.removesuffix(LATEST))
 
 
 class OllamaEvents(Events):
-    """Formats a chat's response as Ollama's lines of JSON. A call is sent when it is whole.
+    """Writes a chat's response as Ollama's lines of JSON. A tool call is sent when it is complete.
 
-    talks: the text is a message; otherwise it is the field `response`.
+    talks: True: the text is in a `message` (`/api/chat`); False: in `response` (`/api/generate`).
     """
 
     headers = LINES
@@ -154,11 +164,14 @@ class OllamaEvents(Events):
         self._calls: list[dict[str, Any]] = []
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
-        """Return an event as a line of JSON."""
+        """Return an event as a line of JSON. kind: not used."""
         return encode_json(event) + b"\n"
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Add the lines of a chat's delta: `reasoning_content`, `content` or `tool_calls`."""
+        """Add a line for the next part of a chat's message.
+
+        delta: OpenAI's: has `reasoning_content`, `content` or `tool_calls`.
+        """
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 self._calls.append({**call["function"]})
@@ -172,10 +185,10 @@ class OllamaEvents(Events):
                 self.say("", **self.line({"content": "", name: text}, done=False))
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """Send an answer's last line: why it ended, token counts and times; before it, its calls if any.
+        """Add the last line: why the completion ended, token counts and times; before it, tool calls if any.
 
         Args:
-            choice: the answer.
+            choice: the completion.
             reason: `stop`, `length` or `tool_calls`.
             usage: token counts as OpenAI's chat has them: `prompt_tokens`, `completion_tokens`.
         """
@@ -201,7 +214,11 @@ class OllamaEvents(Events):
         self.value = self.line(self._message, done=True) | end
 
     def line(self, message: dict[str, Any], *, done: bool) -> dict[str, Any]:
-        """Return a line with a part of the answer."""
+        """Return one line as a dictionary.
+
+        message: the fields of this part of the message: `content`, `thinking`, `tool_calls`.
+        done: whether it is the last line.
+        """
         if self.talks:
             said: dict[str, Any] = {"message": {"role": "assistant", **message}}
         else:
@@ -211,18 +228,18 @@ class OllamaEvents(Events):
 
 
 def card(app: App) -> dict[str, Any]:
-    """Return the one model as lists have it."""
+    """Return the description of the served model that Ollama's lists of models have."""
     name = app.model.name + LATEST
     return {"name": name, "model": name, "size": 0, "digest": "", "details": DETAILS}
 
 
 async def tags(app: App, http: HttpRequest) -> None:
-    """Send the list of models, which has the served one."""
+    """Respond with Ollama's list of models, which has only the served one."""
     await http.json({"models": [card(app) | {"modified_at": _now()}]})
 
 
 async def running(app: App, http: HttpRequest) -> None:
-    """Send the list of loaded models, which has the served one."""
+    """Respond with Ollama's list of loaded models, which has only the served one."""
     ready = app.ready()
     more = {
         "expires_at": "9999-12-31T23:59:59Z",
@@ -233,7 +250,7 @@ async def running(app: App, http: HttpRequest) -> None:
 
 
 async def show(app: App, http: HttpRequest) -> None:
-    """Send what is known of the model: format, family, sizes, template."""
+    """Respond with what is known of the served model: format, family, sizes, template."""
 
     def parse(fields: dict[str, Any], ready: Ready) -> dict[str, Any]:
         check_model(app.model, convert_fields(OllamaFields, fields).model)
@@ -255,7 +272,7 @@ async def show(app: App, http: HttpRequest) -> None:
 
 
 def capabilities(model: ServedModel) -> list[str]:
-    """Return what the model can do, in Ollama's words."""
+    """Return what the model can do, in Ollama's words, such as "completion" and "tools"."""
     if not model.tokenizer.has_chat_template:
         return ["completion", "embedding"]
     thinking = ["thinking"] if reasons(model.tokenizer) else []
@@ -263,7 +280,10 @@ def capabilities(model: ServedModel) -> list[str]:
 
 
 async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
-    """Answer a request for tokens, or one that only loads the model."""
+    """Respond to `/api/generate` or `/api/chat`: generate, or only confirm that the model is loaded.
+
+    app: the server. ollama: the route, which translates the request.
+    """
     http.form = ollama.form
 
     def parse(fields: dict[str, Any], ready: Ready) -> ParsedRequest | dict[str, Any]:

@@ -32,7 +32,7 @@ SHARE = 4
 
 
 class InputItem(Struct):
-    """A message, a call, its answer, or reasoning."""
+    """An item of a conversation: a message, a tool call, its result, or reasoning."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"
@@ -65,7 +65,8 @@ class ResponsesFields(Struct, kw_only=True):
 
 
 class Conversations:
-    """Stored conversations of the newest responses, by ids that cannot be guessed. Threads read it.
+    """Conversations of the newest responses, stored by the response's id, which cannot be guessed.
+    Thread-safe.
 
     size: bytes of all.
     """
@@ -82,8 +83,9 @@ class Conversations:
         return sum(self._sizes.values())
 
     def keep(self, id: str, messages: Messages, client: bytes = b"") -> None:
-        """Store the conversation of response `id`; the oldest are dropped beyond a limit, first those
-        of the same client.
+        """Store the conversation of response `id`; beyond a limit the oldest are dropped.
+
+        client: who asked, such as an API key; a client with more than its share loses its own first.
         """
         data = msgspec.json.encode(messages)
         with self._lock:
@@ -101,7 +103,11 @@ class Conversations:
                 self._drop(next(iter(self._kept)))
 
     def find(self, id: str) -> Messages:
-        """Return the conversation of response `id`. Raises `ApiError` if it is not stored, or no more."""
+        """Return the conversation of response `id`.
+
+        Raises:
+            ApiError: it was never stored, or has been dropped.
+        """
         with self._lock:
             if id not in self._kept:
                 words = (
@@ -123,7 +129,7 @@ class Conversations:
 
 
 class Responses(Translation):
-    """OpenAI's route `/v1/responses`, translated to a chat."""
+    """OpenAI's route `/v1/responses`: its requests become chats, and a chat's response its events."""
 
     fields = ResponsesFields
     form = ErrorForm(
@@ -142,8 +148,10 @@ class Responses(Translation):
         self.kept = Conversations()
 
     def translate(self, given: ResponsesFields, ignored: list[str]) -> dict[str, Any]:
-        """Return the fields of the chat that a request means. ignored: gets the names of fields that
-        mean nothing here.
+        """Return the fields of the chat that a request means, with the stored conversation that it
+        continues.
+
+        given: the route's fields. ignored: gets the names of those that have no effect.
         """
         most = self.chat.model.limits.max_schema_bytes
         again = {"metadata": given.metadata, "text": given.text, "tools": given.tools}
@@ -177,7 +185,10 @@ class Responses(Translation):
     def formatter(
         self, given: ResponsesFields, request: ParsedRequest, http: HttpRequest
     ) -> ResponseEvents:
-        """Return what formats the response of the translated chat."""
+        """Return what writes the response of the translated chat as a response object or its events.
+
+        request: the chat. given: the route's fields.
+        """
         kept = None if given.store is False else self.kept
         check_temperature(request)
         replica = http.scope.get("replica", b"here").decode()
@@ -189,10 +200,11 @@ class Responses(Translation):
 
 
 class ResponseEvents(Events):
-    """Formats a chat's response as OpenAI's response object: items of reasoning, message and calls.
+    """Writes a chat's response as OpenAI's response object: items of reasoning, message and tool calls.
 
-    kept: where the conversation goes when it has ended; None: it is not kept.
-    replica: which of several has it; a response's id begins with its name.
+    kept: stores the conversation when the response has ended; None: it is not stored.
+    client: who asked, such as an API key. replica: name of this server among several; the response's id
+        begins with it.
     """
 
     def __init__(
@@ -236,17 +248,23 @@ class ResponseEvents(Events):
         self.items: list[dict[str, Any]] = self.value["output"]
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
-        """Return an event as it is sent, with its number."""
+        """Return an event as the bytes of a server-sent event. kind: its type.
+
+        A `sequence_number` is added to its fields.
+        """
         number, self._number = self._number, self._number + 1
         return super().encode(kind, {"sequence_number": number, **event})
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """Add the events that a response begins. usage: a chat's."""
+        """Add the events `response.created` and `response.in_progress`. usage: not used."""
         self.say("response.created", response=self.value)
         self.say("response.in_progress", response=self.value)
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Add the events of a chat's delta: `reasoning_content`, `content` or `tool_calls`."""
+        """Add the events of the next part of a chat's message.
+
+        delta: OpenAI's: has `reasoning_content`, `content` or `tool_calls`.
+        """
         if text := delta.get("reasoning_content"):
             self._text("reasoning", "reasoning_text", text, summary=[])
         if text := delta.get("content"):
@@ -265,7 +283,10 @@ class ResponseEvents(Events):
             )
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """Add the events of the end. reason: `stop`, `length` or `tool_calls`. usage: a chat's."""
+        """Add the events that end the response, and store the conversation if it was asked for.
+
+        reason: `stop`, `length` or `tool_calls`. usage: token counts in the form of OpenAI's chat.
+        """
         cut = reason == "length"
         status = "incomplete" if cut else "completed"
         self._close(status)
@@ -285,8 +306,9 @@ class ResponseEvents(Events):
         self.say(f"response.{status}", response=self.value)
 
     def _text(self, kind: str, part: str, text: str, **fields: Any) -> None:
-        """Add text to the response's last item of this kind; begin a new item unless the last one is of
-        this kind.
+        """Add text to the response's last item; begin a new item if the last one is not of type `kind`.
+
+        part: type of the item's content, such as `output_text`. fields: of a new item.
         """
         if not self.items or self.items[-1]["type"] != kind:
             self._open(kind, **fields, content=[])
@@ -313,7 +335,7 @@ class ResponseEvents(Events):
         self.say("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
     def _close(self, status: str) -> None:
-        """End the last item."""
+        """End the last item, if there is one. status: `completed` or `incomplete`."""
         if not self.items:
             return
         item = self.items[-1]
@@ -333,16 +355,19 @@ class ResponseEvents(Events):
         self.say("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     def _say(self, kind: str, **event: Any) -> None:
-        """Add an event about the last item."""
+        """Add an event about the last item. kind: its type. event: its further fields."""
         self.say(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **event)
 
 
 def _messages(before: Messages, items: list[InputItem]) -> Messages:
-    """Return a conversation and what follows it: all that the assistant says in a row is one message."""
+    """Return a conversation as a chat's messages: `before`, and then what the items say.
+
+    All that the assistant says in a row (reasoning, text, tool calls) becomes one message.
+    """
     messages = list(before)
 
     def assistant() -> dict[str, Any]:
-        """Return the message that goes on."""
+        """Return the last message if it is the assistant's and made of `items`; else append an empty one."""
         if len(messages) == len(before) or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         return messages[-1]

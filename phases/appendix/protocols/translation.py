@@ -36,9 +36,9 @@ PASSED = PASSED - {"stream_options", "n"} | {"chat_template_kwargs"}
 class Events:
     """Base class of formatters that write a chat's response as another protocol's events.
 
-    A response that is not streamed is built of the same updates, so the two cannot differ.
+    A response that is not streamed is built by the same methods, so the two cannot differ.
 
-    value: the whole response, as far as it is known.
+    value: the whole response, as far as it is known; methods change it.
     """
 
     headers = EVENTS
@@ -48,18 +48,27 @@ class Events:
         self._said: list[bytes] = []
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """Add the events that a response begins. usage: a chat's."""
+        """Add the events with which a response begins. usage: token counts in the form of OpenAI's chat."""
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Add the events of a chat's delta: `reasoning_content`, `content` or `tool_calls`."""
+        """Add the events of the next part of a chat's message.
+
+        delta: OpenAI's: has `reasoning_content`, `content` or `tool_calls`.
+        """
         raise NotImplementedError
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """Add the events of the end. reason: `stop`, `length` or `tool_calls`. usage: a chat's."""
+        """Add the events with which a response ends.
+
+        choice: the completion. reason: `stop`, `length` or `tool_calls`. usage: token counts in the form of
+            OpenAI's chat.
+        """
         raise NotImplementedError
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
-        """Return an event as it is sent."""
+        """Return an event as the bytes that are sent: here a server-sent event. kind: its type. event:
+        its fields.
+        """
         return (
             b"event: %s\ndata: " % kind.encode()
             + encode_json({"type": kind, **event})
@@ -67,11 +76,17 @@ class Events:
         )
 
     def say(self, kind: str, **event: Any) -> None:
-        """Add an event with a copy of its fields, which change later."""
+        """Add an event to those that the next `chunk` returns; its fields are encoded now, since they
+        change later.
+
+        kind: its type.
+        """
         self._said.append(self.encode(kind, event))
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the bytes of the events for a piece of a stream. last: the completion has ended."""
+        """Return the bytes of the events for a piece of a streamed completion. last: the completion has
+        ended.
+        """
         if not piece.start:
             self.begin(usage(choice.group))
         for delta in choice.deltas(piece.text, last):
@@ -82,7 +97,7 @@ class Events:
         return b"".join(said)
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """Return the whole response, for a request that is not streamed."""
+        """Return the whole response as JSON, for a request that is not streamed."""
         (choice,) = group.choices
         self.chunk(choice, Piece(choice.text, 0, len(choice.tokens)), True)
         return encode_json(self.value)
@@ -93,9 +108,9 @@ class Events:
 
 
 class Translation:
-    """Base class of routes of other protocols, whose requests are translated to chats.
+    """Base class of endpoints of other protocols, whose requests become chats of OpenAI's form.
 
-    fields: the struct that declares them.
+    fields: the struct that declares the protocol's request fields.
     """
 
     fields: type[Struct]
@@ -110,7 +125,13 @@ class Translation:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return a request, translated to a chat, parsed and checked."""
+        """Return a request's body, translated to a chat, parsed and checked.
+
+        fields: the body. ready: the engine's sizes and limits.
+
+        Raises:
+            ApiError: a field is wrong.
+        """
         given: Any = convert_fields(self.fields, fields)
         if fields.get("n") not in (None, 1):
             raise wrong("n", f"n is {str(fields['n'])[:20]}, but must be 1 here")
@@ -127,8 +148,10 @@ class Translation:
     def chat_fields(
         self, given: Any, fields: Mapping[str, Any]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields of the chat that a request means, and the names of fields that mean nothing
-        here.
+        """Return the fields of the chat that a request means, and the names of its fields that have no
+        effect.
+
+        given: the body as the protocol's struct. fields: the body as a dictionary.
         """
         passed = {name: value for name, value in fields.items() if name in PASSED}
         ignored = list[str]()
@@ -139,18 +162,26 @@ class Translation:
         return passed, ignored
 
     def translate(self, given: Any, ignored: list[str]) -> dict[str, Any]:
-        """Return the fields of a chat that a request means, and `system`, a text for its system message.
+        """Return the fields of the chat that a request means, and `system`, a text for its system message.
+
+        given: the body as the protocol's struct. ignored: gets the names of fields that have no effect.
 
         Raises:
-            ApiError: it means none.
+            ApiError: the request cannot be said as a chat.
         """
         raise NotImplementedError
 
     def formatter(self, given: Any, request: ParsedRequest, http: HttpRequest) -> Events:
-        """Return what writes the answer. request: the chat that the request was translated to."""
+        """Return what writes the response of a translated request in this protocol's form.
+
+        given: the body as the protocol's struct. request: the chat. http: the HTTP request.
+        """
         raise NotImplementedError
 
 
 def call_of(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Return an earlier tool call of another protocol in the form of a chat's `tool_calls`."""
+    """Return an earlier tool call of another protocol as an entry of a chat's `tool_calls`.
+
+    id: of the call. name: of the function. arguments: an object, or its JSON.
+    """
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -23,7 +23,7 @@ many as run at once, less the room for the next kernel's, which load their weigh
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Block sizes of a matrix-vector kernel for weights of 4 or 8 bits.
+    """Block sizes of a matrix-vector kernel for weights of 4 or 8 bits, whose programs loop over tiles.
 
     rows: outputs of a tile.
     block_k: inputs of a tile.
@@ -37,7 +37,9 @@ class LoopConfig:
     num_warps: int = 4
 
     def programs(self, rows: int, device: torch.device) -> int:
-        """Return how many programs to launch for `rows` outputs."""
+        """Return how many programs to launch for `rows` outputs: at most one a tile, or as many as run at
+        once.
+        """
         return min(triton.cdiv(rows, self.rows), self.each * multiprocessors(device))
 
 

@@ -28,7 +28,7 @@ from triton_paged_attention.linear import activate
 
 @triton.jit
 def sum_and_top(square_a, top_a, square_b, top_b):
-    """Combine two partial results (sum of squares, maximum) into one, so that one reduction computes both."""
+    """Return (square_a + square_b, max(top_a, top_b)): the combine function of one reduction for both."""
     return square_a + square_b, tl.maximum(top_a, top_b)
 
 
@@ -62,7 +62,7 @@ def power_scale(top):
 
 @triton.jit
 def float16_pair(low, high):
-    """Return two numbers as float16 in one int32 word, `low` in the lower half."""
+    """Return one int32 word with two numbers as float16: `low` in the lower half, `high` in the upper."""
     low = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return low | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
@@ -115,7 +115,9 @@ def load_rows(
 ):  # fmt: skip
     """Load all weights of `ROWS` outputs: a tuple of tiles, and a tuple of their scales.
 
-    A tile is `[ROWS, Q, 16]` numbers, or with WORDS `[ROWS, Q, 4]` int32 of four each; see `tile_origin`.
+    A tile is `[ROWS, Q, 16]` numbers, or with WORDS `[ROWS, Q, 4]` int32 of four each; tiles take the
+    matrices
+        in turn (gate, up), then advance by BLOCK_K inputs.
     weight: `[N, K]` for each of MATRICES matrices. first_row: the first output. q: `arange(Q)`, Q =
         BLOCK_K / 16.
     weight_scale: `[N]`, loaded `[ROWS]` for each matrix; or with SIDE > 0 one for each block of SIDE x
@@ -158,8 +160,9 @@ PAIRS = {
 def _four_words(kind: str) -> str:
     """Return PTX that multiplies four words of weights with sixteen inputs, and sums the products.
 
+    kind: format of the weights, "fp8" or "int8".
     Operands: a float32 sum; four int32 words of four weights; each word's first pair of float16 inputs, in
-        four words; then each word's second pair. kind: "fp8" or "int8".
+        four words; then each word's second pair.
     """
     text = "{.reg .b32 t, low, a, b, p, q; .reg .b16 x, y; .reg .f32 f, g; mov.b32 low, 0x64806480;"
     for word, total in enumerate("ppqq"):
@@ -210,16 +213,16 @@ def gemv8_kernel(
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
     TRIGGER_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute a quantized matrix times a vector, with the operators around the product.
+    """Compute a quantized matrix times a vector, with norm, bias, residual and gate around the product.
 
-    As many programs as run at once; each prepares the input once, and loops over tiles of `ROWS` outputs.
-    The next tile's weights are loaded while one is multiplied.
     out, bias, residual: `[N]`. x, norm_weight: `[K]`. weight: `[N, K]` of 8 bits, `[2 N, K]` with GATED.
     weight_scale: `[N]`, or with SIDE > 0 one for each block of SIDE x SIDE weights, rows `scale_stride`
         apart.
     WORDS: "fp8" or "int8" if instructions convert int32 words of weights to float16; else "".
     ROUND: round the input to eight bits, of largest number LARGEST, integers if WHOLE. KIND: of the gate.
     TRIGGER_EARLY: the next kernel may start at once; otherwise when this one's input is complete.
+    As many programs as run at once; each prepares the input once, and loops over tiles of `ROWS` outputs.
+    The next tile's weights are loaded while one is multiplied.
     """
     MATRICES: tl.constexpr = 2 if GATED else 1
     PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -328,7 +331,7 @@ def gemv8(x: Tensor, weight: QuantizedWeight, **operators: Unpack[FusedOperators
     """Return an eight-bit weight times one vector, with the operators around the product: `[..., N]`.
 
     x: `[..., K]`, one row. weight: `[N, K]`, or `[2 N, K]` with a gate; scales by channel or by block.
-    operators: keys of `FusedOperators`, such as norm, bias, residual, gate; as in `latency.gemv`.
+    operators: keys of `FusedOperators`: norm, bias, residual, gate, out_dtype, trigger_early.
     """
     scheme = weight.scheme
     assert scheme.scales in ("channel", "block") and weight.order is None, (

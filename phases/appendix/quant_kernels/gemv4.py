@@ -103,7 +103,8 @@ def load_rows(
 def load_group(numbers, row, real, k, other, K: tl.constexpr, GROUP: tl.constexpr):
     """Load `[ROWS, Q]` scales or zero points of rows `row [ROWS]` for the groups of inputs `k [Q]`.
 
-    numbers: `[N, K / GROUP]`. real: `[ROWS]`, which rows exist. other: what is returned outside.
+    numbers: `[N, K / GROUP]`. real: `[ROWS]`, which rows exist. other: what is returned for rows that do
+        not exist and inputs from K on.
     """
     at = row.to(tl.int64)[:, None] * (K // GROUP) + (k // GROUP)[None, :]
     return tl.load(numbers + at, mask=real[:, None] & (k < K)[None, :], other=other)
@@ -114,8 +115,8 @@ def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
     """Load eight neighbouring inputs for each `q`: the four even and the four odd ones, `[Q, 4]` float32
     each.
 
-    x: `[K]`. start: the tile's first input. part: 0 to 3, which quarter of a word's nibbles they belong
-        to: 32 inputs further for each.
+    x: `[K]`. start: the tile's first input. q: `[Q]`, numbers of words. part: 0 to 3, which quarter of a
+        word's nibbles these inputs belong to: 32 inputs further for each.
     """
     at = (start + q // 4 * 128 + q % 4 * 8)[:, None] + part * 32 + tl.arange(0, 8)[None, :]
     eight = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)  # as they lie: one load
@@ -135,7 +136,7 @@ def sums(
     words, s, z: tuples of tiles, scales and zero points of `load_rows`. tile: number of the tile.
     even, odd: tuples of inputs `[Q, 4]`, four for each tile; pairs: the same as words of two float16.
     inputs: tuple of `[Q]`, the sums of the inputs, for the zero points.
-    scale, zero: `[N, K / GROUP]`, read here if ASM is False. here: the first output.
+    scale, zero: `[N, K / GROUP]`, read here if ASM is False. here: the program's first output.
     """
     PART: tl.constexpr = tile // MATRICES
     FIRST: tl.constexpr = PART * 4
@@ -178,9 +179,9 @@ def gemv4_kernel(
     GATED: tl.constexpr,
     KIND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, TRIGGER_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute a four-bit matrix times a vector, with the operators around the product.
+    """Compute a four-bit matrix times a vector, with norm, bias, residual and gate around the product.
 
-    As many programs as run at once; each loops over tiles of `ROWS` outputs, as in `gemv8_kernel`.
+    As many programs as run at once; each loops over tiles of `ROWS` outputs.
     out, bias, residual: `[N]`. x, norm_weight: `[K]`. weight: int32 words `[N, 16 ceil(K / 128)]` of
         `products.to_words`; with GATED the gate's rows above the up projection's.
     scale, zero: `[N, K / GROUP]`; without ZEROS every zero point is 8. KIND: the gate's activation.

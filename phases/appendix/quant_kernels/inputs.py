@@ -87,8 +87,8 @@ def round_vector(
 ):
     """Round attention's output `vector` to eight bits; return it, still float32, and its scale.
 
-    inside: which numbers are no padding, which may hold any finite number. LARGEST: the format's largest
-        number.
+    inside: True for numbers that are no padding; padding may hold any finite number. LARGEST: the format's
+        largest number.
     WHOLE: it has integers. HARDWARE: the GPU has an instruction for e4m3.
     """
     scale, inverse = token_scale(
@@ -182,7 +182,7 @@ def _warps(padded: int) -> int:
 def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tensor]:
     """Allocate and return an output of `size` numbers a token, and a scale for each token, `[T]` float32.
 
-    kind: the output's eight-bit format, then it is `[T, size]`; None: it has `x`'s dtype, and is `[...,
+    kind: an eight-bit format: the output has it, and is `[T, size]`. None: it has `x`'s dtype, and is `[...,
         size]`.
     """
     tokens = x.numel() // x.shape[-1]

@@ -58,14 +58,19 @@ class QuantLatencyKernel(LatencyKernel):
         return self.linear.order is None and super().supports(tokens, gate)
 
     def multiply(self, x: Tensor, **operators: Any) -> Tensor:
-        """Return `gemv4` or `gemv8` with the layer's weight."""
+        """Return the layer's product with `x [1, K]`, by `gemv4` or `gemv8`.
+
+        operators: what else the kernel computes: norm, bias, residual, gate, out_dtype, trigger_early.
+        """
         linear = self.linear
         if linear.scheme.weights == "int4":
             return gemv4(x, linear.stored, linear.shape[1], **operators)
         return gemv8(x, linear.stored, **operators)
 
     def combiner(self) -> HeadCombiner | None:
-        """See `LatencyKernel.combiner`. None also for scales that are not by channel, and for act-order."""
+        """See `LatencyKernel.combiner`: None also if scales are not by channel, and for act-order
+        (`desc_act`).
+        """
         linear = self.linear
         known = linear.scheme.scales == "channel" and linear.order is None
         if not known or not fused_heads_are_faster(*linear.shape):
@@ -88,12 +93,12 @@ def _combine(linear: KernelLinear, parts: SingleRequestSplits, residual: Tensor)
 
 @dataclass(eq=False)
 class EightBitBlock:
-    """A `BlockKernel` (faster computation of a block) whose activations are in eight bits between
-    projections.
+    """A `BlockKernel` (faster computation of a transformer block) with eight-bit activations between
+    products.
 
     It computes steps of more than one token: a single token takes the block's other kernels, each of which
-    rounds and scales by itself. Norms and activations round their outputs, and multiply their inputs by
-    the pending scales.
+    rounds and scales by itself. Norms and activation functions round their outputs. Products leave their
+    scales pending: the next kernel multiplies by them.
 
     kind: the format of the activations.
     """
@@ -101,7 +106,7 @@ class EightBitBlock:
     kind: Activations
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """Return True if a step has more than one token; attention may be any."""
+        """Return True if a step has more than one token; attention may be any. x: the block's input."""
         return not (isinstance(x, Tensor) and len(x) == 1)
 
     def __call__(
@@ -111,9 +116,10 @@ class EightBitBlock:
         cos_sin: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> Stream:
-        """Return the block's output as a `Stream` `[T, hidden]` whose addition is still to be done.
+        """Return the block's output `[T, hidden]` as a `Stream`: two tensors that the next norm adds.
 
-        Arguments as in `LlamaBlock.forward`, after the block itself.
+        block: the layers. x: the input, a tensor or such a pair. cos_sin: RoPE's cosines and sines.
+        attention: the engine's.
         """
         attend, mlp = block.self_attn, block.mlp
         assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
@@ -155,7 +161,7 @@ def multiply(
 
 
 class PendingScalesNorm(FusedRMSNorm):
-    """The norm behind the last `EightBitBlock`; it multiplies that block's product by its pending scales."""
+    """The norm after the last `EightBitBlock`; it multiplies that block's product by its pending scales."""
 
     def __init__(self, norm: FusedRMSNorm) -> None:
         nn.Module.__init__(self)
@@ -165,7 +171,7 @@ class PendingScalesNorm(FusedRMSNorm):
     def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
         """Return the residual stream with its pending addition and scales applied, and the same normalized.
 
-        x: `[..., size]`, or a `Stream`. Both results have this shape.
+        x: `[..., size]`, or a `Stream`: two such tensors that are to be added. Both results have this shape.
         """
         if isinstance(x, Tensor):  # of a single token: nothing is pending
             return super().add_and_normalize(x)
@@ -175,7 +181,7 @@ class PendingScalesNorm(FusedRMSNorm):
 
 
 def install(model: Model) -> Model:
-    """Add kernels to a model's quantized layers and blocks, and return the same model."""
+    """Add kernels to a model's quantized layers and blocks, in place; return the same model."""
     add_kernels(model, QuantLatencyKernel)
     blocks = [block for block in model.modules() if isinstance(block, FusedBlock)]
     kinds = {eight_bits(block) for block in blocks}
@@ -188,8 +194,9 @@ def install(model: Model) -> Model:
 
 
 def eight_bits(block: FusedBlock) -> Activations | None:
-    """Return the format of a block's activations if all its projections multiply eight-bit numbers,
-    else None.
+    """Return the format of a block's activations, "fp8" or "int8", if all its products can use eight bits.
+
+    Otherwise return None.
     """
     attend, mlp = block.self_attn, block.mlp
     if not (isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)):

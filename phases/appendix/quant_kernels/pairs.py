@@ -59,10 +59,11 @@ def attend_pairs(
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Fold keys [low, high) into the online softmax as `tiles.attend` does, over values that lie in pairs.
+    """Fold keys [low, high) into the online softmax of a tile of queries; return its new m, total and acc.
 
-    Arguments and returns are those of `tiles.attend`, but `v_cache` points to int16 words `[N, P / 2, KH,
-    D]`, each of two neighbouring tokens' e4m3 values. `low` is even, and TMA must be False.
+    `v_cache` points to int16 words `[N, P / 2, KH, D]`, each of two neighbouring tokens' e4m3 values. `low`
+    is
+    even, and TMA must be False. All other arguments have the meaning that `tiles.attend` gives them.
     """
     PRODUCT: tl.constexpr = query.dtype if query.dtype == tl.float32 else tl.float16
     ASM: tl.constexpr = query.dtype != tl.float32
@@ -129,16 +130,19 @@ def attend_pairs(
 
 @triton.jit
 def pair_place(slot, block_stride, slot_stride, P: tl.constexpr):
-    """Return the offset of a token's first value in a cache whose values lie in pairs, and the distance (2).
+    """Return the offset of a token's first value in a cache whose values lie in pairs, and 2.
 
+    A pair is two neighbouring tokens' numbers next to each other; so one token's numbers are 2 apart.
     slot: block times P plus place in the block. Strides: numbers from one block or token to the next.
     """
     return (slot // P) * block_stride + (slot % P) // 2 * 2 * slot_stride + slot % 2, 2
 
 
 def fit(config: DecodeConfig | PrefillConfig, block_size: int) -> DecodeConfig | PrefillConfig:
-    """Return block sizes for values in pairs: no TMA, and decode tiles of twice the tokens if they fit
+    """Return `config` for values in pairs: without TMA, and decode tiles of twice the tokens if they fit
     a block.
+
+    block_size: tokens of a block of the KV cache.
     """
     block_n = max(config.block_n, LEAST_TILE)
     if isinstance(config, PrefillConfig):

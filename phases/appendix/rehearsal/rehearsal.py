@@ -42,8 +42,9 @@ class WarmupBatch:
 
 
 def warmup_batches(engine: PagedEngine) -> list[WarmupBatch]:
-    """Return the batches to run: steps of all sizes, with numbers of tokens that 16 divides and that it does
-    not.
+    """Return the batches to run on an engine, so that every kernel compiles.
+
+    They make steps of all sizes, with numbers of tokens that 16 divides and that it does not.
     """
     rows, most = engine.scheduler.rows.count, engine.scheduler.step_tokens
     sampled = SamplingParams(temperature=0.8, seed=1)
@@ -83,9 +84,7 @@ def warmup_batches(engine: PagedEngine) -> list[WarmupBatch]:
 
 
 def rehearse(engine: PagedEngine) -> None:
-    """Run every warm-up batch on an engine that has just been made, then reset its statistics and its prefix
-    cache.
-    """
+    """Run every warm-up batch on a new engine; then reset its statistics and empty its prefix cache."""
     played = warmup_batches(engine)
     with bar("compiling kernels", len(played)) as part:
         for batch in played:
@@ -98,7 +97,8 @@ def rehearse(engine: PagedEngine) -> None:
 
 
 def run_batch(engine: PagedEngine, batch: WarmupBatch) -> None:
-    """Serve the requests of one warm-up batch to the end, as far as the engine has room for them.
+    """Run the requests of one warm-up batch to their end; those that the engine has no room for are left
+    out.
 
     Raises:
         RuntimeError: a step failed.
@@ -116,10 +116,12 @@ def run_batch(engine: PagedEngine, batch: WarmupBatch) -> None:
 def _add(
     engine: PagedEngine, batch: WarmupBatch, number: int, length: int, tokens: int
 ) -> None:
-    """Add a request with a prompt of `length` tokens, or as many as this engine serves.
+    """Add a request of a warm-up batch, with a prompt of `length` token ids, or as many as the engine
+    serves.
 
-    The salt keeps the prefix cache from finding another batch's blocks: a long prompt would become a short
-    one.
+    number: of the request, which varies its prompt. tokens: to generate.
+    The batch's salt keeps the prefix cache from finding another batch's blocks: a long prompt would become a
+    short one.
     """
     vocab = min(1000, engine.config.vocab_size)
     prompt = [
@@ -148,7 +150,9 @@ class Rehearsal(Feature):
     on_device = "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
-        """Serve made-up requests when the engine is complete, so that its kernels are compiled."""
+        """Have `rehearse` called when the engine is complete, so that its kernels are compiled before a
+        request comes.
+        """
         if builder.feature(Kernels) is None:
             raise UserError(
                 "rehearsal is for kernels, which are off: switch them on with kernels=True"

@@ -33,9 +33,10 @@ XML tags:
 
 
 def described(messages: Sequence[Message], tools: Sequence[Any]) -> list[Message]:
-    """Return a conversation in which tools, calls and their results are text.
+    """Return a chat's messages in which tools, tool calls and their results are plain text (in Hermes'
+    form).
 
-    messages: as `request.conversation` makes them.
+    messages: each call's arguments are an object. tools: put into the system message.
     """
     made, answered = list[Message](), False
     for message in messages:
@@ -61,7 +62,10 @@ def described(messages: Sequence[Message], tools: Sequence[Any]) -> list[Message
 
 
 def with_system(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return a conversation whose system message ends with a text: templates take one such message only."""
+    """Return a conversation with `text` at the end of its system message, which is added if there is none.
+
+    Templates take only one such message.
+    """
     first, *others = messages or [{}]
     if first.get("role") not in ("system", "developer"):
         return [{"role": "system", "content": text}, *messages]
@@ -70,7 +74,11 @@ def with_system(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a content, which may be a list of texts. Raises `UserError` for other parts."""
+    """Return the text of a message's content: a text, None, or a list of parts with texts.
+
+    Raises:
+        UserError: a part is no text.
+    """
     if not isinstance(content, list):
         return content if isinstance(content, str) else ""
     texts = [part.get("text") if isinstance(part, dict) else None for part in content]

@@ -28,10 +28,10 @@ OPENING = '{"name": "'
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The format of calls: `{"name": NAME, ARGUMENTS: {...}}` between marks.
+    """Format in which a model writes tool calls: `{"name": NAME, ARGUMENTS: {...}}` between marks.
 
-    trigger: begins a call; empty: an output that begins with a brace is a call, and there is one only.
-    before, after: stand behind the trigger, and behind the call.
+    trigger: text that begins a call; empty: an output that begins with a brace is a call, and the only one.
+    before, after: texts between the trigger and the brace, and after the call.
     arguments: the key of the arguments.
     """
 
@@ -42,7 +42,7 @@ class CallFormat:
 
     @property
     def middle(self) -> str:
-        """The text between a call's name and its arguments."""
+        """The text between a call's name and its arguments, such as `", "arguments": `."""
         return f'", "{self.arguments}": '
 
     def grammar(
@@ -53,12 +53,13 @@ class CallFormat:
         several: bool,
         content: Schema | None = None,
     ) -> Grammar:
-        """Return the grammar of an output with these tools (name and schema of the arguments).
+        """Return the grammar of an output that may call tools.
 
         Args:
-            must: it has to be a call; otherwise it may be text, and calls may follow that.
+            tools: each tool's name, and the schema of its arguments.
+            must: the output has to be a call; otherwise it may be text, and calls may follow that.
             several: more than one call may be made.
-            content: the schema of what is no call, instead of free text.
+            content: schema of an output that is no call; None: that is free text.
         """
         rules = [
             f'call_{place}: {_text(OPENING + name + self.middle)} {_json(schema)} "}}"'
@@ -91,9 +92,9 @@ LLAMA = CallFormat(arguments="parameters")
 
 
 def format_of(tokenizer: Tokenizer) -> tuple[CallFormat, bool]:
-    """Return the format in which the tokenizer's model writes calls, and whether its template shows it tools.
+    """Return the format in which a model writes tool calls, and whether its chat template shows tools to it.
 
-    A model whose template shows none, or writes calls in another form, has them described in Hermes' form.
+    If the template shows none, or asks for another form of calls, the result is (Hermes' format, False).
 
     Raises:
         UserError: the model has no template.

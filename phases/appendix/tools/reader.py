@@ -11,7 +11,7 @@ from serving.parsed import Delta
 
 
 def decided_length(text: str, *marks: str) -> int:
-    """Return how many characters of a text cannot belong to a mark that has only begun at its end."""
+    """Return the length of a text without its longest end that is the beginning of one of the marks."""
     begun = (
         size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])
     )
@@ -19,19 +19,18 @@ def decided_length(text: str, *marks: str) -> int:
 
 
 def settled(text: str, *marks: str) -> int:
-    """Return how many characters of a text belong neither to a mark that has begun at its end, nor to
-    spaces before.
+    """Return the length of a text without an end that begins one of the marks, and without spaces before
+    that.
     """
     return len(text[: decided_length(text, *marks)].rstrip())
 
 
 class CallReader:
-    """Finds tool calls in one output, as its text comes.
+    """Splits one output into text and tool calls, as its text comes.
 
-    The grammar has seen to the form, so this needs only to find the borders. Text that may be the
-    beginning of one, and spaces that may stand before it, are held back until that is decided. A call
-    behind another one is held back until it is whole: one that is cut off could not be carried out, nor be
-    taken back.
+    The output follows a grammar, so only the borders must be found. Text that may begin a call, and spaces
+    before it, are held back until that is decided. A second call is held back until it is complete: one
+    that is cut off could not be carried out, nor be taken back.
     """
 
     def __init__(self, format: CallFormat) -> None:
@@ -45,8 +44,10 @@ class CallReader:
         self._held: list[Delta] = []  # of a call behind another one
 
     def read(self, text: str, last: bool) -> list[Delta]:
-        """Add the next text of the answer; return what it adds to the message: text and calls. last: it
-        is the end.
+        """Add the next text of the output; return OpenAI's deltas of the message: `content` and
+        `tool_calls`.
+
+        last: the output has ended, so nothing is held back.
         """
         self._rest += text
         deltas = self._text(last) if self._state in ("start", "text") else []
@@ -75,7 +76,9 @@ class CallReader:
         return [{"content": content}] if content else []
 
     def _name(self, deltas: list[Delta]) -> bool:
-        """Begin a call and append its name to `deltas`; return False if the name is not complete yet."""
+        """Begin a tool call and append its name to `deltas`; return False if the name is not complete
+        yet.
+        """
         middle, begin = self.format.middle, self._rest.find(OPENING) + len(OPENING)
         end = self._rest.find(middle, begin)
         if end < 0:
@@ -90,7 +93,11 @@ class CallReader:
         return True
 
     def _arguments(self, deltas: list[Delta], last: bool) -> bool:
-        """Append the next part of a call's arguments to `deltas`; return True if the call is whole."""
+        """Append the next part of a tool call's arguments to `deltas`; return True if text follows the
+        whole call.
+
+        last: the output has ended.
+        """
         function, at = self.calls[-1]["function"], self._rest.find(self._end)
         size = at if at >= 0 else settled(self._rest, self._end)
         whole = at >= 0 or (last and _is_whole(function["arguments"] + self._rest[:size]))

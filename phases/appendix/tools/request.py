@@ -39,7 +39,9 @@ class ToolFields(Struct, kw_only=True):
 
 
 class ToolHandler:
-    """Shows a model the tools of a request, lets it call them, and finds its calls."""
+    """Handles a chat's fields about tools: shows them to the model, constrains its calls, and finds
+    these.
+    """
 
     fields = ToolFields
     names = frozenset({*ToolFields.__struct_fields__, "tool_calls", "tool"})
@@ -50,11 +52,14 @@ class ToolHandler:
 
     @cached_property
     def _format(self) -> tuple[CallFormat, bool]:
-        """Return the format in which the model writes calls, and whether its template shows it tools."""
+        """Return the format in which the model writes tool calls, and whether its chat template shows it
+        tools.
+        """
         return format_of(self.tokenizer)
 
     def read(self, given: ToolFields, request: ParsedRequest) -> None:
-        """Read the fields about tools: show the tools to the model, and set the grammar of its output.
+        """Prepare `request` for the tools in `given`: what the model is shown, and the grammar of its
+        output.
 
         Raises:
             ApiError: tools are not of OpenAI's form, too many or too large, or the request constrains its
@@ -93,7 +98,10 @@ class ToolHandler:
         functions: Mapping[str, Schema],
         must: bool,
     ) -> None:
-        """Set the grammar of an output with calls, and what finds them."""
+        """Set the grammar of an output with tool calls, and the reader that finds the calls in the output.
+
+        functions: name -> schema of the arguments, of those that may be called. must: one has to be called.
+        """
         format, _ = self._format
         asked = request.names.get("grammar", "response_format")
         if asked != "response_format":  # that one is in the tools' grammar
@@ -120,7 +128,13 @@ class ToolHandler:
         request.calls = partial(CallReader, format)
 
     def _functions(self, given: ToolFields, request: ParsedRequest) -> dict[str, Schema]:
-        """Return the functions among the tools by name; tools of other types are named in a header."""
+        """Return name -> schema of the arguments for each function among the tools.
+
+        Tools of other types, and keywords of schemas that are not enforced, are named in response headers.
+
+        Raises:
+            ApiError: a tool has a wrong form, there are too many, or two have the same name.
+        """
         tools = given.tools or []
         if len(tools) > self.limits.max_tools:
             raise too_many("tools", len(tools), self.limits.max_tools, "entries")
@@ -143,8 +157,7 @@ class ToolHandler:
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as chat templates read them: arguments of calls are objects, results of tools are
-    texts.
+    """Return a chat's messages as templates read them: a call's arguments are an object, a result is a text.
 
     Raises:
         ApiError: a call is not of OpenAI's form.
@@ -153,7 +166,10 @@ def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def refusal(message: str, grammar: Grammar) -> str:
-    """Return the engine's refusal of the tools' grammar, in the words of the client's request."""
+    """Return an error text about the client's tools, made of the engine's error about their grammar.
+
+    message: the engine's, which names a line of the grammar.
+    """
     found = re.search(r" is refused: line (\d+), character \d+: (.*)", message)
     if found is None:
         return f"tools cannot be compiled: {message}"
@@ -176,7 +192,13 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
-    """Return an earlier call; arguments that a model was cut off at, or has broken, are none."""
+    """Return an earlier tool call of a conversation, with its arguments as an object.
+
+    Arguments that are no whole JSON object become an empty one. where: the call's place, for errors.
+
+    Raises:
+        ApiError: the call is not of OpenAI's form.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise wrong("messages", f"{where} must be an object with a function that has a name")
@@ -196,9 +218,12 @@ def _call(where: str, call: Any) -> dict[str, Any]:
 
 
 def _function(where: str, tool: Mapping[str, Any]) -> tuple[str, Schema, list[str]]:
-    """Return a tool's name, the schema of its arguments, and the keywords of it that are not enforced.
+    """Return a tool's name, the schema of its arguments, and the keywords of that which are not enforced.
 
     where: the tool's place in the request, for errors. A strict tool has all keywords enforced.
+
+    Raises:
+        ApiError: the tool is not of OpenAI's form, or its schema cannot be followed.
     """
     function = tool.get("function")
     if not isinstance(function, Mapping):
@@ -223,13 +248,19 @@ def _function(where: str, tool: Mapping[str, Any]) -> tuple[str, Schema, list[st
 
 
 def _types(schema: Schema) -> list[Any]:
-    """Return the types that a schema names; arguments are an object whatever it says beside that."""
+    """Return the types that a tool's schema allows; "object" if it names none."""
     kinds = schema.get("type") or "object"
     return kinds if isinstance(kinds, list) else [kinds]
 
 
 def _choice(chosen: Any, functions: Mapping[str, Schema]) -> tuple[bool, list[str]]:
-    """Return True if a call has to be made, and the functions that may be called."""
+    """Return whether the model must call a tool, and the names of the functions that it may call.
+
+    chosen: the field `tool_choice`. functions: name -> schema of the arguments.
+
+    Raises:
+        ApiError: `tool_choice` has a wrong form, or names no tool of the request.
+    """
     if chosen in (None, "auto", "none"):
         return False, list(functions)
     if not functions:
@@ -257,7 +288,9 @@ def _choice(chosen: Any, functions: Mapping[str, Schema]) -> tuple[bool, list[st
 
 
 def _named(entry: Any) -> str | None:
-    """Return the name in a reference to a function: OpenAI's older form nests it."""
+    """Return the function's name in an entry of `tool_choice`, nested in `function` or not; None if it
+    has none.
+    """
     function = entry.get("function", entry) if isinstance(entry, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None

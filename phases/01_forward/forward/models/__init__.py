@@ -28,7 +28,9 @@ LATER: dict[str, str] = {
 
 
 def family_of(name: str) -> type[Model]:
-    """Return the class of a family of `FAMILIES` or `LATER`."""
+    """Return the `Model` class of the family called `name`, a key of `FAMILIES` or `LATER` such as
+    "llama".
+    """
     if name in FAMILIES:
         return FAMILIES[name]
     module, _, kind = LATER[name].rpartition(".")

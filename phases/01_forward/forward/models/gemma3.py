@@ -21,7 +21,7 @@ from forward.rope import Rope
 
 
 class Gemma3RMSNorm(nn.Module):
-    """RMSNorm that stores its weight less 1."""
+    """RMSNorm that stores its weight less 1, so that it multiplies by ``1 + weight``."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Gemma3RMSNorm(nn.Module):
 
 
 class Gemma3Attention(Qwen3Attention):
-    """Qwen3's attention with Gemma's form of the norms."""
+    """Qwen3's attention (norms on query and key heads) with norms that multiply by ``1 + weight``."""
 
     norm_class: ClassVar[type[nn.Module]] = Gemma3RMSNorm
 

@@ -42,7 +42,8 @@ class LlamaAttention(nn.Module):
         """Return attention's output ``[..., hidden]`` for ``x [..., hidden]``; only ``attention`` mixes
         tokens.
 
-        Queries and keys are rotated after `project`, which families override; values are not.
+        cos_sin: RoPE's cosines and sines. Queries and keys are rotated after `project`, which families
+            override; values are not.
         """
         q, k, v = self.project(x)
         out = attention(self.spec, apply_rope(q, cos_sin), apply_rope(k, cos_sin), v)
@@ -68,7 +69,8 @@ class LlamaBlock(nn.Module):
     ) -> Tensor:
         """Return ``x [..., hidden]`` plus attention's output, and plus the MLP's output.
 
-        The residual is `x` as it came, not its normalized copy.
+        cos_sin: RoPE's cosines and sines. attention: mixes the tokens. The residual is `x` as it came, not
+            its normalized copy.
         """
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attention)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -53,7 +53,10 @@ PLAIN = ValueLayout()
 def attention_arguments(
     layer: LayerSpec, cache: LayerBlocks, block_tables: Tensor
 ) -> dict[str, Any]:
-    """Return the arguments that all attention kernels share, by name; see `decode.paged_decode`."""
+    """Return the arguments that all attention kernels share, by name: score scale, strides, sizes.
+
+    cache: the layer's blocks. block_tables: `[B, max_blocks]`.
+    """
     block_stride, slot_stride, head_stride, _ = cache.k.stride()
     return {
         "scale": layer.scale,
@@ -71,7 +74,9 @@ def attention_arguments(
 
 
 def store_arguments(cache: LayerBlocks) -> dict[str, Any]:
-    """Return the arguments that kernels which store keys and values share, by name."""
+    """Return the arguments that kernels which store keys and values share, by name: tensors, strides,
+    format.
+    """
     k_scale, v_scale = cache[2:4] if cache.scaled else cache[:2]
     return {
         "k_cache": cache.k,

@@ -61,7 +61,7 @@ def rms_norm_kernel(
 def add_rms_norm(x: Tensor, delta: Tensor | None, norm: NormWeights) -> tuple[Tensor, Tensor]:
     """Return `x + delta`, rounded to `x`'s dtype as by two operators, and the norm of that sum.
 
-    delta: as `x`; None: nothing is added.
+    x: `[..., size]`. delta: of the same shape; None: nothing is added, and the first result is `x`.
     """
     x = x.contiguous()
     size = x.shape[-1]

@@ -98,14 +98,16 @@ def norm_rope_kernel(
 ):  # fmt: skip
     """Normalize, rotate and store up to HEADS heads of one token: queries first, then keys, then values.
 
+    qkv: `[T, (H + 2 KH) D]`. q_out: output `[T, H, D]`. cos, sin: `[T, D]` float32. HALF: D / 2.
+    k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, written at `slots [T]`. PLACE: where values lie in a
+        block.
+    NORM: normalize with weights `q_weight`, `k_weight [D]`, or 1 + weight with ONE_PLUS.
+    PENDING: multiply `qkv` by `rows [T]` and `columns [(H + 2 KH) D]` first.
+    SCALED: divide what is stored by `k_scale` and `v_scale [KH]`.
+    LIMIT, WHOLE: largest magnitude of the cache's format; whether it has integers.
+
     One program per token and group of heads; a thread has both numbers of a rotated pair, so each is read
     once.
-    qkv: `[T, (H + 2 KH) D]`. q_out: `[T, H, D]`. k_cache, v_cache: the layer's blocks `[N, P, KH, D]`,
-        written at `slots [T]`. cos, sin: `[T, D]` float32. q_weight, k_weight: `[D]`, of the norms, read
-        with NORM.
-    PENDING: multiply `qkv` by `rows [T]` and `columns [(H + 2 KH) D]` first.
-    SCALED: divide what is stored by `k_scale` and `v_scale [KH]`. HALF: D / 2.
-    LIMIT, WHOLE: largest magnitude of the cache's format; whether it has integers. PLACE: see `value_place`.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     D: tl.constexpr = 2 * HALF

@@ -49,12 +49,13 @@ def fold_tile(s, values, m, total, acc, factor):
     m: `[M]`, the largest score. total: `[M]`, sum of weights. acc: `[M, D]`, weighted values. factor: makes
         exponents of two from raw scores.
     """
-    new_m = tl.maximum(m, tl.max(s, axis=1) * factor)
-    shrink = tl.exp2(m - new_m)
-    p = tl.exp2(s * factor - new_m[:, None])
-    total = total * shrink + sum_weights(p)
-    acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
-    return new_m, total, acc
+    largest = tl.maximum(m, tl.max(s, axis=1) * factor)
+    weights = tl.exp2(s * factor - largest[:, None])
+    kept = tl.exp2(m - largest)
+    total = total * kept + sum_weights(weights)
+    weights = weights.to(values.dtype)
+    acc = tl.dot(weights, values, acc * kept[:, None], input_precision="ieee")
+    return largest, total, acc
 
 
 @triton.jit
@@ -128,8 +129,8 @@ def chunked_attention_kernel(
     begin = (
         tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
     )
+    chunks = tl.maximum(tl.cdiv(end, CHUNK) - begin // CHUNK, 0)
     first_chunk = begin // CHUNK
-    chunks = tl.maximum(tl.cdiv(end, CHUNK) - first_chunk, 0)
     low = begin
     high = end
     used = 1
