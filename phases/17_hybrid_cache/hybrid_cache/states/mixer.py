@@ -69,7 +69,7 @@ class Mixer(ABC):
 
 
 class WholeSequence(Mixer):
-    """A `Mixer` that computes the whole sequence at every call and keeps no state."""
+    """A `Mixer` that computes the whole sequence at every call and keeps no state between calls."""
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
         """Return a layer's outputs `[..., S, H, Dv]`, for inputs whose last dimension but one is the
