@@ -51,11 +51,11 @@ class Compiled(ABC):
 
     @abstractmethod
     def matcher(self) -> Matcher:
-        """Return the matcher of a new output, of which no token is known."""
+        """Return a matcher for a new output, before its first token."""
 
 
 class Backend(ABC):
-    """Compiles grammars for a vocabulary."""
+    """Interface of what compiles grammars for a vocabulary, the model's tokens."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary

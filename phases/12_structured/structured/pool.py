@@ -100,7 +100,9 @@ class GrammarPool:
             return self._backend
 
     def ask(self, grammar: Grammar) -> Compilation:
-        """Return the compilation of a grammar, and start it if there is none. Any thread may call this."""
+        """Return the compilation of a grammar, running or done; it is started if it is new. Any thread may
+        call this.
+        """
         with self._lock:
             found = self._known.get(grammar)
             if found is None:

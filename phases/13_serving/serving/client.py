@@ -28,7 +28,7 @@ DIED = "the engine has ended and is being restarted; try again"
 
 
 class Sink(Protocol):
-    """Interface of what receives the tokens of one completion."""
+    """Interface of what receives the tokens and the end of one completion."""
 
     def note(self, kind: str, values: list[Any]) -> None:
         """Receive extra data of the engine's observer about this completion, before the tokens of its step.
@@ -125,7 +125,9 @@ class EngineClient:
             self.tell(AbortRequests(mine))
 
     def tell(self, command: Command) -> None:
-        """Send a command to the engine. All commands of one turn of the event loop travel in one message."""
+        """Send a command to the engine. Commands given in one turn of the event loop travel in one
+        message.
+        """
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(command)
@@ -167,7 +169,7 @@ class EngineClient:
             hook(step)
 
     def _lose(self) -> None:
-        """End all sinks with an error, since the engine has ended."""
+        """End all completions with an error at their sinks, since the engine has ended."""
         if self.state != "stopped":
             self.state = "restarting"
         lost = list(self._sinks.values())

@@ -74,7 +74,7 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Return all text so far."""
+        """Return the completion's text so far."""
         return "".join(self.texts)
 
     @property
@@ -132,7 +132,7 @@ class Choice:
         self.group.hear(True)
 
     def take(self) -> Piece:
-        """Return all text that is unsent, as one piece, and count it as sent."""
+        """Return all of the completion's text that is unsent, as one piece, and count it as sent."""
         start, self.sent = self.sent, len(self.texts)
         return Piece("".join(self.texts[start:]), start, self.sent)
 
@@ -209,9 +209,7 @@ class ChoiceGroup:
         self._deadline = loop.call_later(seconds, self.give_up, "deadline", message)
 
     def hear(self, ended: bool) -> None:
-        """Wake the task that waits for updates: a token or an end has come for a completion. ended: it was
-        its end.
-        """
+        """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
         if self.first_token is None:
             self.first_token = self.engine.now
         self.left -= ended
@@ -219,8 +217,8 @@ class ChoiceGroup:
             self._updated.set()
 
     def give_up(self, failure: Failure, message: str) -> None:
-        """Abort the completions that have not ended, and set `failure`: the kind, and a sentence about it.
-        The engine frees them at its next step.
+        """Abort the completions that have not ended, and set `self.failure` to the kind of failure and the
+        message, a sentence. The engine frees them at its next step.
         """
         if self.failure is None and (self.left or failure == "slow"):
             self.failure = failure, message
@@ -261,7 +259,7 @@ async def serve(
 ) -> None:
     """Run a request for tokens in the engine, and send its whole response, from admission to the last byte.
 
-    However this function is left, the engine drops what is not finished.
+    tokenizer: makes text of the tokens. However this function is left, the engine drops what is not finished.
 
     Raises:
         ApiError: the request cannot be answered, or not in full.
@@ -298,8 +296,8 @@ async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
 
 
 async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
-    """Send the completions' text as server-sent events as it comes. Nothing is sent before the first token,
-    so that errors have a status.
+    """Send the text of a group's completions as server-sent events as it comes. Before the first token
+    nothing is sent, so that errors have a status.
     """
     request, waiting = group.request, group.choices
     while waiting:
@@ -324,7 +322,7 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
 def _events(
     group: ChoiceGroup, pieces: list[tuple[Choice, Piece, bool]], *, end: bool
 ) -> bytes:
-    """Return the bytes of the server-sent events of some pieces.
+    """Return the bytes of the server-sent events for some pieces of a group's text.
 
     pieces: (completion, its text, whether it is the completion's last). end: also end the stream.
     """

@@ -18,7 +18,9 @@ NOTHING: dict[str, Any] = {"logprobs": None}
 
 
 def usage(group: ChoiceGroup) -> dict[str, Any]:
-    """Return the `usage` object of a response: how many tokens the request has taken."""
+    """Return the `usage` object of a response: counts of prompt and output tokens of a group of
+    completions.
+    """
     prompt, output = group.prompt_tokens, group.output_tokens
     cached = sum(sum(choice.notes[CACHED]) for choice in group.choices)
     found = {
@@ -81,7 +83,7 @@ class ResponseFormatter:
         return found
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """Return the whole response as JSON, for a request that is not streamed."""
+        """Return the whole response as JSON, for a request that is not streamed. group: its completions."""
         return encode_json(
             {
                 **(self._head | {"object": self.object}),
@@ -93,7 +95,10 @@ class ResponseFormatter:
         )
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """Return the events after the last chunk: usage if wanted, and `[DONE]`."""
+        """Return the bytes of the events after the last chunk: token counts if wanted, and `[DONE]`.
+
+        group: the request's completions.
+        """
         if not self.usage:
             return DONE
         return (

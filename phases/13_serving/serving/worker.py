@@ -65,7 +65,9 @@ def ending(
 
 
 class Channel(Protocol):
-    """Interface of the engine process's connection to the API process."""
+    """Interface of the engine process's connection to the API process: it receives commands and sends
+    reports.
+    """
 
     def receive(self, seconds: float) -> list[Command]:
         """Return all commands that have come; wait for the first at most `seconds`."""
@@ -125,7 +127,9 @@ class Worker:
             self.turn()
 
     def turn(self) -> None:
-        """Carry out all commands that have come, and run a step if there is anything to do."""
+        """Carry out all commands that have come, run a step if the engine has requests, and send a report if
+        needed.
+        """
         for command in self.channel.receive(IDLE_SECONDS if self.engine.idle else 0.0):
             self.obey(command)
         if self._stopped:
@@ -138,7 +142,9 @@ class Worker:
             self.channel.send(self._report(outputs, started))
 
     def obey(self, command: Command) -> None:
-        """Carry out one command. A fault of a request goes to its sender and harms no other."""
+        """Carry out one command. An error in a request is reported to its sender and harms no other
+        request.
+        """
         match command:
             case AddRequest():
                 self._add(command)

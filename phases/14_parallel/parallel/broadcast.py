@@ -167,7 +167,7 @@ class StepWorker:
 
 
 def bare(request: Request) -> Request:
-    """Return a copy of a request with all that a runner reads of it, and nothing that is large."""
+    """Return a copy of a request that has all that a runner reads, but no grammar, which may be large."""
     return Request(
         request.id,
         request.tokens,

@@ -65,7 +65,8 @@ class Parallel(Feature):
             raise
 
     def check(self, recipe: Recipe) -> torch.device:
-        """Return rank 0's device, after checking that the engine can run on several ranks.
+        """Return rank 0's device, after checking that the engine that `recipe` describes can run on several
+        ranks.
 
         Raises:
             UserError: this model, drafter or device cannot be in ranks. Nothing has been started by then.
@@ -99,7 +100,7 @@ class Parallel(Feature):
         return torch.device("cuda", first) if device.type == "cuda" else device
 
     def install(self, builder: EngineBuilder) -> None:
-        """Do nothing: with one rank the engine is phase 13's."""
+        """Do nothing: with one rank the engine stays as it is."""
 
 
 def rank_zero_engine(

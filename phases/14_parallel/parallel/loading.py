@@ -176,8 +176,8 @@ class Part:
         return value
 
     def place(self, name: str, value: Tensor) -> None:
-        """Store a finished part in this rank's model as the tensor `name`, quantized if the options say
-        so.
+        """Store `value`, a finished part, in this rank's model as the tensor `name`, quantized if the options
+        say so.
         """
         if value.is_meta:  # tied: the other one is enough
             return
@@ -196,10 +196,9 @@ class Part:
 def cut_inputs(weight: QuantizedWeight, shard: Shard, name: str) -> QuantizedWeight:
     """Return a rank's part of a quantized weight that is cut along its inputs, the last dimension.
 
-    shard: the rank. name: of the weight, for errors. Numbers, and scales and zero points of blocks and
-        groups,
-    are cut in `size` equal parts, in the order of ranks, and lie in memory of their own. Scales of channels
-    are whole on every rank.
+    shard: of the rank. name: of the weight, for errors.
+    Numbers, and scales and zero points of blocks and groups, are cut in `size` equal parts, in the order of
+    ranks, and lie in memory of their own. Scales of channels are whole on every rank.
 
     Raises:
         UserError: a scale is of inputs of two ranks.

@@ -52,7 +52,9 @@ def device_of(first: str, rank: int) -> torch.device:
 
 
 def destroy_group() -> bool:
-    """Destroy this process's default group. Returns False if that takes over `DESTROY_SECONDS`."""
+    """Destroy this process's default process group. Returns False if that takes over `DESTROY_SECONDS`
+    seconds.
+    """
     end = threading.Thread(target=dist.destroy_process_group, name="destroy", daemon=True)
     try:
         end.start()
@@ -144,7 +146,9 @@ class Ranks:
             self._gloo = gloo(store, rank, size, options)
 
     def __deepcopy__(self, memo: object) -> Ranks:
-        """Return this object itself: copies of layers add up over the same ranks."""
+        """Return this object itself, not a copy: copies of layers add up over the same ranks. `memo` is not
+        used.
+        """
         return self
 
     # Sums.
@@ -202,7 +206,7 @@ class Ranks:
                 dist.group.WORLD.abort()  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """Leave the group and destroy it, after the last step."""
+        """Leave the process group and destroy it, after the last step."""
         self.leave()
         self.reducer = PLAIN
         if self._gloo is None and dist.is_initialized():

@@ -40,8 +40,8 @@ class TritonRankSamplerBackend(RankSamplerBackend):
         return best_of_rows(self._all(best_of_chunks(logits, draw, self.first_token)), draw)
 
     def _all(self, own: BestTokens) -> BestTokens:
-        """Return the best tokens of all ranks' chunks, in the order of token ids, given this rank's
-        (`own`).
+        """Return the best tokens of all ranks' chunks, in the order of token ids. own: those of this rank's
+        chunks.
         """
         ids = own.ids + self.first_token
         parts = [own.best.view(torch.int32), ids] + (

@@ -20,9 +20,7 @@ VOCABULARY = ("embed_tokens", "lm_head")
 
 
 class Slice(NamedTuple):
-    """A range of one dimension of a tensor: `length` entries of `dim` from `start` on, or as many as
-    there are.
-    """
+    """A range of the dimension `dim` of a tensor: `length` entries from `start` on, or fewer at its end."""
 
     dim: int
     start: int
@@ -73,9 +71,9 @@ class Shard:
     def vocabulary(self, whole: int) -> tuple[int, int, int]:
         """Return this rank's first token id, its number of tokens, and the number that it has room for.
 
-        whole: tokens of the vocabulary. Room is the same on all ranks: the vocabulary by ranks, rounded up.
-            Ranks
-        fill it in their order, so the last may have fewer tokens, or none: then its first is `whole`.
+        whole: number of tokens of the vocabulary.
+        Room is the same on all ranks: the vocabulary by ranks, rounded up. Ranks fill it in their order, so
+        the last may have fewer tokens, or none: then its first is `whole`.
         """
         room = -(-whole // self.size)
         first = min(whole, self.rank * room)

@@ -50,8 +50,8 @@ def main(descriptor: int, rank: int) -> None:
 
 
 def serve(channel: BroadcastChannel, rank: int) -> NoReturn:
-    """Receive messages from rank 0 and carry out each of them; never returns, the process ends with rank
-    0.
+    """Receive rank 0's messages from `channel` and carry out each of them; never returns, the process ends
+    with rank 0.
     """
     ranks: Ranks | None = None
     while True:
@@ -88,7 +88,7 @@ def run_steps(message: Build, ranks: Ranks, channel: BroadcastChannel) -> None:
 
 
 def resolve_function(call: RunFunction) -> Callable[..., Any]:
-    """Return the function that a message names, imported from its module or made from its source."""
+    """Return the function that the message `call` names, imported from its module or made from its source."""
     if call.source:
         space: dict[str, Any] = {}
         exec(call.source, space)

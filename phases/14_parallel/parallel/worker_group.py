@@ -188,7 +188,9 @@ def take(size: int) -> WorkerGroup:
 
 
 def give_back(workers: WorkerGroup) -> None:
-    """Keep the group of a closed engine for the next one; end it if it is lost or there is one already."""
+    """Keep the worker group of a closed engine for the next one; end it if a rank is lost or a group is kept
+    already.
+    """
     if not workers.reason and workers.size not in _idle:
         workers.on_loss = workers.on_end = None
         _idle[workers.size] = workers

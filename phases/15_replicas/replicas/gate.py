@@ -106,12 +106,12 @@ class Gate:
     ) -> None:
         """Ask one replica after the other, up to `TRIES` of them, until one has answered.
 
-        said: fields for the router (`chain`, `wanted`, `avoid`, ...). Each replica responds into a
-            `RelayedAnswer`
-        of its own, given the scope with `said` under `KEY`. Its status is then that of `http`. All is done
-        when the answer is complete, or the client has left (`leaving`). Another replica is asked only while
-        nothing of an answer has been sent, and Ray has said nothing itself. Then `lost_replica` of the one
-        that was asked is added to what `said` avoids.
+        said: the fields for the router, such as `chain`, `wanted` and `avoid`. leaving: the client's
+            messages.
+        Each replica responds into a `RelayedAnswer` of its own, given the scope with `said` under `KEY`. Its
+        status is then that of `http`. All is done when the answer is complete, or the client has left.
+        Another replica is asked only while nothing of an answer has been sent, and Ray has said nothing
+        itself. Then `lost_replica` of the replica that was asked is added to what `said` avoids.
 
         Raises:
             ApiError: the last answer's `error()`: nothing has been sent, or Ray has said something itself.

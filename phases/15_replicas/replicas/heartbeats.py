@@ -104,7 +104,7 @@ class Watch:
     def silent(self, begun: bool) -> str:
         """Return the name of the request's replica if it has been silent for too long, else an empty text.
 
-        begun: a part of a response was sent, so the limit is another.
+        begun: a part of a response was sent; the time that counts as too long depends on it.
         """
         replica = ASSIGNMENTS.replicas.get(self.number, "")
         if self._heard is None and replica:

@@ -42,7 +42,7 @@ class Replica:
 
         While the engine is not `ready`, the response is a 503 with the headers `NAME` (this replica's name)
         and `ENGINE_LOST` (`1`), in that order, and an empty body: the proxy then asks another replica. Else
-        the application responds; its start message gets the header `NAME` behind its own, and then
+        the application responds; its start message gets the header `NAME` after its own, and then
         `ENGINE_LOST` if it is a 503 and the engine has died meanwhile, since no part of a response has been
         sent. What the proxy has put under `KEY` is removed from the scope; if there is some, its `body` is
         received first (`BufferedBody`). The application finds this replica's name in the scope, under
@@ -84,7 +84,7 @@ class Replica:
         """Start the engine, and return when it is ready.
 
         Raises:
-            StartupError: it cannot be made.
+            StartupError: the engine cannot be made.
             UserError: the same, and a user can correct it.
         """
         running = asyncio.ensure_future(self.app.engine.run())

@@ -73,20 +73,22 @@ class Router(RequestRouter):  # type: ignore[misc]
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Record that a replica has accepted a request, if it is not the one that was tried first. result:
-        unused.
+        """Record that the replica `replica_id` has accepted a request, if another one was tried first. Ray
+        calls this.
+
+        result: not used.
         """
         if self._unsent.pop(id_of(pending_request), None) is not None:
             self._give(pending_request, routing_fields(pending_request), name_of(replica_id))
             self._unsent.pop(id_of(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Forget a request that has ended, whether well or not."""
+        """Forget a request, by Ray's id, that has ended, whether well or not. replica_id: not used."""
         self._unsent.pop(internal_request_id, None)
         self.in_flight.end(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take Ray's new list of replicas, and forget the policy's memory of those that are missing."""
+        """Store Ray's new list of replicas, and forget the policy's memory of those that are missing."""
         super().update_replicas(replicas)
         names = {name_of(replica_id) for replica_id in self.curr_replicas}
         self.policy.keep(names)

@@ -26,8 +26,9 @@ class Policy:
         raise NotImplementedError
 
     def sent(self, chain: Sequence[int], replica: str) -> None:
-        """Record that a request with this chain was sent to `replica`, whose cache will hold
-        its beginning.
+        """Record that a request was sent to `replica`, whose cache will hold its beginning.
+
+        chain: hashes of longer and longer beginnings of its prompt.
         """
 
     def keep(self, replicas: Collection[str]) -> None:
@@ -136,13 +137,13 @@ class PrefixAware(Policy):
         self.memory(replica).learn(chain)
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget the blocks of every replica but these."""
+        """Forget the blocks of every replica but those named."""
         self._memory = {
             name: memory for name, memory in self._memory.items() if name in replicas
         }
 
     def memory(self, replica: str) -> Memory:
-        """Return the blocks that the replica is assumed to hold."""
+        """Return the blocks that the replica of this name is assumed to hold."""
         return self._memory.setdefault(replica, Memory(self.capacity))
 
 
@@ -173,13 +174,13 @@ class InFlight:
         self._loads[replica] = self._loads.get(replica, 0) + 1
 
     def end(self, request: str) -> None:
-        """Forget a request that has ended; does nothing if it is not known."""
+        """Forget a request, by its id, that has ended; does nothing if it is not known."""
         replica = self._where.pop(request, None)
         if replica is not None:
             self._loads[replica] -= 1
 
     def of(self, replica: str) -> int:
-        """Return the number of requests of a replica."""
+        """Return the number of requests that the replica of this name has."""
         return self._loads.get(replica, 0)
 
     def keep(self, replicas: Collection[str]) -> None:

@@ -77,7 +77,7 @@ class OwnExpertsLoader(Quantize):
             self.inner.place(model, name, tensor)
 
     def finish(self, model: Model) -> Model:
-        """Remove the experts of other ranks after all tensors are loaded, and return the model."""
+        """Remove the experts of other ranks from the model after all tensors are loaded, and return it."""
         for layer in expert_layers(model):
             if isinstance(layer.experts, ExpertModules | GroupedExperts):
                 layer.experts = layer.experts.only(self.own)

@@ -90,5 +90,5 @@ class MixtureOfExperts(Feature):
 
 
 def expert_layers(model: Model) -> Iterator[Experts]:
-    """Return the model's layers of experts, from the first to the last."""
+    """Return an iterator over the model's layers of experts, from the first to the last."""
     return (layer for layer in model.modules() if isinstance(layer, Experts))

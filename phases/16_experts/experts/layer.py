@@ -26,7 +26,7 @@ class ExpertRouter(nn.Module):
         self.bias = nn.Parameter(torch.empty(count)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states `[T, hidden]` to logits `[T, E]`."""
+        """Map hidden states `[T, hidden]` to the experts' scores (logits) `[T, E]`."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -116,7 +116,7 @@ class Experts(nn.Module):
         return total.to(x.dtype).view(x.shape)
 
     def choose(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the router's weights `[T, k]` float32 and numbers of experts `[T, k]` int64 for tokens
-        `[T, hidden]`.
+        """Return the router's weights `[T, k]` float32 and numbers of experts `[T, k]` int64 for the hidden
+        states `flat [T, hidden]`.
         """
         return self.route(self.gate(flat), self.facts.top_k, self.facts.normalize)

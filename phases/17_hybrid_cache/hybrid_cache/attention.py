@@ -21,8 +21,8 @@ class GroupedTorch(TorchPagedAttention, Mixer):
     pool: HybridPool
 
     def begin(self, batch: Batch) -> None:
-        """Start a step: look up the blocks of its requests in every KV cache group, for the calls that
-        follow.
+        """Start a step: look up the blocks of its batch in every KV cache group, for the calls of `place`
+        that follow.
         """
         super().begin(batch)
         self.batches = self.pool.begin(self.batch)

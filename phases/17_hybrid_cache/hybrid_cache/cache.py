@@ -27,10 +27,11 @@ from prefix_cache.radix import RadixIndex
 
 
 class Moves(NamedTuple):
-    """An update for the device: the pages whose blocks changed, and their blocks now.
+    """An update for the device: the pages (numbers in block tables) whose blocks changed, and their blocks
+    now.
 
     pages: `[n]` int64. blocks: `[groups, n]` int32; with layers that keep states it has two rows more:
-        state slots, and tokens after the snapshot boundary (see `StateManager`).
+        state slots, and the number of a step's tokens after its snapshot boundary.
     """
 
     pages: NDArray[np.int64]
@@ -47,7 +48,9 @@ class PageAllocator(BlockAllocator):
         self._on_free = on_free
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one user from each of these pages, and free those that have no user left."""
+        """Remove one user from each of these pages (`blocks` are page numbers), and free those without
+        users.
+        """
         pages = list(blocks)
         super().release(pages)
         for page in pages:
@@ -211,7 +214,9 @@ class HybridCache(PrefixCache):
         )
 
     def _copy_shared_pages(self) -> None:
-        """Allocate blocks for pages that phase 05 has just copied before a write (copy on write)."""
+        """Allocate blocks for the pages that were just made as copies of shared ones, before a write to
+        them.
+        """
         for source, target in super().take_copies():
             self._evict_until_free(self.num_groups)
             pairs = [
@@ -271,7 +276,7 @@ class HybridCache(PrefixCache):
         self.allocator.release(own)
 
     def release(self, request: Request) -> None:
-        """Free the pages and blocks of an ended request; pages that are in the index stay cached."""
+        """Free the pages and blocks of an ended request; pages that are in the prefix index stay cached."""
         row = request.row
         for manager in self.managers:
             manager.release_row(row, self.tables[row], self._committed[row])
@@ -295,7 +300,9 @@ class HybridCache(PrefixCache):
         return moves
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the pairs of blocks (source, target) that the device must copy before the next step."""
+        """Return the (source, target) pairs of blocks and state slots that the device must copy before the
+        next step.
+        """
         copies, self._block_copies = self._block_copies, []
         return [pair for _, pairs in copies for pair in pairs]
 

@@ -36,7 +36,7 @@ class GroupedTriton(TritonPagedAttention, Mixer):
         self.start: Callable[[PagedBatch], list[PagedBatch]] = pool.begin
 
     def begin(self, batch: Batch) -> None:
-        """Start a step: look up the blocks of its requests in every KV cache group, and plan its kernel
+        """Start a step: look up the blocks of its batch in every KV cache group, and plan its kernel
         launches.
         """
         super().begin(batch)
@@ -44,7 +44,7 @@ class GroupedTriton(TritonPagedAttention, Mixer):
         self.decodes = bool((self.batch.host.query_lens == 1).all())
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
-        """Start a step of a CUDA graph whose requests the caller has sorted.
+        """Start a step of a CUDA graph, given its batch, whose requests the caller has sorted.
 
         members: indices of the requests for the decode kernel; None: none. tiles: query tiles for the prefill
             kernel.

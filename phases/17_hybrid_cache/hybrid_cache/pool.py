@@ -116,7 +116,7 @@ class HybridPool(BlockPool):
         ]
 
     def tables_of(self, pages: Tensor) -> Tensor:
-        """Return the blocks `[groups, ...]` int32 of pages `[...]`."""
+        """Return the block numbers `[groups, ...]` int32 of page numbers `[...]`, for each KV cache group."""
         return self.page_blocks.index_select(1, pages.flatten()).view(-1, *pages.shape)
 
     def slots_of(self, slots: Tensor) -> Tensor:

@@ -94,7 +94,9 @@ class ChunkedTorch(TorchPagedAttention):
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """See `PagedAttention.attend`."""
+        """See `PagedAttention.attend`: return the attention `[T, H, D]` of the step's tokens over the paged
+        cache.
+        """
         heads = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
         queries = q[self._rows].float().view(*self._rows.shape, *heads, -1).movedim(1, 3)
         # [n, KH, group, QUERIES, D]
@@ -162,6 +164,8 @@ class ChunkedTorch(TorchPagedAttention):
 
 
 class GroupedChunkedTorch(ChunkedTorch, GroupedTorch):
-    """`ChunkedTorch` over the block tables of several groups of layers."""
+    """Batch-invariant attention by torch (`ChunkedTorch`) over the block tables of several groups of
+    layers.
+    """
 
     pool: HybridPool

@@ -29,7 +29,9 @@ Product = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 
 
 class RowRange(NamedTuple):
-    """Rows `first .. last - 1` of a batch that one call computes, by the library or by the fixed product."""
+    """The rows `first .. last - 1` of a batch, which one call computes, by the library or by the fixed
+    product.
+    """
 
     first: int
     last: int
@@ -37,8 +39,8 @@ class RowRange(NamedTuple):
 
 
 def library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write `x W^T + bias` to `out` by PyTorch's library, which may choose its kernel by the number of
-    rows.
+    """Write `x W^T + bias` (`weight [N, K]`) to `out` by PyTorch, which may choose its kernel by the number
+    of rows.
     """
     if bias is None:
         torch.mm(x, weight.t(), out=out)
@@ -47,8 +49,8 @@ def library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 
 def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write `x W^T + bias` to `out` by library calls of `BLOCK_ROWS` rows each, so that it has nothing to
-    choose.
+    """Write `x W^T + bias` (`weight [N, K]`) to `out` by library calls of `BLOCK_ROWS` rows each, so that the
+    library has nothing to choose.
     """
     rows = len(x)
     padded = x.new_zeros(-(-rows // BLOCK_ROWS) * BLOCK_ROWS, x.shape[1])
@@ -82,8 +84,8 @@ def agreeing_sizes(
     """Return those of `sizes` (numbers of rows), ascending, for which the library has the fixed product's
     bits.
 
-    Each size is compared for several windows of a batch of random rows: a result that depends on the position
-    of a row would differ, too.
+    weight, bias: of the layer. Each size is compared for several windows of a batch of random rows: a result
+    that depends on the position of a row would differ, too.
     """
     outputs, inputs = weight.shape
     most = MOST_NUMBERS.get(weight.device.type, 0) // outputs

@@ -39,27 +39,29 @@ class AdmissionGate(GrammarManager):
         return bool(request.sample) or self.connector.ready(request)
 
     def check(self, params: SamplingParams) -> None:
-        """See `GrammarManager.check`."""
+        """See `GrammarManager.check`: `inner` begins to compile the request's grammar."""
         self.inner.check(params)
 
     def wait_until_compiled(self, params: SamplingParams) -> None:
-        """See `GrammarManager.wait_until_compiled`."""
+        """See `GrammarManager.wait_until_compiled`: wait for the grammar, in `inner`."""
         self.inner.wait_until_compiled(params)
 
     def needs_mask(self, works: Sequence[Work]) -> bool:
-        """See `GrammarManager.needs_mask`."""
+        """See `GrammarManager.needs_mask`: return True if `inner` has a grammar for a request of the step."""
         return self.inner.needs_mask(works)
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
-        """See `GrammarManager.begin`."""
+        """See `GrammarManager.begin`, which this calls on `inner`."""
         return self.inner.begin(works, sampled)
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """See `GrammarManager.fill_bitmask`."""
+        """See `GrammarManager.fill_bitmask`: return the token masks of `inner` for the step; None: no
+        masks.
+        """
         return self.inner.fill_bitmask(works)
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
-        """See `GrammarManager.pop_failed_requests`."""
+        """See `GrammarManager.pop_failed_requests`: return those of `inner`, with their errors."""
         return self.inner.pop_failed_requests()
 
 

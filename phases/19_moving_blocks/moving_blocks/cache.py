@@ -78,7 +78,7 @@ class OffloadingCache(PrefixCache):
         return blocks
 
     def forget(self) -> None:
-        """Evict all blocks that no request uses, and reset the statistics. They can be loaded again."""
+        """Evict all blocks that no request uses, and reset the statistics. The blocks can be loaded again."""
         self._evict(self.index.evictable)
         super().forget()
 

@@ -15,7 +15,7 @@ from moving_blocks.names import BlockName
 
 
 class Transfer:
-    """A copy of blocks that has been started; this one was finished at once."""
+    """A copy of blocks that has been started; in this base class it is already done."""
 
     def done(self) -> bool:
         """Return True when the last byte of the copy has arrived. Never waits."""
@@ -61,7 +61,7 @@ class ConnectorScheduler:
 
     @property
     def busy(self) -> bool:
-        """Return True while `poll` has to be called."""
+        """Return True while copies or saves are unfinished, so that `poll` must be called."""
         return False
 
     def get_num_new_matched_tokens(self, request: Request) -> int:

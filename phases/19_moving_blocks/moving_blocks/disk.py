@@ -189,8 +189,9 @@ class BlockFiles:
             self.used -= bytes_
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Record that the files of one sequence's blocks were used just now, the last one first: without the
-        blocks before it, a block is of no use, and so it is evicted before them.
+        """Record that the files of one sequence's blocks, by digest, were used just now, the last one first.
+
+        Without the blocks before it, a block is of no use, and so it is evicted before them.
         """
         now = time.time_ns()
         for later, digest in enumerate(reversed(digests)):
@@ -246,7 +247,7 @@ def digest_in(path: Path) -> bytes | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file if it is there and can be removed."""
+    """Remove a file; do nothing if it does not exist or cannot be removed."""
     try:
         path.unlink()
     except OSError:

@@ -83,14 +83,14 @@ class DiskTier:
         self._writes.put(partial(run, job, self.files.write, name, view, self._finished))
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Record that blocks of one sequence were used just now, after the writes so far; skipped if the disk
-        is slow.
+        """Record that blocks of one sequence, by digest, were used just now, after the writes so far; skipped
+        if the disk is slow.
         """
         if self._writes.qsize() < MOST_CALLS:
             self._writes.put(partial(self.files.touch, digests))
 
     def take_finished(self) -> list[DiskJob]:
-        """Return the jobs that have finished since the last call."""
+        """Return the jobs (reads and writes of blocks) that have finished since the last call."""
         jobs: list[DiskJob] = []
         while self._finished:
             jobs.append(self._finished.popleft())

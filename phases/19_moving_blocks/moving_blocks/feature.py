@@ -158,7 +158,7 @@ class MovingBlocks(Feature):
         """Return the rule for loading or computing, with the options' rates; where one is missing, time a
         prompt and a copy.
 
-        worker: copies blocks. slots: of host memory.
+        worker: copies blocks. slots: number of them in host memory. block_bytes: of a block.
         """
         if self.prefill_rate is None or self.load_rate is None:
             rule = measure_rule(engine, worker, slots, block_bytes)

@@ -84,7 +84,7 @@ class HostTier:
                 self._unpinned[block.digest] = block
 
     def fail(self, block: HostBlock) -> None:
-        """Remove a block that could not be read: the next look-up does not find it."""
+        """Remove a block that could not be read from disk, so that the next look-up does not find it."""
         block.failed = True
         del self._blocks[block.digest]
 

@@ -23,13 +23,13 @@ class CopyWorker(ConnectorWorker):
         self.pool, self.host = views(pool, host)
 
     def start_load(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """See `ConnectorWorker.start_load`."""
+        """See `ConnectorWorker.start_load`: copy slots into blocks at once; the returned copy is done."""
         for block, slot in zip(blocks, slots, strict=True):
             self.pool[:, block] = self.host[slot]
         return Transfer()
 
     def start_save(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """See `ConnectorWorker.start_save`."""
+        """See `ConnectorWorker.start_save`: copy blocks into slots at once; the returned copy is done."""
         for block, slot in zip(blocks, slots, strict=True):
             self.host[slot] = self.pool[:, block]
         return Transfer()

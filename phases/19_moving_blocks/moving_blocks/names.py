@@ -39,7 +39,7 @@ class BlockName(NamedTuple):
 
 
 def digest_of(*parts: bytes) -> bytes:
-    """Return the digest of some byte strings; where one ends and the next begins counts as well."""
+    """Return the digest (bytes) of some byte strings; where one ends and the next begins counts as well."""
     state = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))
@@ -86,7 +86,7 @@ def namespace_of(model: Model, pool: BlockPool) -> bytes:
 
 
 def tensors_of(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that a module of the model has, also those that are no parameters."""
+    """Yield the name of each tensor that a module of the model has, and the tensor; not only parameters."""
     for name, module in sorted(model.named_modules()):
         own = {**module.__dict__, **module._parameters, **module._buffers}
         for attribute, value in sorted(own.items()):

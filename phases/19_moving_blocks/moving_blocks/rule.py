@@ -57,7 +57,9 @@ class PrefillCost:
         )
 
     def between(self, start: int, end: int) -> float:
-        """Return the operations of the tokens `start .. end - 1`, which see all tokens before them."""
+        """Return the floating-point operations of the tokens `start .. end - 1`, which see all tokens before
+        them.
+        """
         return self.per_token * (end - start) + self.per_pair * (end**2 - start**2) / 2
 
 

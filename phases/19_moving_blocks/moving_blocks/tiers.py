@@ -246,8 +246,8 @@ class TieredConnector(ConnectorScheduler):
         return self.disk is not None and self.disk.files.contains(name.digest)
 
     def _num_loadable(self, wait: WaitingRequest, found: int) -> int:
-        """Return how many blocks after the `found` cached ones to load now from host memory: 0 if computing
-        them is faster.
+        """Return how many blocks of a waiting request, after the `found` cached ones, to load now from host
+        memory; 0 if computing them is faster.
         """
         blocks = (self.host.get(name.digest) for name in wait.names[found:])
         count = len([*takewhile(lambda block: block and block.loadable, blocks)])
@@ -312,20 +312,26 @@ class TieredConnector(ConnectorScheduler):
                 self._to_save[block] = name
 
     def blocks_allocated(self, blocks: Sequence[int]) -> None:
-        """See `ConnectorScheduler.blocks_allocated`."""
+        """See `ConnectorScheduler.blocks_allocated`: let the next step wait for saves that read these
+        blocks.
+        """
         self._overwritten = self._overwritten or any(
             block in self._saving or block in self._to_save for block in blocks
         )
 
     def before_step(self) -> None:
-        """See `ConnectorScheduler.before_step`."""
+        """See `ConnectorScheduler.before_step`: start saves, and wait for those whose blocks the step
+        overwrites.
+        """
         self._start_saves()
         if self._overwritten:
             self.worker.wait_for_saves()
             self._overwritten = False
 
     def request_finished(self, names: Sequence[BlockName]) -> None:
-        """See `ConnectorScheduler.request_finished`."""
+        """See `ConnectorScheduler.request_finished`: keep the request's blocks longest in host memory and
+        files.
+        """
         digests = [name.digest for name in names]
         self.host.touch(digests)
         if self.disk is not None and digests:

@@ -78,7 +78,7 @@ class AutomataGrammar(Compiled):
         self.bytes = machine.table.nbytes + min(MOST_MASK_BYTES, masks)
 
     def matcher(self) -> Matcher:
-        """Return the matcher of a new output, at the start."""
+        """Return a matcher for a new output, before its first token."""
         return AutomataMatcher(self)
 
 

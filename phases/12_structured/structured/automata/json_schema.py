@@ -148,8 +148,8 @@ class _SchemaReader:
         return Alt(tuple(self.typed(kind, schema, pointer) for kind in TYPES if kind in types))
 
     def listed(self, schema: Mapping[str, Any], key: str, pointer: str) -> list[Any]:
-        """Return the list under a keyword, empty if the keyword is missing. Raises `UserError` for another
-        type.
+        """Return the list under the keyword `key` of a schema, empty if it has none. Raises `UserError` if
+        the value is no list.
         """
         value = schema.get(key, [])
         if not isinstance(value, list):

@@ -87,8 +87,8 @@ class Nfa:
             self.edges[begin].append((symbol, symbol, end))
 
     def read(self, sequence: list[tuple[int, int]], begin: int, end: int) -> None:
-        """Add a path from state `begin` to state `end` that reads one byte of each (low, high) range, in
-        order.
+        """Add a path of new states from state `begin` to state `end`; it reads one byte of each (low, high)
+        range of `sequence`.
         """
         for low, high in sequence[:-1]:
             state = self.state()

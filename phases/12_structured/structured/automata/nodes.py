@@ -26,21 +26,23 @@ class Chars:
 
 @dataclass(frozen=True)
 class Cat:
-    """Match all parts one after the other; with no parts, match the empty text."""
+    """A syntax tree's node: match all parts one after the other; with no parts, match the empty text."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Alt:
-    """Match one of the parts; with no parts, match no text at all, not even the empty one."""
+    """A syntax tree's node: match one of the parts; with no parts, match no text at all, not even the empty
+    one.
+    """
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """Match a part `low` to `high` times; `high` None: any number from `low` up."""
+    """A syntax tree's node: match a part `low` to `high` times; `high` None: any number from `low` up."""
 
     part: Node
     low: int = 0

@@ -42,7 +42,9 @@ class Dialect:
     quoted: bool = False
 
     def escaped(self, letter: str) -> Ranges | None:
-        r"""Return the characters of an escape such as `\d` or `\n`; None if there is no such escape."""
+        r"""Return the code points that an escape matches, given the letter after its backslash, such as `d`
+        or `n`; None if there is no such escape.
+        """
         if letter in self.controls:
             return just(self.controls[letter])
         found = self.spaces if letter.lower() == "s" else CLASSES.get(letter.lower())
@@ -164,7 +166,9 @@ class PatternReader:
         return node
 
     def counts(self) -> tuple[int, int | None]:
-        """Parse `{m}`, `{m,}` or `{m,n}`; return the least and the most repetitions, None for no limit."""
+        """Parse `{m}`, `{m,}` or `{m,n}`; return the least and the most repetitions; most is None for no
+        limit.
+        """
         found = COUNT.match(self.pattern, self.at)
         if not found:
             raise self.refuse(

@@ -94,7 +94,9 @@ class ErrorForm:
 
 
 def wrong(param: str | None, message: str) -> ApiError:
-    """Return the error (400) of a request in which the field `param` is wrong; None: no field of its own."""
+    """Return an `ApiError` (400) with this message. param: the request's field that is wrong; None: no single
+    one.
+    """
     return ApiError(400, message, param=param)
 
 
@@ -107,7 +109,5 @@ def too_large(limit: int) -> ApiError:
 
 
 def too_many(field: str, count: int, limit: int, what: str) -> ApiError:
-    """Return the error (400) of a field that has `count` of something (`what`), of which `limit` are
-    allowed.
-    """
+    """Return an `ApiError` (400): `field` has `count` of something (`what`), of which `limit` are allowed."""
     return wrong(field, f"{field} has {count:,} {what}, but may have at most {limit:,}")

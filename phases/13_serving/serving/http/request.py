@@ -176,7 +176,7 @@ class HttpRequest:
     async def json(
         self, value: Any, status: int = 200, headers: Iterable[Header] = ()
     ) -> None:
-        """Send a whole response with `value` as its JSON body."""
+        """Send a whole response with `value` as its JSON body, the HTTP status, and further headers."""
         await self.answer(status, encode_json(value), [JSON, *headers])
 
     async def fail(self, error: ApiError) -> None:

@@ -54,7 +54,7 @@ class GenerationFields(Struct, kw_only=True):
 
 
 class CompletionFields(Struct, kw_only=True):
-    """Body of `POST /v1/completions`."""
+    """The fields of the body of `POST /v1/completions`, beside those of all requests for tokens."""
 
     prompt: str | list[str | int | list[int]]
     best_of: Literal[1] | None = None
@@ -62,7 +62,7 @@ class CompletionFields(Struct, kw_only=True):
 
 
 class ChatFields(Struct, kw_only=True):
-    """Body of `POST /v1/chat/completions`."""
+    """The fields of the body of `POST /v1/chat/completions`, beside those of all requests for tokens."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None

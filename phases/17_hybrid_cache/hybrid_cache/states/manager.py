@@ -47,16 +47,14 @@ class SlotPool(LruPool):
 
 
 class StateManager(SingleTypeManager):
-    """The manager of layers that keep a state (Gated DeltaNet): it gives a page a slot for the state after
-    it.
+    """The manager of layers that keep a state (Gated DeltaNet): it gives a page (`block_size` tokens) a slot
+    for the state after it.
 
-    A slot is the one "block" of a page, from a pool of slots.
-
-    tables: block tables of all rows.
+    tables: block tables of all rows. arguments: those of `SingleTypeManager`, with `blocks [1, pages]` for
+        slots; a slot is the one "block" of a page.
     tokens_after: `[pages]` int32, for a step of several tokens that ends in a page: how many of them
         come after its snapshot boundary. Negative if these are draft tokens; 0 if it saves nothing.
     slot_offset: blocks in the pool of keys and values; slots are numbered after them in copies.
-    arguments: those of `SingleTypeManager`, with `blocks [1, pages]` for slots.
 
     divergence: by row, how many tokens of its prompt the index knows, with or without a snapshot after them.
     rollback_to: by row, tokens that the state has seen before drafts that are being verified.
@@ -91,7 +89,9 @@ class StateManager(SingleTypeManager):
         return self.first_needed_page(start) + 1
 
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
-        """Return the largest `n` such that the `n`-th of these pages has a snapshot; 0 if none has."""
+        """Return the largest `n` such that the `n`-th of these cached pages has a snapshot after it; 0 if
+        none has.
+        """
         lengths = range(len(pages), 0, -1)
         return next((at for at in lengths if self.has_blocks(pages[at - 1])), 0)
 
@@ -100,12 +100,12 @@ class StateManager(SingleTypeManager):
     def snapshot_boundary(self, work: Work) -> int:
         """Return after how many tokens of its request a step saves the state as a snapshot.
 
-        work: the request and its tokens in the step.
+        work: one request's tokens in the step, from its token `work.start` on.
 
         Returns:
-            The work's end less its drafts, if these may be rejected. Otherwise the divergence of the row's
-            prompt, if it lies strictly within the work. Otherwise the last page boundary before the work's
-            last token, or `work.start`, which means none, if that boundary is not after the start.
+            The end of these tokens less the drafts, if these may be rejected. Otherwise the divergence of the
+            row's prompt, if it lies strictly within the work. Otherwise the last page boundary before the
+            work's last token, or `work.start`, which means none, if that boundary is not after the start.
         """
         start = work.start
         end = work.start + work.count
@@ -119,10 +119,9 @@ class StateManager(SingleTypeManager):
     def roll_back(self, request: Request, upto: int) -> int:
         """Return how many of a request's first `upto` tokens its state has seen.
 
-        upto: number of tokens that are computed and accepted. If drafts were among the tokens of the
-            request's
-        last step, the state has seen those before them: `request.num_computed_tokens` is set back to there.
-        A rollback happens once.
+        upto: number of tokens that are computed and accepted.
+        If drafts were among the tokens of the request's last step, the state has seen those before them:
+        `request.num_computed_tokens` is set back to there. A rollback happens once.
         """
         seen = self.rollback_to.pop(request.row, upto)
         if seen < upto:
@@ -130,7 +129,7 @@ class StateManager(SingleTypeManager):
         return seen
 
     def assign_slots(self, works: Sequence[Work]) -> list[tuple[int, bool]]:
-        """Allocate state slots for the pages that a step's requests write.
+        """Allocate state slots for the pages (ranges of tokens) that a step's requests write.
 
         works: the step's requests and their tokens.
 
@@ -166,7 +165,10 @@ class StateManager(SingleTypeManager):
         return [(page, whole or page in snapshots) for page, whole in read]
 
     def _write_page(self, work: Work, tokens: int) -> None:
-        """Allocate a slot for the page with the last of the first `tokens` tokens of the work's request."""
+        """Allocate a state slot for the page that holds the last of the first `tokens` tokens of a request.
+
+        work: the request's tokens in the step.
+        """
         row = work.row
         at = (tokens - 1) // self.block_size
         page = int(self.tables[row, at])
@@ -193,7 +195,7 @@ class StateManager(SingleTypeManager):
         self.changed.add(last)
 
     def release_slots(self, read: Sequence[tuple[int, bool]]) -> None:
-        """Remove a step's use of the pages that it read, and free slots that keep no snapshot.
+        """Remove a step's use of the pages whose states it read; slots that keep no snapshot become free.
 
         read: what `assign_slots` returned.
         """
@@ -203,7 +205,8 @@ class StateManager(SingleTypeManager):
     # Requests.
 
     def copy_page(self, source: int, target: int) -> list[tuple[int, int]]:
-        """Let a request use the new page `target` in place of the shared page `source` (copy on write).
+        """Let a request use the state slot of a new page `target` in place of the shared page `source`'s
+        (copy on write).
 
         Returns:
             The (source, target) slots that the device must copy, numbered after all KV blocks.
@@ -214,7 +217,8 @@ class StateManager(SingleTypeManager):
     def release_row(self, row: int, table: Table, committed: int) -> None:
         """Remove an ended request's use of its state slots; snapshots stay cached.
 
-        row: of the request. table: its pages. committed: how many of these are in the prefix index.
+        row: of the request in the block tables. table: its page numbers. committed: how many of these are in
+            the prefix index.
         """
         super().release_row(row, table, committed)
         self.divergence[row], self.last_decode_page[row] = 0, -1

@@ -36,7 +36,10 @@ class DeltaInputs(NamedTuple):
     beta: Tensor
 
     def take(self, tokens: slice | Tensor) -> DeltaInputs:
-        """Return the inputs of some tokens of a ragged batch. tokens: a slice, or indices of any shape."""
+        """Return the inputs of some tokens of a ragged batch (requests' tokens end to end).
+
+        tokens: a slice, or indices of any shape.
+        """
         mixed, decay, beta = (part[tokens] for part in self[3:])
         return self._replace(mixed=mixed, decay=decay, beta=beta)
 
@@ -66,7 +69,7 @@ class Mixer(ABC):
 
 
 class WholeSequence(Mixer):
-    """A `Mixer` that computes the whole sequence at every call and keeps no state."""
+    """A `Mixer` that computes the whole sequence at every call and keeps no state between calls."""
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
         """Return a layer's outputs `[..., S, H, Dv]`, for inputs whose last dimension but one is the

@@ -62,13 +62,13 @@ class StatePool:
         return int(sum(config.layers) * each)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole slots on the device, from numbers `sources [n]` to numbers `targets [n]`."""
+        """Copy the states in whole slots on the device, from slot numbers `sources [n]` to `targets [n]`."""
         self.recurrent[:, targets] = self.recurrent[:, sources]
         self.conv[:, targets] = self.conv[:, sources]
 
     def begin(self, batch: PagedBatch) -> None:
-        """Start a step: write the slots of its requests to `step`, by the device alone, as CUDA graphs need
-        it.
+        """Start a step: write the slots of its batch's requests to `step`, by the device alone, as CUDA
+        graphs need it.
         """
         ends, counts = batch.context_lens.long(), batch.query_starts.diff()
         starts = ends - counts
@@ -103,7 +103,9 @@ class StatePool:
         self._on_host = None
 
     def _pages(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
-        """Return the page `[B]` that holds the last of each request's first `tokens [B]` tokens."""
+        """Return the page `[B]` that holds the last of the first `tokens [B]` tokens of each request of the
+        batch.
+        """
         indices = tokens.sub(1).clamp(min=0).div(self.block_size, rounding_mode="floor")
         return batch.block_tables.gather(1, indices.unsqueeze(1)).squeeze(1).long()
 

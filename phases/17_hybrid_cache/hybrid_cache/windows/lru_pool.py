@@ -35,12 +35,12 @@ class LruPool:
 
     @property
     def available(self) -> int:
-        """Return the number of blocks that are free or idle."""
+        """Return the number of blocks that are free or idle (cached, and needed by no running request)."""
         return self.allocator.count - self.pinned
 
     @property
     def admissible(self) -> int:
-        """Return the number of blocks that a new request may pin, the watermark left out."""
+        """Return the number of blocks that a new request may pin; the watermark's share is left out."""
         return self.available - (self._reserve if self.pinned else 0)
 
     def take(self, count: int) -> list[int]:
@@ -55,6 +55,6 @@ class LruPool:
 
     @staticmethod
     def evict_oldest(idle: dict[tuple[SingleTypeManager, int], None]) -> None:
-        """Free the blocks of the oldest page in `idle`, which is `skipped` or `finished`."""
+        """Free the blocks of the oldest page in `idle`, which is this pool's `skipped` or `finished`."""
         manager, page = next(iter(idle))
         manager.evict(page)

@@ -34,15 +34,15 @@ class SingleTypeManager(ABC):
     """Allocator of blocks for one type of layers, such as those with a sliding window.
 
     groups: layers of each KV cache group. pool: where blocks come from. sizes: of the engine.
-    blocks: `[groups, pages]` int32, the block of each page; `pool.null` where there is none.
+    blocks: `[groups, pages]` int32, the block of each page; `pool.null` where there is none. A page is a
+        number in block tables for `block_size` tokens; each group has a block for it, or none.
     changed: collects pages whose blocks changed, for the device's copy.
+    users: by page, how many running requests need its blocks.
+    ranges: by row of the block tables, first and end of the range of pages that its request needs.
 
     A type says which pages of a request it needs: a range of its table, from the first page that its next
     query reads to the last page that it may write. Its pages there have a block in each group. A page that
     no running request needs keeps its blocks for prefix hits, and loses them when the pool needs room.
-
-    users: by page, how many running requests need its blocks.
-    ranges: by row, first and end of the range that its request needs.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SingleTypeManager(ABC):
         """Return the largest `n` such that a request can begin after the first `n` of these cached pages."""
 
     def max_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request of `tokens` tokens needs at once."""
+        """Return the most blocks that a request of `tokens` tokens needs at the same time."""
         starts = range(0, tokens + 1, self.block_size)
         return len(self.groups) * max(
             self.required_pages(at, tokens) - self.first_needed_page(at) for at in starts
@@ -102,7 +102,7 @@ class SingleTypeManager(ABC):
     def attach_hit(self, row: int, table: Table, start: int) -> None:
         """Count a new request as a user of the pages of its prefix hit that this type of layers needs.
 
-        row: of the request. table: its pages. start: tokens of the hit.
+        row: of the request in the block tables. table: its page numbers. start: tokens of the hit.
         """
         self._use_range(row, table, self.first_needed_page(start), start // self.block_size)
 
@@ -118,7 +118,8 @@ class SingleTypeManager(ABC):
         """Return how many blocks a request still needs for its first `upto` tokens, copies of shared pages
         included.
 
-        row: of the request. table: its pages. start: its number of computed tokens.
+        row: of the request in the block tables. table: its page numbers. start: its number of computed
+            tokens.
         """
         end, at = self.ranges[row][1], start // self.block_size
         shared = at < end and self.users[table[at]] > 1
@@ -127,8 +128,9 @@ class SingleTypeManager(ABC):
     def allocate_blocks(self, row: int, table: Table, start: int, upto: int) -> int:
         """Allocate blocks for all pages that a request requires; return for how many tokens there is room.
 
-        row: of the request. table: its pages. start: its number of computed tokens. upto: tokens to reserve
-            room for.
+        row: of the request in the block tables. table: its page numbers. start: its number of computed
+            tokens.
+        upto: tokens to reserve room for.
         """
         first, end = self.ranges[row]
         required = max(end, self.required_pages(start, upto))
@@ -142,8 +144,8 @@ class SingleTypeManager(ABC):
     ) -> None:
         """Free the blocks of pages that no query of this request at position `start` or later reads.
 
-        row: of the request. table: its pages. The blocks of the first `committed` pages, which are in the
-            prefix index, stay for prefix hits until the pool needs them.
+        row: of the request in the block tables. table: its page numbers. The blocks of the first `committed`
+            pages, which are in the prefix index, stay for prefix hits until the pool needs them.
         """
         first, end = self.ranges[row]
         now = min(max(first, self.first_needed_page(start)), end)
@@ -182,7 +184,8 @@ class SingleTypeManager(ABC):
     def release_row(self, row: int, table: Table, committed: int) -> None:
         """Remove an ended request's use of its pages.
 
-        row: of the request. table: its pages. Blocks of the first `committed` pages stay for prefix hits.
+        row: of the request in the block tables. table: its page numbers. Blocks of the first `committed`
+            pages stay for prefix hits.
         """
         first, end = self.ranges[row]
         for at, page in enumerate(table[first:end].tolist(), first):
@@ -192,11 +195,11 @@ class SingleTypeManager(ABC):
     # Pages.
 
     def has_blocks(self, page: int) -> bool:
-        """Return True if a page has blocks of this type of layers."""
+        """Return True if the page with this number has blocks of this type of layers."""
         return bool(self.blocks[0, page] != self.pool.null)
 
     def evict(self, page: int) -> None:
-        """Free the blocks of a cached page that no running request needs."""
+        """Free the blocks of a cached page, given by its number, that no running request needs."""
         self._unlist(page)
         if self.has_blocks(page):
             self.pool.allocator.release(self.blocks[:, page].tolist())
@@ -259,7 +262,7 @@ class FullAttentionManager(SingleTypeManager):
     """
 
     def first_needed_page(self, start: int) -> int:
-        """Return 0: a query reads all pages of its request."""
+        """Return 0: a query reads all pages of its request, whatever its position `start`."""
         return 0
 
     def required_pages(self, start: int, upto: int) -> int:
@@ -269,7 +272,7 @@ class FullAttentionManager(SingleTypeManager):
         return -(-upto // self.block_size)
 
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
-        """Return the number of these cached pages: what the index finds has its blocks."""
+        """Return the number of these cached pages: each page that the prefix index finds has its blocks."""
         return len(pages)
 
 

@@ -60,7 +60,8 @@ def fold_tile(s, values, m, total, acc, factor):
 
 @triton.jit
 def combine_chunk(m, total, acc, chunk_m, chunk_total, chunk_acc):
-    """Return the online softmax (m, total, acc), extended by that of the chunk after it (`chunk_` arguments).
+    """Return the online softmax (m, total, acc), extended by the softmax of the chunk after it, `chunk_m`,
+    `chunk_total` and `chunk_acc`.
 
     m, total: `[M]`, largest score and sum of weights. acc: `[M, D]`. A chunk without keys changes no bit.
     """
@@ -106,10 +107,11 @@ def chunked_attention_kernel(
     keys.
 
     q, out: `[T, H, D]`. k_cache, v_cache: paged blocks of `P` tokens. block_tables: of each request.
-    One program per key/value head, share of the chunks, and tile. With SPLIT it stores the softmax of each
-    chunk (`chunk_acc`, `chunk_m`, `chunk_total`), and the last program of a tile to finish (`arrived` counts)
-    combines all of them; without, there is one share, and the chunks are combined on the way.
-    ROWS: most real rows of a tile.
+    TILED: tiles come from `tiles`; else each request is one. One program per key/value head, share of the
+    chunks, and tile. With SPLIT it stores the softmax of each chunk (`chunk_acc`, `chunk_m`, `chunk_total`),
+    and the last program of a tile to finish (`arrived` counts) combines them; else one program does all
+    chunks.
+    WINDOW: sliding window, 0: none. SCALED: keys are quantized. SINKS: heads have sinks. ROWS: of a tile.
     """
     kv_head = tl.program_id(0)
     item = tl.program_id(2)

@@ -58,7 +58,9 @@ class ChunkedTriton(TritonPagedAttention):
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """See `TritonPagedAttention.attend`."""
+        """See `TritonPagedAttention.attend`: return the attention `[T, H, D]` of the step's tokens, by
+        chunks.
+        """
         batch, q = self.batch, q.contiguous()
         out = torch.empty_like(q)
         shared: dict[str, Any] = {
@@ -96,6 +98,8 @@ class ChunkedTriton(TritonPagedAttention):
 
 
 class GroupedChunkedTriton(ChunkedTriton, GroupedTriton):
-    """`ChunkedTriton` over the block tables of several groups of layers."""
+    """Batch-invariant attention by Triton (`ChunkedTriton`) over the block tables of several groups of
+    layers.
+    """
 
     pool: HybridPool

@@ -73,7 +73,10 @@ FLOAT32_TILES = (ProductTile(1 << 62, 32, 32, 32, 4, 2),)
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: ProductTile
 ) -> None:
-    """Write `x W^T + bias` of `x [T, K]`, `weight [N, K]` and `bias [N]` to `out [T, N]`, by tiles."""
+    """Write `x W^T + bias` of `x [T, K]`, `weight [N, K]` and `bias [N]` (None: 0) to `out [T, N]`.
+
+    tile: block sizes of the Triton kernel.
+    """
     rows, inputs = x.shape
     outputs = len(weight)
     grid = triton.cdiv(rows, tile.block_m) * triton.cdiv(outputs, tile.block_n)
