@@ -82,7 +82,11 @@ READERS: dict[str, type[Mean | PromptLogprobs]] = {MEAN: Mean, PROMPT_LOGPROBS: 
 
 
 class PromptExecutor:
-    """Reads the hidden states of prompts while other executors run the steps; the runner asks it first."""
+    """An executor of steps that reads the hidden states of prompts, while another executor computes the
+    step.
+
+    The runner asks it first. It computes means or log-probabilities of the prompts named to `ask`.
+    """
 
     order: ClassVar[int] = 0
 
