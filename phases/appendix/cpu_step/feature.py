@@ -275,9 +275,9 @@ class OneCall:
     def norm(self, code: int, norm: nn.Module) -> Operator:
         """Return the operator of an RMSNorm. code: which of two operators.
 
-        `NORM`: normalize a layer's output in place. `ADD`: add that output to the residual stream, and
-            normalize
-        the sum into columns of its own.
+        `NORM`: normalize a layer's output in place. `ADD`: add that output to the residual stream, and write
+            the
+        normalized sum into columns of its own.
         """
         x, y = (self.y, self.y) if code == NORM else (self.x, self.h)
         return self.operator(code, x, y, weight=self.factors(norm))

@@ -120,9 +120,8 @@ class PromptExecutor:
         """Run a step's forward pass by the first other executor that supports it; read its prompts'
         hidden states.
 
-        works: as for `supports`. ticket: what that returned. Tokens of a preempted request that were read
-            before
-        are skipped when they are computed again.
+        works: the step's requests with the tokens that each computes. ticket: what `supports` returned.
+        Tokens of a preempted request that were read before are skipped when they are computed again.
         """
         asked = ((other, other.supports(works, ticket)) for other in self.others)
         found = next((pair for pair in asked if pair[1] is not None), None)
