@@ -376,11 +376,9 @@ def begin_kernel(
     """Look up a step's blocks and state slots for every KV cache group. One program per request or token.
 
     Writes: tables: `[KINDS, requests, width]`, block tables. slots: `[KINDS, tokens]`, block times P plus
-        place
-        in it. step: `[4, requests]`: state slot to read; slot for the state at the snapshot boundary (-1:
-        none);
-        slot for the last state (-1: padding, `null + 1`: drafts that are not kept); tokens before the
-        boundary.
+        place in it. step: `[4, requests]`: state slot to read; slot for the state at the snapshot boundary
+        (-1: none); slot for the last state (-1: padding, `null + 1`: drafts that are not kept); tokens
+        before the boundary.
     Reads: page_tables: `[requests, width]`, pages: numbers that stand for a block in each group. page_slots:
         `[tokens]`, page times P plus place, -1: padding. blocks: `[KINDS, pages]`, of each page.
         query_starts: `[requests + 1]`. context_lens: `[requests]`. states: `[pages]`, the state slot of each

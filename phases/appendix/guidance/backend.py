@@ -210,8 +210,7 @@ class GuidanceBackend(Backend):
         jobs: triples (matcher, index of its first mask, drafts). words: `[M, ceil(V / 32)]` int32, gets the
             masks.
         The time of the call includes the wait for the lock at its end. So it only shows that one of the jobs
-        may
-        be slow; these are timed one by one from then on.
+        may be slow; these are timed one by one from then on.
         """
         at = words.ctypes.data
         width = words.strides[0]

@@ -148,10 +148,9 @@ def multiply(
     """Return `x [T, K]` times a layer of eight-bit weights, `[T, N]`; below `MANY` tokens with pending
     scales.
 
+    x: rounded inputs, or a tensor that is not rounded. dtype: the model's.
     The library multiplies a small batch faster with one scale for all than with a scale for each row and
     column: so it is given scales of 1, and the next kernel multiplies by the true ones.
-
-    dtype: the model's.
     """
     assert isinstance(layer.linear, KernelLinear) and isinstance(x, Rounded)
     weight = layer.linear.stored
