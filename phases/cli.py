@@ -132,7 +132,9 @@ def list_(
 
 @command("phases.commands.doctor:run")
 def doctor() -> None:
-    """Say what this machine has, how fast it is, which phases run natively here, and how to get the rest."""
+    """Print what this machine has, how fast it is, which phases run natively here, and how to get the
+    rest.
+    """
 
 
 @command("phases.commands.plain:fetch")
@@ -313,7 +315,7 @@ def load(
     ] = 100.0,
     json: Annotated[Path | None, flag("file for the results, as JSON", "--json")] = None,
 ) -> None:
-    """Ask a server from many users, and say what they had to wait for."""
+    """Send a server the requests of many users, and print how long they had to wait."""
 
 
 @command("phases.commands.demo:run")

@@ -93,9 +93,8 @@ def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> No
 def _show(measured: Evidence, recorded: Evidence | None, *, quick: bool) -> None:
     """Print a table of a measurement: the first metric of each variant, and its ratios.
 
-    The ratios are to the first variant, and to the recorded evidence (None: there is none). What all runs
-    have
-    in common is in the title.
+    The ratios are to the first variant, and to the recorded evidence (None: there is none). The title has
+    what all runs have in common.
     quick: the workloads are smaller than the recorded ones, so that only gains are compared with these.
     """
     recorded_gain, recorded = recorded, None if quick else recorded

@@ -60,7 +60,7 @@ def check(
         str | None, typer.Argument(metavar="[EXERCISE]", help="such as 05.3, or 05")
     ] = None,
 ) -> int:
-    """Say of each exercise how far it is, and of one that fails the first small case."""
+    """Show the state of each exercise, and the first case or test that fails in one."""
     copy = making.around(Path.cwd())
     making.link(copy.folder)
     chosen, wrong = _chosen(copy, exercise), False
@@ -123,7 +123,7 @@ def hint(
         typer.Option(help="1: what must hold; 2: an example; 3: pseudocode; else the next"),
     ] = None,
 ) -> int:
-    """Show a hint, one level after the other, and note it."""
+    """Show an exercise's next hint, or that of a level, and log it for the grade."""
     copy = making.around(Path.cwd())
     (one,) = _chosen(copy, exercise)[:1]
     if level is None:
@@ -138,7 +138,7 @@ def hint(
 
 @course_app.command()
 def solution(exercise: ExerciseId) -> int:
-    """Show what the reference does, as a difference to yours, and note it."""
+    """Show the reference's functions as a difference to yours, and log that for the grade."""
     copy = making.around(Path.cwd())
     (one,) = _chosen(copy, exercise)[:1]
     source = ""
@@ -160,7 +160,7 @@ def answer(
         typer.Argument(metavar="[NUMBER]", help="without it, the question is shown"),
     ] = None,
 ) -> int:
-    """Answer a question whose answer has been measured."""
+    """Check a number against what was measured, and log it; without a number, show the question."""
     question = find_question(name)
     if value is None:
         out.print(

@@ -77,9 +77,8 @@ async def _serve(
 ) -> int:
     """Start the engine's process, then serve at a socket until a signal; return the exit code.
 
-    folder: of the tokenizer. made: phase, engine options, device and dtype. given: the arguments of the
-        command
-    line. listening: the socket. begun: counters of the processors when the command began.
+    folder: of the tokenizer. made: phase, engine options, device and dtype. listening: the socket.
+    given: the arguments of the command line. begun: counters of the processors when the command began.
     """
     engine = engine_process(given.model, folder, made)
     engine.start()

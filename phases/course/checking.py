@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The state of an exercise after a check, with its first failure, or None."""
+    """The state of a student's exercise after a check (such as "fails"), with its first failure, or None."""
 
     exercise: Exercise
     state: State

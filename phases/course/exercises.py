@@ -18,7 +18,9 @@ FILE = "exercises.toml"
 
 @dataclass(frozen=True)
 class Case:
-    """A worked example: after `setup`, the expression `call` has the value of the expression `expect`."""
+    """A worked example of an exercise: after the code `setup`, `call` has the value of `expect`
+    (expressions).
+    """
 
     call: str
     expect: str
@@ -29,7 +31,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Exercise:
-    """Functions of one file that a student writes, with the worked cases and tests that judge them."""
+    """An exercise of the course: functions of one file that a student writes, and what judges them.
+
+    It has worked cases, pytest tests (shown, hidden, and of later phases), three hints, and points.
+    """
 
     id: str
     """Phase and number: `05.3`."""
@@ -70,7 +75,10 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Question:
-    """A question for a number to predict (`05.p1`) or to measure (`05.m1`), which the evidence has."""
+    """A question for a number that a student predicts (`05.p1`) or measures (`05.m1`).
+
+    A reply is right within `tolerance` of a value in the recorded evidence.
+    """
 
     id: str
     points: int

@@ -164,9 +164,8 @@ def run(job: dict[str, Any], record: int) -> int:
 def wait(child: int, seconds: float) -> tuple[int, float]:
     """Wait for a child process; return its exit status and its seconds of processor time.
 
-    After `seconds` of waiting it is killed, and the status is `OUT_OF_TIME`. The processes that it has
-    started
-    are killed when it ends.
+    After `seconds` of waiting it is killed, and the status is `OUT_OF_TIME`. When it ends, processes that it
+    has started are killed.
     """
     end = time.monotonic() + seconds
     try:

@@ -89,8 +89,9 @@ def raised(error: BaseException, file: Path) -> dict[str, str]:
 
 
 class Recorder:
-    """A pytest plugin that records each test's outcome, and writes the record as JSON when the session
-    ends.
+    """A pytest plugin that records each test's outcome, and writes the record as JSON when the session ends.
+
+    record: dictionary to fill. file: the student's, for the place of errors. record_file: an open file.
     """
 
     def __init__(self, record: dict[str, Any], file: Path, record_file: int) -> None:

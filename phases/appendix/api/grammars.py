@@ -35,7 +35,7 @@ OPTIONS = {
 
 
 class GrammarFields(Struct, kw_only=True):
-    """Fields that constrain the output."""
+    """Request fields that constrain the output: `response_format`, `structured_outputs` and `guided_...`."""
 
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None

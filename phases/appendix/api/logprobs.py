@@ -58,7 +58,7 @@ def _with_prompt(echoed: list[str], choice: Choice, piece: Piece) -> dict[str, A
 
 
 class CompletionLogprobFields(Struct, kw_only=True):
-    """Fields of completions about log-probabilities."""
+    """Request fields of completions about log-probabilities: `logprobs` (how many a token) and `echo`."""
 
     logprobs: int | None = None
     echo: bool | None = False
@@ -167,7 +167,7 @@ class CompletionLogprobs:
 
 
 class ChatLogprobFields(Struct, kw_only=True):
-    """Fields of chats about log-probabilities."""
+    """Request fields of chats about log-probabilities: `logprobs` and `top_logprobs` (how many a token)."""
 
     logprobs: bool | None = False
     top_logprobs: int | None = None
@@ -217,7 +217,7 @@ class ChatLogprobs:
 
 
 class TokenFields(Struct, kw_only=True):
-    """Fields of requests that ask for token ids, or for marks of drafted tokens."""
+    """Request fields `return_token_ids` and `return_token_marks` (which tokens were drafts)."""
 
     return_token_ids: bool | None = False  # vLLM's
     return_token_marks: bool | None = (

@@ -13,7 +13,7 @@ from serving.parsed import ParsedRequest
 
 
 class PrefillFields(Struct, kw_only=True):
-    """The field about a last message of the assistant that the output continues; vLLM's."""
+    """Request field `continue_final_message` (vLLM's): the output continues the assistant's last message."""
 
     continue_final_message: bool | None = None
 

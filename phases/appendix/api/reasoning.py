@@ -27,7 +27,7 @@ TAIL = 8
 
 
 class ReasoningFields(Struct, kw_only=True):
-    """Fields about reasoning."""
+    """Request fields about reasoning: `reasoning_effort`, and `separate_reasoning` from the answer."""
 
     reasoning_effort: str | None = None
     separate_reasoning: bool | None = True

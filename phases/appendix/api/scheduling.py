@@ -12,7 +12,7 @@ from serving.parsed import ParsedRequest
 
 
 class SchedulingFields(Struct, kw_only=True):
-    """Request fields for the scheduler: vLLM's priority and cache salt, and a deadline in milliseconds."""
+    """Request fields for the scheduler: vLLM's `priority` and `cache_salt`, and `deadline_ms`."""
 
     priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: str | None = None

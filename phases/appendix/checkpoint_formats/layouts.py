@@ -28,10 +28,9 @@ Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class TensorLayout:
     """Layout of the tensors of one quantized layer in a checkpoint's file.
 
-    scheme: the numbers' format, and that of their scales.
-    scale: name of the tensor of scales.
-    one_less: True if zero points are stored less one, as in GPTQ's first format.
-    one_scale: True if the file has one scale for all channels.
+    scheme: format of the numbers and of their scales. scale: name of the tensor of scales.
+    one_less: True if zero points are stored less one, as in GPTQ's first format. one_scale: True if the file
+        has one scale for all channels.
     kind: plain: numbers as they are, and scales (`float-quantized`, `int-quantized`, `fp8`). packed: eight
         nibbles or four bytes of neighbouring inputs in a word, the first lowest, each plus half the range
         (`pack-quantized`). gptq: words along the inputs. awq: words along the outputs, nibbles shuffled.

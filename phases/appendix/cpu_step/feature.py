@@ -234,7 +234,9 @@ class OneCall:
             y += fields["outputs"]
 
     def product_fields(self, layer: Any) -> dict[str, Any]:
-        """Return an operator's fields for a linear layer's weight.
+        """Return an operator's fields for a linear layer's product: code, sizes, weight and scales.
+
+        layer: an `nn.Linear`, or a quantized one of phase 10.
 
         Raises:
             NotImplementedError: `step.cpp` has no product for it.
@@ -275,9 +277,8 @@ class OneCall:
     def norm(self, code: int, norm: nn.Module) -> Operator:
         """Return the operator of an RMSNorm. code: which of two operators.
 
-        `NORM`: normalize a layer's output in place. `ADD`: add that output to the residual stream, and
-            normalize
-        the sum into columns of its own.
+        `NORM`: normalize a layer's output in place. `ADD`: add that output to the residual stream, and write
+        the normalized sum into columns of its own.
         """
         x, y = (self.y, self.y) if code == NORM else (self.x, self.h)
         return self.operator(code, x, y, weight=self.factors(norm))

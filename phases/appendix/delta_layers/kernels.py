@@ -373,19 +373,17 @@ def begin_kernel(
     requests, tokens, width, pages, null,
     P: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Look up a step's blocks in every KV cache group, and each request's state slots. One program per
-    request or
-    token.
+    """Look up a step's blocks and state slots for every KV cache group. One program per request or token.
 
-    Writes: tables: `[KINDS, requests, width]`, block tables of each group. slots: `[KINDS, tokens]`, each
-        token's slot, block times P plus place in it. step: `[4, requests]` int32: the state slot to read;
-        the slot for the state at the snapshot boundary, -1: none; the slot for the last state, -1:
-        padding, `null + 1`: drafts that are not kept; and the number of tokens before the boundary.
-    Reads: page_tables: `[requests, width]`, pages: numbers that stand for a block in each group.
-        page_slots: `[tokens]`, page times P plus place, -1: padding.
-        query_starts: `[requests + 1]`. context_lens: `[requests]`. blocks: `[KINDS, pages]`, of each page.
-        states: `[pages]`, the state slot of each page, or `null`. tokens_after_snapshot: `[pages]`, tokens
-        of a step that ends there after its snapshot boundary; negative: drafts. All int32.
+    Writes: tables: `[KINDS, requests, width]`, block tables. slots: `[KINDS, tokens]`, block times P plus
+        place in it. step: `[4, requests]`: state slot to read; slot for the state at the snapshot boundary
+        (-1: none); slot for the last state (-1: padding, `null + 1`: drafts that are not kept); tokens
+        before the boundary.
+    Reads: page_tables: `[requests, width]`, pages: numbers that stand for a block in each group. page_slots:
+        `[tokens]`, page times P plus place, -1: padding. blocks: `[KINDS, pages]`, of each page.
+        query_starts: `[requests + 1]`. context_lens: `[requests]`. states: `[pages]`, the state slot of each
+        page, or `null`. tokens_after_snapshot: `[pages]`, tokens of a step that ends there after its snapshot
+        boundary; negative: drafts. All int32.
     """
     at = tl.program_id(0)
     if at < tokens:

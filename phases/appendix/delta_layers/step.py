@@ -137,12 +137,12 @@ def step_kernel(
 ):  # fmt: skip
     """Compute a Gated DeltaNet layer for one token and key head. One program per request and key head.
 
-    Requests of more than one token are skipped. The state is loaded before the wait, since no kernel of
-    this step has written it.
-    out: `[T, H, DV]`, normalized and gated; H = KH GROUPS. x: `[T, WIDTH]`, the first projection's output.
-    weight: `[C, W]`, of the convolution. a_log, dt_bias: `[H]`. norm: `[DV]`. query_starts: `[requests + 1]`.
+    Requests of more than one token are skipped. out: `[T, H, DV]`, normalized and gated; H = KH GROUPS.
+    x: `[T, WIDTH]`, the first projection's output. weight: `[C, W]`, of the convolution. scale: of queries.
+    a_log, dt_bias: `[H]`. norm, eps: `[DV]`, of the output's norm. query_starts: `[requests + 1]`.
     states: `[slots, H, DK, DV]` float32. kept: `[slots, W - 1, C]`, inputs that the convolution keeps.
-    step: `[4, requests]` of `StatePool.step`, the slots to read and to write.
+    step: `[4, requests]`, the slots to read and to write.
+    The state is loaded before the wait for the kernel before, since no kernel of this step has written it.
     """
     request, key_head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)

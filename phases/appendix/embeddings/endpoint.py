@@ -32,7 +32,7 @@ WARNING = (
 
 
 class EmbeddingFields(Struct, kw_only=True):
-    """Body of `POST /v1/embeddings`."""
+    """Body of OpenAI's `POST /v1/embeddings`: texts or token ids, and the form of the vectors."""
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = "float"
@@ -41,7 +41,7 @@ class EmbeddingFields(Struct, kw_only=True):
 
 
 class EmbedFields(Struct, kw_only=True):
-    """Body of Ollama's `POST /api/embed`."""
+    """Body of Ollama's `POST /api/embed`: one or more texts, and options."""
 
     model: str | None = None
     input: str | list[str] | None = None

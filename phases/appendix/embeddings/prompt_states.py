@@ -82,7 +82,11 @@ READERS: dict[str, type[Mean | PromptLogprobs]] = {MEAN: Mean, PROMPT_LOGPROBS: 
 
 
 class PromptExecutor:
-    """Reads the hidden states of prompts while other executors run the steps; the runner asks it first."""
+    """An executor of steps that reads the hidden states of prompts, while another executor computes the
+    step.
+
+    The runner asks it first. It computes means or log-probabilities of the prompts named to `ask`.
+    """
 
     order: ClassVar[int] = 0
 
@@ -116,9 +120,8 @@ class PromptExecutor:
         """Run a step's forward pass by the first other executor that supports it; read its prompts'
         hidden states.
 
-        works: as for `supports`. ticket: what that returned. Tokens of a preempted request that were read
-            before
-        are skipped when they are computed again.
+        works: the step's requests with the tokens that each computes. ticket: what `supports` returned.
+        Tokens of a preempted request that were read before are skipped when they are computed again.
         """
         asked = ((other, other.supports(works, ticket)) for other in self.others)
         found = next((pair for pair in asked if pair[1] is not None), None)

@@ -205,11 +205,12 @@ class GuidanceBackend(Backend):
         return done
 
     def _fill_together(self, jobs: Sequence[Job], words: Words) -> None:
-        """Fill masks in the library's threads, without Python's lock. jobs, words: those of `begin`.
+        """Fill masks in the library's threads, without Python's lock.
 
+        jobs: triples (matcher, index of its first mask, drafts). words: `[M, ceil(V / 32)]` int32, gets the
+            masks.
         The time of the call includes the wait for the lock at its end. So it only shows that one of the jobs
-        may
-        be slow; these are timed one by one from then on.
+        may be slow; these are timed one by one from then on.
         """
         at = words.ctypes.data
         width = words.strides[0]

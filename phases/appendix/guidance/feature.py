@@ -91,7 +91,11 @@ def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Ba
 
 
 def library() -> Callable[[Spelling], Backend]:
-    """Return the class of the backend. Raises `UserError` if the library is not installed."""
+    """Return the class `GuidanceBackend`, and import llguidance for it.
+
+    Raises:
+        UserError: the library is not installed.
+    """
     try:
         from phases.appendix.guidance.backend import GuidanceBackend
     except ModuleNotFoundError as error:

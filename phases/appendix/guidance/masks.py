@@ -168,14 +168,13 @@ class LibraryGrammarManager(AutomataGrammarManager):
         """Advance each request's matcher by the tokens that it has not seen; a request fails if it
         refuses one.
 
-        Args:
-            works: the step's requests, with the tokens that each computes.
-            sampled: the newest tokens, which their requests do not have yet.
+        works: the step's requests, with the tokens that each computes.
+        sampled: the newest tokens, which their requests do not have yet.
 
         Returns:
             (row of the step's logits, drafts, request, matcher) of every output that goes on, sorted by
-            lexer. An
-            output that has sampled an end token needs no mask, and is left out.
+            lexer.
+            Outputs that have sampled an end token need no mask, and are left out.
         """
         outputs = []
         moves: list[tuple[GuidanceMatcher, Sequence[int]]] = []

@@ -112,9 +112,10 @@ def add_kernels(
 
 @dataclass(eq=False)
 class LatencyBlock:
-    """A `BlockKernel` that fuses norms and residual additions into the projections, for one token.
+    """A `BlockKernel` (faster computation of a transformer block) for one token.
 
-    workspace: holds the splits of attention; blocks share it.
+    It fuses norms and residual additions into the projections.
+    workspace: memory for attention's splits, which all blocks share.
     """
 
     workspace: Workspace

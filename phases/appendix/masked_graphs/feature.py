@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MaskedGraphs(Feature):
-    """Applies masks by a kernel, and makes the second half of a masked step a CUDA graph if graphs are on."""
+    """Apply grammar masks by a kernel, and sample masked steps by CUDA graphs if graphs are on."""
 
     name = "masked_graphs"
     phase = 12

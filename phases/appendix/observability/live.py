@@ -68,7 +68,7 @@ class Live:
         app.routes["/"] = {"GET": lambda http: http.answer(200, whole_page(), HTML)}
 
     async def events(self, http: HttpRequest) -> None:
-        """Send server-sent events until the client disconnects or the server closes.
+        """Send server-sent events (what `event` returns) until the client disconnects or the server closes.
 
         Raises:
             ApiError: 429, if `MOST_WATCHERS` pages read events already.

@@ -59,7 +59,7 @@ class Metrics:
         app.routes["/metrics"] = {"GET": partial(page, self)}
 
     def stepped(self, step: StepReport) -> None:
-        """Count the tokens of a step, and the seconds since each completion's token before."""
+        """Count a step's tokens, and add the seconds since each completion's token before to a histogram."""
         now, last = self.app.engine.now, self._last
         self.generated += len(step.tokens)
         for number in step.numbers:
@@ -70,7 +70,9 @@ class Metrics:
             last.pop(end.number, None)
 
     def ended(self, http: HttpRequest) -> None:
-        """Count a request that has ended: its response, its failure or finish reasons, lengths and times."""
+        """Count a request that has ended: status, finish reasons or failure, numbers of tokens, and
+        times.
+        """
         self.responses[
             http.path if http.path in self.app.routes else "other", http.status
         ] += 1

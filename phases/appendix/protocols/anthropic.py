@@ -36,7 +36,7 @@ class Block(Struct):
 
 
 class MessageParam(Struct):
-    """A message of a conversation."""
+    """A message of a conversation: its role, and a text or a list of parts."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
@@ -51,7 +51,7 @@ class ToolChoice(Struct):
 
 
 class MessagesFields(Struct, kw_only=True):
-    """Body of Anthropic's `POST /v1/messages`."""
+    """Body of Anthropic's `POST /v1/messages`: conversation, system text, tools and settings."""
 
     messages: list[MessageParam]
     system: str | list[dict[str, Any]] | None = None

@@ -45,7 +45,7 @@ class InputItem(Struct):
 
 
 class ResponsesFields(Struct, kw_only=True):
-    """Body of `POST /v1/responses`."""
+    """Body of OpenAI's `POST /v1/responses`: input items, instructions, tools and settings."""
 
     input: str | list[InputItem]
     instructions: str | None = None

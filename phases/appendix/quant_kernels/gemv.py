@@ -115,9 +115,8 @@ def load_rows(
 ):  # fmt: skip
     """Load all weights of `ROWS` outputs: a tuple of tiles, and a tuple of their scales.
 
-    A tile is `[ROWS, Q, 16]` numbers, or with WORDS `[ROWS, Q, 4]` int32 of four each; tiles take the
-    matrices
-        in turn (gate, up), then advance by BLOCK_K inputs.
+    A tile is `[ROWS, Q, 16]` numbers, or with WORDS `[ROWS, Q, 4]` int32 of four each.
+    Tiles take the matrices in turn (gate, up), then advance by BLOCK_K inputs.
     weight: `[N, K]` for each of MATRICES matrices. first_row: the first output. q: `arange(Q)`, Q =
         BLOCK_K / 16.
     weight_scale: `[N]`, loaded `[ROWS]` for each matrix; or with SIDE > 0 one for each block of SIDE x

@@ -145,13 +145,12 @@ class EightBitBlock:
 def multiply(
     layer: FusedLinear, x: Rounded | Tensor, dtype: torch.dtype
 ) -> PendingScales | Tensor:
-    """Return `x [T, K]` times a layer of eight-bit weights, `[T, N]`; below `MANY` tokens with pending
-    scales.
+    """Return `x [T, K]` times a layer of eight-bit weights, `[T, N]`, perhaps with scales still pending.
 
+    x: inputs rounded to eight bits; a plain tensor is refused. dtype: the model's. Scales are pending but for
+    `MANY` fp8 tokens or more on a GPU.
     The library multiplies a small batch faster with one scale for all than with a scale for each row and
     column: so it is given scales of 1, and the next kernel multiplies by the true ones.
-
-    dtype: the model's.
     """
     assert isinstance(layer.linear, KernelLinear) and isinstance(x, Rounded)
     weight = layer.linear.stored

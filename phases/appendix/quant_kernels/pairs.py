@@ -59,11 +59,14 @@ def attend_pairs(
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Fold keys [low, high) into the online softmax of a tile of queries; return its new m, total and acc.
+    """Fold one request's keys [low, high) into the online softmax of queries; return its new m, total and
+    acc.
 
-    `v_cache` points to int16 words `[N, P / 2, KH, D]`, each of two neighbouring tokens' e4m3 values. `low`
-    is
-    even, and TMA must be False. All other arguments have the meaning that `tiles.attend` gives them.
+    query: `[M, D]`. position: `[M]`. m, total: `[M]`, maximum and sum. acc: `[M, D_PAD]`. scale: of scores.
+    k_cache: `[N, P, KH, D]` e4m3. v_cache: int16 words `[N, P / 2, KH, D]`, each of two neighbouring tokens'
+        e4m3 values. Strides in numbers. table: pointer to the block table.
+    MASK: "none": every query sees every key. "edge": mask tiles from `whole` on. "all": mask every tile.
+    `low` must be even, and TMA False.
     """
     PRODUCT: tl.constexpr = query.dtype if query.dtype == tl.float32 else tl.float16
     ASM: tl.constexpr = query.dtype != tl.float32

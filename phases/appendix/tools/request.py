@@ -28,7 +28,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class ToolFields(Struct, kw_only=True):
-    """Fields of a chat's request about tools: `tools`, `tool_choice`, and the like."""
+    """Request fields about tools: `tools`, `tool_choice`, `parallel_tool_calls`, and older forms."""
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
