@@ -123,7 +123,7 @@ def name_of(replica: ReplicaID) -> str:
 
 
 def routing_fields(request: PendingRequest) -> dict[str, Any]:
-    """Return the fields that the proxy has added to a request, such as `chain`, `avoid` and `wanted`."""
+    """Return the proxy's notes: number, chain of hashes, body, wanted replica, replicas to avoid."""
     said: dict[str, Any] | None = None
     if request.args and isinstance(request.args[0], bytes):
         said = pickle.loads(request.args[0]).asgi_scope.get(KEY)

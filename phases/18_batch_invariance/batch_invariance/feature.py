@@ -98,7 +98,7 @@ def torch_attention(pool: BlockPool) -> PagedAttention:
 
 
 def triton_attention(builder: EngineBuilder) -> Callable[[Any], PagedAttention]:
-    """Return a function that makes attention by kernels, given a pool of one or several groups of layers."""
+    """Return a function from a pool of KV blocks to attention kernels whose bits no batch changes."""
     from batch_invariance.kernels.paged import ChunkedTriton, GroupedChunkedTriton
 
     heads = builder.model.config.num_heads

@@ -47,7 +47,7 @@ class BlockProduct:
 
 @dataclass(frozen=True)
 class CpuBlocks(Feature):
-    """Multiply with a GGUF file's quantized weights in compiled C++."""
+    """Linear layers with a GGUF file's quantized weights multiply float32 inputs in compiled C++."""
 
     name = "cpu_blocks"
     phase = 10

@@ -133,7 +133,8 @@ def sums(
     """Multiply a tile of four-bit weights with its inputs, zero points and scales applied: `[ROWS, Q]`
     float32.
 
-    words, s, z: tuples of tiles, scales and zero points of `load_rows`. tile: number of the tile.
+    words, s, z: tuples of loaded tiles: words `[ROWS, Q, 4]` of eight nibbles each, scales and zero points;
+        Q = BLOCK_K / 32. tile: number of the tile.
     even, odd: tuples of inputs `[Q, 4]`, four for each tile; pairs: the same as words of two float16.
     inputs: tuple of `[Q]`, the sums of the inputs, for the zero points.
     scale, zero: `[N, K / GROUP]`, read here if ASM is False. here: the program's first output.

@@ -50,11 +50,11 @@ class StateManager(SingleTypeManager):
     """The manager of layers that keep a state (Gated DeltaNet): it gives a page (`block_size` tokens) a slot
     for the state after it.
 
-    tables: block tables of all rows. arguments: those of `SingleTypeManager`, with `blocks [1, pages]` for
-        slots; a slot is the one "block" of a page.
+    tables: block tables of all rows. arguments: of the base class, such as `blocks [1, pages]`, here the slot
+        of each page.
     tokens_after: `[pages]` int32, for a step of several tokens that ends in a page: how many of them
-        come after its snapshot boundary. Negative if these are draft tokens; 0 if it saves nothing.
-    slot_offset: blocks in the pool of keys and values; slots are numbered after them in copies.
+        come after the position whose state is kept. Negative if these are drafts; 0 if none is kept.
+    slot_offset: blocks in the pool of keys and values; where both are copied, slots are numbered after them.
 
     divergence: by row, how many tokens of its prompt the index knows, with or without a snapshot after them.
     rollback_to: by row, tokens that the state has seen before drafts that are being verified.
@@ -103,9 +103,10 @@ class StateManager(SingleTypeManager):
         work: one request's tokens in the step, from its token `work.start` on.
 
         Returns:
-            The end of these tokens less the drafts, if these may be rejected. Otherwise the divergence of the
-            row's prompt, if it lies strictly within the work. Otherwise the last page boundary before the
-            work's last token, or `work.start`, which means none, if that boundary is not after the start.
+            The end of these tokens less the drafts, if these may be rejected. Otherwise the place where the
+            prompt leaves what the prefix index knows, if it lies strictly within the work. Otherwise the last
+            page boundary before the work's last token, or `work.start`, which means none, if that boundary is
+            not after the start.
         """
         start = work.start
         end = work.start + work.count
