@@ -122,7 +122,7 @@ def block_parts(rows: npt.NDArray[np.uint8], kind: str) -> dict[str, npt.NDArray
 
     Returns:
         `data`: q8_0 int8 `[N, K]`; q4_0 and q4_1 uint8 `[N, K / 2]`, where byte i of a block's 16 holds
-            number i in its low and number i + 16 in its high half. `scale`, and of q4_1 `minimum`: float16
+        number i in its low and number i + 16 in its high half. `scale`, and of q4_1 `minimum`: float16
         `[N, K / 32]`.
     """
     blocks = np.ascontiguousarray(rows).view(_BLOCK_TYPES[kind])  # [N, K / 32]
