@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.request import Request
-from continuous.cache import CacheManager
 from continuous.work import Work
 from paged_cache.allocator import BlockAllocator
 
 
-class PagedCache(CacheManager):
+class PagedCache:
     """The host's side of a paged KV cache: block tables over a free list. Cached blocks end with their
     request.
 
@@ -156,6 +155,13 @@ class PagedCache(CacheManager):
 
         Phase 17 overrides it. works: the step's requests and tokens.
         """
+
+    def lookup(self, request: Request) -> int:
+        """Return 0: no token is cached before its request computes it."""
+        return 0
+
+    def commit(self, request: Request, upto: int) -> None:
+        """Do nothing: no block is shared by content here."""
 
     def release(self, request: Request) -> None:
         """Free the request's blocks, the last one first, so that its first block is the next to be taken.
