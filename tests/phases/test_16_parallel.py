@@ -175,7 +175,5 @@ def _own_experts(ranks: Any, model: str) -> dict[int, tuple[int, ...]]:
 @pytest.mark.slow
 def test_no_rank_holds_the_whole(mixture: Path) -> None:
     first, second = parallel.together(2, _own_experts, str(mixture))
-    assert first == {0: (3, 64, 48), 2: (3, 64, 48)} and second == {
-        0: (4, 64, 48),
-        2: (4, 64, 48),
-    }
+    assert first == dict.fromkeys(range(3), (3, 64, 48))
+    assert second == dict.fromkeys(range(3), (4, 64, 48))
