@@ -257,6 +257,13 @@ def test_a_preempted_request_has_the_same_bits() -> None:
     assert engine.scheduler.preemptions > 0
 
 
+def test_keys_of_eight_bits_have_the_same_bits_in_every_batch() -> None:
+    model = model_of("tiny", "float32")
+    expected = outputs(make(model, kv_cache="int8"), ALONE)
+    engine = make(model, kv_cache="int8", step_tokens=20, chunk_tokens=7)
+    assert outputs(engine, [EVERY]) == expected
+
+
 def test_without_the_mode_company_changes_bits() -> None:
     model = model_of("tiny", "float32")
     engine = make(model, batch_invariant=False)
