@@ -21,6 +21,7 @@ from forward.attention import LayerSpec
 from forward.loading import load_model
 from forward.model import Model
 from paged_cache import LayerBlocks, PagedEngine
+from speculative.speculation import SpeculativeRunner
 from tests.compiling import spilled
 
 pytestmark = pytest.mark.timeout(240)
@@ -224,7 +225,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "small chunks": {"step_tokens": 20, "chunk_tokens": 7},
     "no prefix cache": {"prefix_cache": False},
     "no overlap": {"overlap": False},
-    "drafts": {"drafter": "ngram", "draft_adaptive": False},
+    "n-grams": {"drafter": "ngram", "draft_adaptive": False},
     "other rows": {"max_rows": 3},
 }
 
@@ -255,6 +256,29 @@ def test_a_preempted_request_has_the_same_bits() -> None:
     engine = make(model, cache_bytes=blocks, max_len=100)
     assert outputs(engine, [EVERY]) == expected
     assert engine.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-window"])
+def test_drafts_that_are_verified_together_change_no_bit(shape: str) -> None:
+    """A model that drafts for itself is nearly always right, and for another one nearly never."""
+    model = model_of(shape, "bfloat16")
+    expected = outputs(make(model), ALONE)
+    engine = make(
+        model, drafter="model", draft_model="random:tiny", draft_length=3, draft_adaptive=False
+    )
+    assert outputs(engine, [EVERY]) == expected
+    assert outputs(engine, ALONE) == expected
+    drafter = engine.scheduler.drafter
+    assert isinstance(drafter, SpeculativeRunner)
+    drafted, accepted = sum(drafter.stats.drafted), sum(drafter.stats.accepted)
+    assert drafted > 20 and (accepted > 20 if shape == "tiny" else accepted < drafted)
+
+
+def test_keys_of_eight_bits_have_the_same_bits_in_every_batch() -> None:
+    model = model_of("tiny", "float32")
+    expected = outputs(make(model, kv_cache="int8"), ALONE)
+    engine = make(model, kv_cache="int8", step_tokens=20, chunk_tokens=7)
+    assert outputs(engine, [EVERY]) == expected
 
 
 def test_without_the_mode_company_changes_bits() -> None:
