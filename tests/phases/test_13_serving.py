@@ -655,8 +655,10 @@ def test_cancelled_at_every_await(make, monkeypatch, stream, more):
     async def drive(at: int) -> int:
         driven = Driven(Client(app).request("/v1/completions", body).run(), at)
         ends = (asyncio.CancelledError, StopIteration, RuntimeError)
-        with pytest.raises(ends) if at >= 0 else contextlib.nullcontext():
+        with contextlib.suppress(*ends):
             await driven
+            # How many waits there are depends on how many tokens come at once.
+            assert at < 0 or driven.count <= at, f"cancelled at wait {at}, and it went on"
         assert app.engine.in_flight == 0, f"cancelled at wait {at}, and the engine goes on"
         await settle(app)
         return driven.count
