@@ -85,10 +85,8 @@ def run(given: SimpleNamespace) -> int:
     )
     with counted(phase, engine) as work:
         served = serve(engine, tokenizer, ids, params, show, highlighter)
-    made_up = getattr(guesses, "mark", "")  # numbers that synthetic acceptance made are marked
-    mark = {"speculation": made_up} if made_up else {}
     if given.as_json:
-        whole = to_json(phase, model, prompts, served) | mark
+        whole = to_json(phase, model, prompts, served)
         # Where the output cannot show a character, JSON can still say which it is.
         out.out(
             json.dumps(whole, ensure_ascii=sys.stdout.encoding.lower() != "utf-8"),
@@ -96,8 +94,7 @@ def run(given: SimpleNamespace) -> int:
         )
     else:
         show(len(prompts) - 1, "\n")
-        by = "".join(f", by {value}" for value in mark.values())
-        err.print(f"[dim]{describe(served)}{by}[/dim]", soft_wrap=True)
+        err.print(f"[dim]{describe(served)}[/dim]", soft_wrap=True)
         done = describe_work(phase, engine, work, served.completions, guesses)
         err.print(f"[dim]{phase.name}: {done}[/dim]", soft_wrap=True)
     if given.stats:
