@@ -39,6 +39,22 @@ class StepExecutor(Protocol):
         """
 
 
+def run_by_first(
+    executors: Sequence[StepExecutor],
+    works: Sequence[Work],
+    masked: bool,
+    eager: Callable[[Sequence[Work]], Forwarded],
+) -> Forwarded:
+    """Return a step's hidden states, computed by the first executor that supports it, or by `eager`.
+
+    works: the step's requests and tokens. masked: True if its samples get bit masks.
+    """
+    for executor in executors:
+        if (ticket := executor.supports(works, masked)) is not None:
+            return executor.run(works, ticket)
+    return eager(works)
+
+
 class PagedRunner(Runner):
     """Runs steps over a paged KV cache.
 
@@ -89,12 +105,7 @@ class PagedRunner(Runner):
 
         works: the step's requests and tokens. masked: True if its samples get bit masks.
         """
-        for executor in self.executors:
-            if (ticket := executor.supports(works, masked)) is not None:
-                self.last = executor.run(works, ticket)
-                break
-        else:
-            self.last = self.eager(works)
+        self.last = run_by_first(self.executors, works, masked, self.eager)
         return self.last
 
     def eager(self, works: Sequence[Work]) -> Forwarded:

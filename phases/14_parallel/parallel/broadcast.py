@@ -22,6 +22,7 @@ from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedAttention, PagedRunner
 from paged_cache.cache import PagedCache
+from paged_cache.runner import run_by_first
 from parallel.messages import CacheChanges, ForwardMessage, SampleMessage, with_rows
 from parallel.worker_group import WorkerGroup
 
@@ -119,9 +120,7 @@ class BroadcastExecutor:
         own = [with_rows(work) for work in works]
         self.workers.broadcast(ForwardMessage(own, ticket, requests, changes, stained))
         self.cache.apply(changes)
-        asked = ((other, other.supports(works, ticket)) for other in self.others)
-        found = next((pair for pair in asked if pair[1] is not None), None)
-        step = self.runner.eager(works) if found is None else found[0].run(works, found[1])
+        step = run_by_first(self.others, works, ticket, self.runner.eager)
         return replace(step, rest=partial(self.sample, step))
 
     def sample(self, step: Forwarded, allowed: TokenBitmask | None) -> Pending:

@@ -21,6 +21,7 @@ from continuous.engine import Engine
 from continuous.runner import Forwarded, Runner
 from continuous.work import Work
 from paged_cache import PagedRunner
+from paged_cache.runner import run_by_first
 from phases.appendix.embeddings.note_kinds import MEAN, PROMPT_LOGPROBS
 from phases.appendix.observability.observer import StepPictures
 from serving.messages import AddRequest, Command, StepReport
@@ -123,9 +124,7 @@ class PromptExecutor:
         works: the step's requests with the tokens that each computes. ticket: what `supports` returned.
         Tokens of a preempted request that were read before are skipped when they are computed again.
         """
-        asked = ((other, other.supports(works, ticket)) for other in self.others)
-        found = next((pair for pair in asked if pair[1] is not None), None)
-        step = self.runner.eager(works) if found is None else found[0].run(works, found[1])
+        step = run_by_first(self.others, works, ticket, self.runner.eager)
         after = 0
         for work in step.works:
             at, after = after, after + work.count
