@@ -7,7 +7,7 @@ Prometheus': https://prometheus.io/docs/instrumenting/exposition_formats/.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from serving.http.request import HttpRequest
 from serving.messages import Ready
@@ -69,8 +69,7 @@ def lines(metrics: Metrics) -> Iterator[str]:
         ),
     }
     for name, (value, what) in values.items():
-        kind = "counter" if name.endswith("_total") else "gauge"
-        yield from (*_head(name, kind, what), f"{name}{{{model}}} {value}")
+        yield from _samples(name, what, {model: value})
     for name, histogram, what in (
         ("vllm:time_to_first_token_seconds", metrics.first, "From request to first token."),
         (
@@ -84,15 +83,17 @@ def lines(metrics: Metrics) -> Iterator[str]:
     ):
         yield from (*_head(name, "histogram", what), *histogram_lines(histogram, name, model))
     ended = {
-        ("finished_reason", why): metrics.finished[why]
+        f'{model},finished_reason="{_escape(why)}"': metrics.finished[why]
         for why in {"stop", "length", *metrics.finished}
     }
-    failures = {("reason", why): count for why, count in metrics.failures.items()}
+    failures = {
+        f'{model},reason="{_escape(why)}"': count for why, count in metrics.failures.items()
+    }
     responses = {
-        ("route", path, "status", code): count
+        f'{model},route="{_escape(path)}",status="{code}"': count
         for (path, code), count in metrics.responses.items()
     }
-    tables: dict[str, tuple[Mapping[Any, int], str]] = {
+    tables: dict[str, tuple[Mapping[str, int], str]] = {
         "vllm:request_success_total": (ended, "Completions that ended, by reason."),
         "ladder:troubles_total": (
             failures,
@@ -101,11 +102,7 @@ def lines(metrics: Metrics) -> Iterator[str]:
         "ladder:http_responses_total": (responses, "Responses by route and status."),
     }
     for name, (table, what) in tables.items():
-        yield from _head(name, "counter", what)
-        for labels, count in sorted(table.items(), key=str):
-            pairs = zip(labels[::2], map(str, labels[1::2]), strict=True)
-            others = ",".join(f'{label}="{_escape(value)}"' for label, value in pairs)
-            yield f"{name}{{{model},{others}}} {count}"
+        yield from _samples(name, what, table)
 
 
 def histogram_lines(histogram: Histogram, name: str, labels: str) -> Iterator[str]:
@@ -119,6 +116,16 @@ def histogram_lines(histogram: Histogram, name: str, labels: str) -> Iterator[st
         yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
     yield f"{name}_sum{{{labels}}} {histogram.sum!r}"
     yield f"{name}_count{{{labels}}} {total}"
+
+
+def _samples(name: str, what: str, samples: Mapping[str, float]) -> Iterator[str]:
+    """Yield the lines of a gauge or a counter (whose name ends with `_total`): help, type, and its samples.
+
+    what: the help text. samples: values by their labels, such as `model="x"`.
+    """
+    yield from _head(name, "counter" if name.endswith("_total") else "gauge", what)
+    for labels, value in sorted(samples.items()):
+        yield f"{name}{{{labels}}} {value}"
 
 
 def _head(name: str, kind: str, what: str) -> tuple[str, str]:
