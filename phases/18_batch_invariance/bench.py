@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate_engines, summarize
 from benchmarks.plotting import bars, panels, save
 from benchmarks.roofline import ceilings, summarize_generation
@@ -43,8 +44,7 @@ def run(options: BenchOptions) -> Evidence:
         if options.device.type == "cuda":
             runs += timed(own, name, model)
         del model
-    top = ceilings(options.device, options.dtype)
-    return collect(PHASE, runs, options.device, top.to_json())
+    return evidence_of(PHASE, runs, options)
 
 
 def counted(options: BenchOptions, name: str, model: Model) -> list[Run]:

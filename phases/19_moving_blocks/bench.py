@@ -5,16 +5,17 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import benchmarks.bench
+from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, alternate, summarize
+from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.measure import Sample
 from benchmarks.plotting import bars, lines, panels, save
-from benchmarks.roofline import ceilings
-from benchmarks.targets import load_target
 from benchmarks.workloads import Workload, uniform
 from common.device import synchronize
 from common.sampling.params import SamplingParams
@@ -34,22 +35,18 @@ BLOCKS = 2.5
 
 def run(options: BenchOptions) -> Evidence:
     """First tokens of evicted prompts of many lengths; on a CPU also those of a server that has restarted."""
-    bench = Bench(options)
+    bench = Bench(replace(options, model=options.model or "smollm2"))
     runs = bench.evicted()
-    if options.device.type == "cpu":
+    if bench.on_cpu:
         runs += bench.restarted()
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(PHASE, runs, options)
 
 
-class Bench:
-    """One model and how its engines are measured."""
+class Bench(benchmarks.bench.Bench):
+    """Both phases over one model, and the lengths of their prompts."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options = options
-        self.name = options.model or "smollm2"
-        self.model = load_target(options)
+        super().__init__(options)
         lengths: tuple[int, ...] = (
             GPU_LENGTHS if options.device.type == "cuda" else CPU_LENGTHS
         )
@@ -62,8 +59,7 @@ class Bench:
     def engine(self, number: str, **more: Any) -> PagedEngine:
         """Make the engine of a phase with room for the longest prompt."""
         longest = self.longest
-        each = self.model.config.kv_bytes_per_token(self.model.dtype)
-        room = int(BLOCKS * longest * each)
+        room = int(BLOCKS * self.kv_bytes(longest))
         sizes: dict[str, Any] = {
             "max_rows": 8,
             "max_len": longest + 16,
@@ -84,21 +80,10 @@ class Bench:
         runs: list[Run] = []
         for length in self.lengths:
             work = uniform(f"evicted-{length}", 1, length, 1)
-            kept = alternate(
-                {name: partial(self.again, engine, work) for name, engine in engines.items()},
-                self.options.repeats,
-            )
-            runs += [
-                summarize(
-                    name,
-                    work,
-                    samples,
-                    model=self.name,
-                    dtype=self.model.dtype,
-                    options={"tokens": length, "after": "eviction"},
-                )
-                for name, samples in kept.items()
-            ]
+            again = {
+                name: partial(self.again, engine, work) for name, engine in engines.items()
+            }
+            runs += self.compare(again, work, tokens=length, after="eviction")
         return runs
 
     def again(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
@@ -126,21 +111,8 @@ class Bench:
                 BEFORE: partial(self.engine, "08"),
                 PHASE: partial(self.engine, "19", disk_folder=path),
             }
-            kept = alternate(
-                {name: partial(self.start, make, work) for name, make in made.items()},
-                self.options.repeats,
-            )
-        return [
-            summarize(
-                name,
-                work,
-                samples,
-                model=self.name,
-                dtype=self.model.dtype,
-                options={"tokens": length, "after": "restart"},
-            )
-            for name, samples in kept.items()
-        ]
+            start = {name: partial(self.start, make, work) for name, make in made.items()}
+            return self.compare(start, work, tokens=length, after="restart")
 
     def start(self, make: Callable[[], PagedEngine], work: Workload, repeat: int) -> Sample:
         """Return the time to the first token of a new engine, and the time that the engine took to start."""
