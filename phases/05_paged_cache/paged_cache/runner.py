@@ -100,19 +100,12 @@ class PagedRunner(Runner):
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """See `Runner.forward`: return a step's hidden states, computed by the first executor that supports
-        it.
-
-        works: the step's requests and tokens. masked: True if its samples get bit masks.
-        """
+        """See `Runner.forward`: the first executor that supports the step computes its hidden states."""
         self.last = run_by_first(self.executors, works, masked, self.eager)
         return self.last
 
     def eager(self, works: Sequence[Work]) -> Forwarded:
-        """Run the first half of any step, one operation after the other, and return its hidden states.
-
-        works: the step's requests and tokens.
-        """
+        """Run the first half of a step's works, one operation after the other; return its hidden states."""
         return super().forward(works)
 
     def release(self) -> None:
