@@ -201,7 +201,7 @@ def states(steps: Sequence[StateStep]) -> Picture:
     picture = Picture(
         "The slots of one request's states over five steps",
         "; ".join(
-            f"behind {step.computed} tokens the pages have the slots {list(step.slots)}"
+            f"after {step.computed} tokens the pages have the slots {list(step.slots)}"
             for step in steps
         ),
         height=62 + 40 * len(steps),
@@ -228,7 +228,9 @@ def states(steps: Sequence[StateStep]) -> Picture:
                 kind = "now"
             picture.cell(x, top, 104, 28, kind, "a", f"slot {slot}: {behind} tokens")
         if decode and step.read != step.written:
-            picture.text(190 + width * PAGES, top + 19, f"reads page {step.read}", fill=SOFT)
+            picture.text(
+                190 + width * PAGES, top + 19, f"reads slot {step.slots[step.read]}", fill=SOFT
+            )
         elif decode:
             picture.text(190 + width * PAGES, top + 19, "updated in place", fill=SOFT)
     picture.legend(
@@ -236,7 +238,7 @@ def states(steps: Sequence[StateStep]) -> Picture:
         52 + 40 * len(steps),
         [
             ("now", "a", "written in this step"),
-            ("kept", "a", "kept: a snapshot"),
+            ("kept", "a", "a snapshot"),
             ("idle", "", "no slot"),
         ],
     )

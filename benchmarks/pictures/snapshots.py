@@ -104,7 +104,7 @@ def prompts(found: Sequence[Prompt]) -> Picture:
         bottom,
         [("kept", "", "found: not computed"), ("now", "a", "computed for this prompt")],
     )
-    picture.text(392, bottom + 1, "↑ a state is kept behind so many tokens", fill=SOFT)
+    picture.text(392, bottom + 1, "↑ the state after so many tokens is saved", fill=SOFT)
     return picture
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.pictures.svg import INK, LINE, NEUTRAL, PAPER, SOFT, Picture
 from structured.automata.dfa import compile
 from structured.automata.nodes import Call, Cat, literal
-from structured.automata.pushdown import Machine, MaskMaker, Stack
+from structured.automata.pushdown import Machine, MaskMaker
 from structured.automata.regex import parse
 from structured.automata.trie import Trie
 
@@ -110,9 +110,9 @@ def automaton(edges: Mapping[int, Mapping[str, int]], ends: Sequence[int]) -> Pi
     for line, words in enumerate(
         (
             "0  nothing read yet",
-            "1  an a that wants its b",
-            "2  one or more of ab and c",
-            "3  all of it: may end here",
+            "1  after a: only b may follow",
+            "2  after ab or c",
+            "3  after d: the text may end",
         )
     ):
         picture.text(392, 40 + 22 * line, words, fill=SOFT)
@@ -168,13 +168,13 @@ def walk(one: Walk, masks: Sequence[Sequence[bool]]) -> Picture:
         return y
 
     place(0, 0)
-    picture.text(16, 290, "letter → state; under a node the token that ends there.", fill=SOFT)
+    picture.text(16, 290, "letter → state; the token of a node stands under it.", fill=SOFT)
     picture.text(
-        16, 308, "✗: the automaton has no such edge; what is below is dead too.", fill=SOFT
+        16, 308, "✗: the automaton has no such edge, or the parent is dead.", fill=SOFT
     )
     left, top = 520, 62
     picture.line([(left - 92, 16), (left - 92, 268)], LINE)
-    picture.text(left - 72, 28, "masks: which tokens may come", bold=True)
+    picture.text(left - 72, 28, "masks: which tokens are allowed", bold=True)
     for state in range(len(masks)):
         x = left + 50 * state
         picture.text(
@@ -200,29 +200,40 @@ def walk(one: Walk, masks: Sequence[Sequence[bool]]) -> Picture:
     return picture
 
 
-def stacks() -> Sequence[tuple[str, Stack, str]]:
-    """What was read, the one stack that is possible after it, and the bytes that may come next."""
+def stacks() -> Sequence[tuple[str, Sequence[str], str]]:
+    """What was read, the one stack that is possible after it, and the bytes that may come next.
+
+    The states of the stack have letters here, A to G in `object` and X to Z in `array`: the automaton of the
+    other pictures has the states 0 to 3.
+    """
     machine = Machine(RULES, "object")
     place = machine.start
+    letters = iter("ABCDEFG"), iter("XYZ")
+    names: dict[int, str] = {}
     found = []
     for at in range(len(NESTED) + 1):
         (stack,) = place
+        for height, state in enumerate(stack):
+            if state not in names:
+                names[state] = next(letters[height])
         row = machine.table[stack[-1]].tolist()
         following = " ".join(chr(byte) for byte, state in enumerate(row) if state >= 0)
-        found.append((NESTED[:at], stack, following or "end"))
+        found.append((NESTED[:at], [names[state] for state in stack], following or "end"))
         if at < len(NESTED):
             place = machine.step(place, ord(NESTED[at]))
     return found
 
 
-def stack(found: Sequence[tuple[str, Stack, str]]) -> Picture:
+def stack(found: Sequence[tuple[str, Sequence[str], str]]) -> Picture:
     """A column for each byte read: the stack after it, and what may come next."""
     wide = 66
     high = 30
     left = 96
     picture = Picture(
         f"The stack while {NESTED} is read",
-        "; ".join(f"after {text or 'nothing'}: {states}" for text, states, _ in found),
+        "; ".join(
+            f"after {text or 'nothing'}: {' '.join(states)}" for text, states, _ in found
+        ),
         height=176,
     )
     for y, words in (
@@ -240,7 +251,7 @@ def stack(found: Sequence[tuple[str, Stack, str]]) -> Picture:
             top = height == len(states) - 1
             y = 80 - 34 * height
             picture.cell(
-                x + 3, y, wide - 6, high, "now" if top else "kept", "ab"[height], str(state)
+                x + 3, y, wide - 6, high, "now" if top else "kept", "ab"[height], state
             )
         picture.text(middle, 150, following, "middle", mono=True)
     picture.line([(left, 36), (left + wide * len(found), 36)], LINE)
