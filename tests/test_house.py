@@ -329,9 +329,7 @@ def test_a_phase_imports_only_from_below(phase):
 
 IN_A_CHECKOUT = {
     "phases/commands/benches.py": "bench, plot",
-    "phases/commands/early.py": "load",
     "phases/commands/plain.py": "the gains of list",
-    "phases/commands/profile.py": "profile",
     "phases/course/grading.py": "course",
 }
 """Files that import benchmarks, which no wheel has, and the commands for which they do."""
