@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Sequence
 from itertools import cycle, islice
 from types import SimpleNamespace
@@ -24,8 +23,6 @@ from common.errors import UserError, integer, number
 from common.files import whole
 from common.progress import bar
 
-PATIENCE = 10.0
-"""Seconds after which a server that does not respond is taken to be absent."""
 COLUMNS = {
     "output_tokens_per_s": "tokens\na second",
     "goodput_requests_per_s": "good\na second",
@@ -45,7 +42,6 @@ def run(given: SimpleNamespace) -> int:
     given: the arguments; `users` are numbers, each a closed loop of its own, and `rate` is
         requests a second of an open loop. Neither: the workload's own arrivals.
     """
-    reach(given.url)
     work = named(given.workload, integer("vocab", given.vocab, low=2, high=1 << 31))
     first, gap = (
         number(name, getattr(given, name), low=0, high=1e9) for name in ("first_ms", "gap_ms")
@@ -117,15 +113,3 @@ def shown(rows: Sequence[dict[str, Any]]) -> Table:
 def _number(value: float) -> str:
     """Three digits and a point at most: 8,142 and 42.1 and 0.52."""
     return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:.3g}"
-
-
-def reach(url: str) -> None:
-    """Raise `UserError` if `url` is no address, or no server listens at it."""
-    target = Target.of(url)
-    try:
-        socket.create_connection((target.host, target.port), PATIENCE).close()
-    except OSError as error:
-        raise UserError(
-            f"no server answers at {url} ({error.strerror or error}): "
-            "start one with `ladder serve`, or mend the address"
-        ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 
 from common.device_names import check_device, check_dtype
@@ -13,13 +14,15 @@ from phases.commands.arguments import METHODS, SCHEMES, joined
 
 FIRST_STEPS = 4
 """The phase whose engine marks its steps in a trace."""
+PATIENCE = 10.0
+"""Seconds after which a server that does not respond is taken to be absent."""
 CHOICES = {"scheme": SCHEMES, "method": METHODS, "generation_config": (MODEL, NEUTRAL)}
 
 
 def check(given: SimpleNamespace) -> None:
     """Raise `UserError` for a command's arguments that are wrong, as far as that shows without PyTorch.
 
-    These are phase, device, dtype, choices, model, and options of later phases.
+    These are phase, device, dtype, choices, model, server, and options of later phases.
 
     given: the arguments of any command; those that it does not have are skipped. For `run`, `prompts`,
         `params` and `said` (the sampling settings that were given) are added.
@@ -37,6 +40,8 @@ def check(given: SimpleNamespace) -> None:
         raise UserError(
             f"steps are profiled from phase {FIRST_STEPS:02d} on, but the phase is {phase.name}"
         )
+    if "url" in asked:
+        reach(given.url)
     model = asked.get("model")
     if model is not None and not model.startswith(RANDOM):
         local(model)
@@ -65,3 +70,17 @@ def _read(given: SimpleNamespace) -> None:
         **given.said,
     )
     given.prompts = read_prompts(given.prompt, given.prompts_file)
+
+
+def reach(url: str) -> None:
+    """Raise `UserError` if `url` is no address, or no server listens at it."""
+    from benchmarks.loadtest.user import Target
+
+    target = Target.of(url)
+    try:
+        socket.create_connection((target.host, target.port), PATIENCE).close()
+    except OSError as error:
+        raise UserError(
+            f"no server answers at {url} ({error.strerror or error}): "
+            "start one with `ladder serve`, or mend the address"
+        ) from None
