@@ -42,6 +42,11 @@ class PromptLogprobs:
         self.top = request.params.logprobs or 0
         self.values = list[Any]()
 
+    @property
+    def done(self) -> bool:
+        """Return True if every prompt token but the first has its entry."""
+        return len(self.values) >= len(self.prompt) - 1
+
     def add(self, hidden: Tensor, start: int) -> None:
         """Compute log-probabilities of prompt tokens `start + 1` to `start + T`, and store them.
 
@@ -69,7 +74,6 @@ class PromptExecutor:
         self.runner = runner
         self.others = runner.executors
         self._asked: dict[Request, PromptLogprobs] = {}
-        self._counts: dict[Request, int] = {}  # how many tokens are read
 
     def ask(self, request: Request) -> None:
         """Read the hidden states of a request's prompt from now on, and keep the prefix cache from
@@ -77,7 +81,6 @@ class PromptExecutor:
         """
         request.salt = secrets.token_hex(8)
         self._asked[request] = PromptLogprobs(self.runner, request)
-        self._counts[request] = 0
 
     def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
         """Return `masked` if the step computes a part of a prompt that was asked for; else None: others
@@ -85,9 +88,8 @@ class PromptExecutor:
 
         works: the step's requests with the tokens that each computes. masked: whether a grammar masks logits.
         """
-        if not self._counts:
-            return None
-        return masked if any(work.request in self._counts for work in works) else None
+        unread = {request for request, reader in self._asked.items() if not reader.done}
+        return None if unread.isdisjoint(work.request for work in works) else masked
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """Run a step's forward pass by the first other executor that supports it; read its prompts'
@@ -100,17 +102,14 @@ class PromptExecutor:
         after = 0
         for work in step.works:
             at, after = after, after + work.count
-            request = work.request
-            if request not in self._counts:
+            reader = self._asked.get(work.request)
+            if reader is None or reader.done:
                 continue
-            first = max(self._counts[request], work.start)
-            end = min(work.start + work.count, request.prompt_len)
+            first = max(len(reader.values), work.start)
+            end = min(work.start + work.count, len(reader.prompt))
             if first < end:
                 rows = step.hidden[at + first - work.start : at + end - work.start]
-                self._asked[request].add(rows, first)
-                self._counts[request] = end
-            if self._counts[request] == request.prompt_len:
-                del self._counts[request]
+                reader.add(rows, first)
         return step
 
     @property
@@ -126,12 +125,11 @@ class PromptExecutor:
         """
         found = []
         for request, reader in [*self._asked.items()]:
-            if request not in self._counts:
+            if reader.done:
                 found.append((request.index, PROMPT_LOGPROBS, reader.values))
             elif request.finish_reason is None:
                 continue
             del self._asked[request]
-            self._counts.pop(request, None)
         return found
 
 
