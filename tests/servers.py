@@ -28,7 +28,7 @@ from common.text.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from phases import ROOT
-from phases.appendix.api.prompt_logprobs import PromptObserver
+from phases.appendix.embeddings.prompt_states import PromptObserver
 from serving import messages
 from serving.app import App
 from serving.client import EngineClient

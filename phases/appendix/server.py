@@ -11,6 +11,7 @@ from common.text.tokenizer import Tokenizer
 from phases.appendix.access.policy import ANY, AccessPolicy
 from phases.appendix.api.extension import Document, chat_handlers, completion_handlers
 from phases.appendix.connections.connection import NEVER, Connection
+from phases.appendix.embeddings.endpoint import Embeddings
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.metrics import Metrics
@@ -63,6 +64,8 @@ def whole_app(
     ):
         entry.install(app)
     add_protocols(app)
+    app.add("/v1/embeddings", Embeddings(app.model, ours=True))
+    app.add("/api/embed", Embeddings(app.model, ours=False))
     Document(app, version)
     return app
 

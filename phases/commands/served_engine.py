@@ -117,6 +117,6 @@ def make_observer(engine: Engine) -> Observer:
     """Return the observer of an engine in its process, which adds results about prompts, and pictures, to
     reports.
     """
-    from phases.appendix.api.prompt_logprobs import PromptObserver
+    from phases.appendix.embeddings.prompt_states import PromptObserver
 
     return PromptObserver(engine)

@@ -233,25 +233,6 @@ async def test_a_prompt_is_scored(make, model, tokenizer, most):
     await settle(app)
 
 
-async def test_scores_of_a_prompt_survive_preemption(model, tokenizer):
-    """A prompt that is computed again is read once."""
-    engine = load(
-        model, max_rows=4, cache_bytes=blocks(model, 30), step_tokens=16, speculate=False
-    )
-    app = whole_app(Loopback(engine), tokenizer, "tiny")
-    prompt = tokenizer.encode("y" * 400)
-    said = {"prompt": "abc", "max_tokens": 100, "temperature": 0, "ignore_eos": True, "n": 3}
-    scored = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
-    _, (status, found) = await asyncio.gather(
-        Client(app).post("/v1/completions", said), Client(app).post("/v1/completions", scored)
-    )
-    assert status == 200, found
-    assert engine.scheduler.preemptions, "no prompt was computed again"
-    values = found["choices"][0]["logprobs"]["token_logprobs"][1:]
-    assert values == pytest.approx(likelihoods(model, prompt).tolist(), abs=1e-4)
-    await settle(app)
-
-
 async def test_an_echo_is_the_same_in_a_stream(make):
     body = {
         "prompt": ["ab", "cde"],
@@ -306,7 +287,7 @@ async def test_pages_of_the_api_ask_nobody_else(make):
     assert all(re.fullmatch(r"[\w.-]+", name) for name in fields), "OpenAPI's names of parts"
     asked = {"messages", "logit_bias", "response_format", "tools", "deadline_ms", "min_p"}
     assert asked <= set(fields["v1.chat.completions"]["properties"])
-    for name in ("v1.responses", "v1.messages", "api.chat"):
+    for name in ("v1.responses", "v1.messages", "v1.embeddings", "api.chat"):
         assert {"seed", "deadline_ms"} <= set(fields[name]["properties"]), name
     assert (await Client(app).request("/ping", b"", "GET").run()).status == 200, (
         "a watcher needs a key"

@@ -1,4 +1,4 @@
-"""Other people's clients against a live server: agents, structured answers, errors.
+"""Other people's clients against a live server: agents, structured answers, embeddings, errors.
 
 Packages that speak another protocol than OpenAI's are the extra `clients`; without one its test is skipped by
 its name.
@@ -202,7 +202,7 @@ def test_an_agent_comes_to_its_end(server, tmp_path, loop):
     assert read == "17 25" and total.isdigit()
 
 
-def test_parsed_answers_and_parsed_calls_of_the_official_client(client):
+def test_parsed_answers_parsed_calls_and_embeddings_of_the_official_client(client):
     assert [model.id for model in client.models.list()] == [NAME]
     more = {"model": NAME, "messages": HELLO, "max_tokens": 500}
     done = client.chat.completions.parse(**more, response_format=Verdict)
@@ -212,6 +212,9 @@ def test_parsed_answers_and_parsed_calls_of_the_official_client(client):
     assert isinstance(
         called.choices[0].message.tool_calls[0].function.parsed_arguments, Verdict
     )
+    found = client.embeddings.create(model=NAME, input=["a", "b"])  # it asks for base64
+    assert [one.index for one in found.data] == [0, 1]
+    assert abs(sum(value * value for value in found.data[0].embedding) - 1) < 1e-4
 
 
 def test_errors_of_the_official_client(client):
@@ -247,6 +250,7 @@ def test_ollama(server):
     assert set(json.loads(formed.message.content)) == {"a", "b"}
     assert client.generate(model=model, prompt="abc", options=few).response
     assert [one.model for one in client.ps().models] == [model]
+    assert len(client.embed(model=model, input=["a", "b"]).embeddings) == 2
     assert client.generate(model=model, keep_alive=0).done_reason == "unload"
     with pytest.raises(ollama.ResponseError) as missing:
         client.pull("other")

@@ -16,7 +16,7 @@ hypothesis = pytest.importorskip("hypothesis")
 
 CASES = int(os.environ.get("LADDER_SCHEMA_CASES", "108"))
 POSTS = ("/v1/completions", "/v1/chat/completions")
-POSTS += ("/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
+POSTS += ("/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat", "/api/generate")
 
 
 @pytest.fixture(scope="module")

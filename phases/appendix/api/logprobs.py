@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from common.events import Logprob
 from common.text.tokenizer import Tokenizer
-from phases.appendix.api.note_kinds import PROMPT_LOGPROBS
+from phases.appendix.embeddings.note_kinds import PROMPT_LOGPROBS
 from serving.completion import Choice, Piece
 from serving.http.errors import wrong
 from serving.parsed import ParsedRequest

@@ -274,9 +274,9 @@ async def show(app: App, http: HttpRequest) -> None:
 def capabilities(model: ServedModel) -> list[str]:
     """Return what the model can do, in Ollama's words, such as "completion" and "tools"."""
     if not model.tokenizer.has_chat_template:
-        return ["completion"]
+        return ["completion", "embedding"]
     thinking = ["thinking"] if reasons(model.tokenizer) else []
-    return ["completion", "tools", *thinking]
+    return ["completion", "tools", "embedding", *thinking]
 
 
 async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:

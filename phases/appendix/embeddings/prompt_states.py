@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, from the hidden states of the steps that compute the prompt.
+"""Readers of the hidden states of prompts: their means, and the log-probabilities of their tokens.
 
 A request that asks is an ordinary completion: the scheduler puts its prompt into steps beside all others, in
 chunks if it is long, and its blocks are freed like all others'. It shares no blocks, whose states are not
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from common.request import Request
 from common.sampling.ops import raw_logprobs
@@ -21,7 +22,7 @@ from continuous.runner import Forwarded, Runner
 from continuous.work import Work
 from paged_cache import PagedRunner
 from paged_cache.runner import run_by_first
-from phases.appendix.api.note_kinds import PROMPT_LOGPROBS
+from phases.appendix.embeddings.note_kinds import MEAN, PROMPT_LOGPROBS
 from phases.appendix.observability.observer import StepPictures
 from serving.messages import AddRequest, Command, StepReport
 
@@ -29,23 +30,33 @@ ROWS = 256
 """Logits that are made at a time: each has a number for every token of the vocabulary."""
 
 
-class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens by the model's logits, before temperature and other changes.
+class Mean:
+    """The mean of a prompt's hidden states, summed up as the prompt is computed in chunks."""
 
-    values: an entry for each prompt token but the first, to be sent to the API process: (log-probability,
-        [(token id, log-probability) of the likeliest tokens]).
-    """
+    def __init__(self, runner: Runner, request: Request) -> None:
+        self.total = torch.zeros((), device=runner.model.device)
+
+    def add(self, hidden: Tensor, start: int) -> None:
+        """Add the hidden states `[T, D]` of the next T tokens of the prompt, of which the first is number
+        `start`.
+        """
+        self.total = self.total + hidden.float().sum(0)
+
+    def notes(self) -> list[Any]:
+        """Return one entry, to be sent to the API process: the mean, scaled to length 1, as float32
+        bytes.
+        """
+        return [normalize(self.total, dim=0).cpu().numpy().tobytes()]
+
+
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens by the model's logits, before temperature and other changes."""
 
     def __init__(self, runner: Runner, request: Request) -> None:
         self.model = runner.model
         self.prompt = request.tokens[: request.prompt_len]
         self.top = request.params.logprobs or 0
         self.values = list[Any]()
-
-    @property
-    def done(self) -> bool:
-        """Return True if every prompt token but the first has its entry."""
-        return len(self.values) >= len(self.prompt) - 1
 
     def add(self, hidden: Tensor, start: int) -> None:
         """Compute log-probabilities of prompt tokens `start + 1` to `start + T`, and store them.
@@ -60,12 +71,22 @@ class PromptLogprobs:
             rows = zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
             self.values += [(one, list(zip(*top, strict=True))) for one, *top in rows]
 
+    def notes(self) -> list[Any]:
+        """Return an entry for each prompt token but the first, to be sent to the API process.
+
+        An entry: (log-probability, [(token id, log-probability) of the likeliest tokens]).
+        """
+        return self.values
+
+
+READERS: dict[str, type[Mean | PromptLogprobs]] = {MEAN: Mean, PROMPT_LOGPROBS: PromptLogprobs}
+
 
 class PromptExecutor:
     """An executor of steps that reads the hidden states of prompts, while another executor computes the
     step.
 
-    The runner asks it first. It computes log-probabilities of the prompts named to `ask`.
+    The runner asks it first. It computes means or log-probabilities of the prompts named to `ask`.
     """
 
     order: ClassVar[int] = 0
@@ -73,14 +94,18 @@ class PromptExecutor:
     def __init__(self, runner: PagedRunner) -> None:
         self.runner = runner
         self.others = runner.executors
-        self._asked: dict[Request, PromptLogprobs] = {}
+        self._asked: dict[Request, tuple[str, Mean | PromptLogprobs]] = {}
+        self._counts: dict[Request, int] = {}  # how many tokens are read
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: Request, kind: str) -> None:
         """Read the hidden states of a request's prompt from now on, and keep the prefix cache from
         skipping any.
+
+        kind: what to compute of them: a key of `READERS` (mean or log-probabilities).
         """
         request.salt = secrets.token_hex(8)
-        self._asked[request] = PromptLogprobs(self.runner, request)
+        self._asked[request] = kind, READERS[kind](self.runner, request)
+        self._counts[request] = 0
 
     def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
         """Return `masked` if the step computes a part of a prompt that was asked for; else None: others
@@ -88,8 +113,9 @@ class PromptExecutor:
 
         works: the step's requests with the tokens that each computes. masked: whether a grammar masks logits.
         """
-        unread = {request for request, reader in self._asked.items() if not reader.done}
-        return None if unread.isdisjoint(work.request for work in works) else masked
+        if not self._counts:
+            return None
+        return masked if any(work.request in self._counts for work in works) else None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """Run a step's forward pass by the first other executor that supports it; read its prompts'
@@ -102,14 +128,17 @@ class PromptExecutor:
         after = 0
         for work in step.works:
             at, after = after, after + work.count
-            reader = self._asked.get(work.request)
-            if reader is None or reader.done:
+            request = work.request
+            if request not in self._counts:
                 continue
-            first = max(len(reader.values), work.start)
-            end = min(work.start + work.count, len(reader.prompt))
+            first = max(self._counts[request], work.start)
+            end = min(work.start + work.count, request.prompt_len)
             if first < end:
                 rows = step.hidden[at + first - work.start : at + end - work.start]
-                reader.add(rows, first)
+                self._asked[request][1].add(rows, first)
+                self._counts[request] = end
+            if self._counts[request] == request.prompt_len:
+                del self._counts[request]
         return step
 
     @property
@@ -124,17 +153,18 @@ class PromptExecutor:
         Prompts of requests that ended before are forgotten, too.
         """
         found = []
-        for request, reader in [*self._asked.items()]:
-            if reader.done:
-                found.append((request.index, PROMPT_LOGPROBS, reader.values))
+        for request, (kind, reader) in [*self._asked.items()]:
+            if request not in self._counts:
+                found.append((request.index, kind, reader.notes()))
             elif request.finish_reason is None:
                 continue
             del self._asked[request]
+            self._counts.pop(request, None)
         return found
 
 
 class PromptObserver(StepPictures):
-    """Adds log-probabilities of prompts to step reports, beside pictures of the engine.
+    """Adds results about prompts (means, log-probabilities) to step reports, beside pictures of the engine.
 
     executor: reads prompts; None until the first is asked for, and always in engines before phase 05.
     """
@@ -142,18 +172,18 @@ class PromptObserver(StepPictures):
     executor: PromptExecutor | None = None
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """See `Observer.hear`: if an added request wants its prompt's log-probabilities, start to read that
+        """See `Observer.hear`: if an added request wants a result about its prompt, start to read that
         prompt.
         """
         super().hear(command, requests)
-        if not isinstance(command, AddRequest) or PROMPT_LOGPROBS not in command.wanted:
-            return
+        kinds = READERS.keys() & set(command.wanted if isinstance(command, AddRequest) else ())
         runner = self.engine.runner if isinstance(self.engine, Engine) else None
-        if self.executor is None and isinstance(runner, PagedRunner):
+        if kinds and self.executor is None and isinstance(runner, PagedRunner):
             self.executor = PromptExecutor(runner)
             runner.ask_first(self.executor)
         if self.executor is not None:
-            self.executor.ask(requests[0])
+            for kind in kinds:
+                self.executor.ask(requests[0], kind)
 
     def write(self, step: StepReport) -> None:
         """See `Observer.write`: add the results that are complete to the step's report."""

@@ -1,0 +1,1 @@
+"""Appendix to phase 13: embeddings, the mean of a prompt's hidden states."""
