@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from continuous.batch import HostBatch
+from continuous.attention import avoid_plans_per_shape
+from continuous.batch import Batch, HostBatch
 from forward.attention import LayerSpec
-from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.pool import HybridPool
-from paged_cache import LayerBlocks, TorchPagedAttention
+from paged_cache import BlockPool, LayerBlocks, PagedAttention, PagedBatch
 
 CHUNK = 256
 """Keys of a chunk. Long chunks are less to combine; of short ones more can be computed side by side."""
@@ -69,7 +69,28 @@ def query_tiles(host: HostBatch, queries: int) -> NDArray[np.int64]:
     return np.array(tiles, np.int64).reshape(-1, 4)
 
 
-class ChunkedTorch(TorchPagedAttention):
+class GroupBatches:
+    """A step's batch once for each KV cache group of a pool's layers; a pool without groups has one.
+
+    pool: the paged KV cache.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.batches: list[PagedBatch] = []
+
+    def begin(self, batch: PagedBatch) -> None:
+        """Start a step: look up the blocks and slots of its batch in every group."""
+        grouped = isinstance(self.pool, HybridPool)
+        self.batches = self.pool.begin(batch) if grouped else [batch]
+
+    def of(self, layer: LayerSpec) -> PagedBatch:
+        """Return the step's batch with the block tables and slots of a layer's group."""
+        pool = self.pool
+        return self.batches[pool.group_of[layer.index] if isinstance(pool, HybridPool) else 0]
+
+
+class ChunkedTorch(PagedAttention):
     """Paged attention by torch that computes tiles of `QUERIES` tokens over chunks of `CHUNK` keys.
 
     Every call of torch has the same shape but for the number of tiles, which are separate products.
@@ -77,11 +98,25 @@ class ChunkedTorch(TorchPagedAttention):
 
     chunk = CHUNK
 
+    def __init__(self, pool: BlockPool) -> None:
+        avoid_plans_per_shape()
+        super().__init__(pool)
+        self.groups = GroupBatches(pool)
+
+    def begin(self, batch: Batch) -> None:
+        """See `PagedAttention.begin`."""
+        super().begin(batch)
+        self.groups.begin(self.batch)
+
+    def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
+        """See `PagedAttention.place`; `batch` gets the block tables of the layer's group."""
+        self.batch = self.groups.of(layer)
+        return super().place(layer)
+
     def plan(self) -> None:
         """Cut the step's tokens into tiles, and store the rows and positions of each for the calls of
         `attend`.
         """
-        self._others = []
         device = self.batch.positions.device
         tiles = query_tiles(self.batch.host, QUERIES)
         self._ends = tiles[:, 3] + tiles[:, 2]
@@ -161,11 +196,3 @@ class ChunkedTorch(TorchPagedAttention):
         weights = torch.exp(scores - largest[..., None])
         weighted = (weights.flatten(2, 3) @ values).view(own.shape)
         return Softmax(largest, weights.sum(-1), weighted)
-
-
-class GroupedChunkedTorch(ChunkedTorch, GroupedTorch):
-    """Batch-invariant attention by torch (`ChunkedTorch`) over the block tables of several groups of
-    layers.
-    """
-
-    pool: HybridPool

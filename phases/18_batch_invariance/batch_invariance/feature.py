@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from batch_invariance.activations import fix_activations
-from batch_invariance.attention import ChunkedTorch, GroupedChunkedTorch
+from batch_invariance.attention import ChunkedTorch
 from batch_invariance.linear import fix_linears
 from common.errors import UserError
 from cuda_graphs import Graphs
 from cuda_graphs.buckets import chunk_sizes, decode_sizes
-from hybrid_cache.pool import HybridPool
-from paged_cache import BlockPool, EngineBuilder, Feature, PagedAttention
+from paged_cache import EngineBuilder, Feature, PagedAttention
 from parallel.feature import Parallel
 from quant.blocks import BlockWeight
 from quant.linear import QuantLinear
@@ -50,8 +50,7 @@ class BatchInvariance(Feature):
                     part.kernels.clear()
         fix_activations(model)
         fix_linears(model, likely_rows(builder))
-        made = triton_attention(builder) if kernels else torch_attention
-        builder.attention.decorate(self, lambda plain: made)
+        builder.attention.decorate(self, lambda plain: attention_of(builder))
         if builder.feature(Graphs) is not None:
             from batch_invariance.sampling import FixedSamplerBackend
             from cuda_graphs.sampling import TritonSamplerBackend
@@ -92,20 +91,10 @@ def likely_rows(builder: EngineBuilder) -> list[int]:
     return sorted(set(rows))
 
 
-def torch_attention(pool: BlockPool) -> PagedAttention:
-    """Return attention in torch over a pool of one or several groups of layers."""
-    return GroupedChunkedTorch(pool) if isinstance(pool, HybridPool) else ChunkedTorch(pool)
+def attention_of(builder: EngineBuilder) -> Callable[[Any], PagedAttention]:
+    """Return a function from a pool of KV blocks to attention whose bits no batch changes."""
+    if builder.feature(Kernels) is None:
+        return ChunkedTorch
+    from batch_invariance.kernels.paged import ChunkedTriton
 
-
-def triton_attention(builder: EngineBuilder) -> Callable[[Any], PagedAttention]:
-    """Return a function from a pool of KV blocks to attention kernels whose bits no batch changes."""
-    from batch_invariance.kernels.paged import ChunkedTriton, GroupedChunkedTriton
-
-    heads = builder.model.config.num_heads
-
-    def make(pool: BlockPool) -> PagedAttention:
-        grouped = isinstance(pool, HybridPool)
-        kind = GroupedChunkedTriton if grouped else ChunkedTriton
-        return kind(pool, num_heads=heads)
-
-    return make
+    return partial(ChunkedTriton, num_heads=builder.model.config.num_heads)

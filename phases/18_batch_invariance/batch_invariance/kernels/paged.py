@@ -8,12 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from batch_invariance.attention import CHUNK
+from batch_invariance.attention import CHUNK, GroupBatches
 from batch_invariance.kernels.attention import Launch, Scratch, chunked_attention
+from continuous.batch import Batch
 from forward.attention import LayerSpec
-from hybrid_cache.kernels import GroupedTriton
-from hybrid_cache.pool import HybridPool
-from paged_cache import BlockPool, LayerBlocks
+from paged_cache import BlockPool, LayerBlocks, PagedBatch
 from triton_paged_attention.attention import TILE_ROWS, TritonPagedAttention
 from triton_paged_attention.hardware import multiprocessors
 
@@ -41,6 +40,22 @@ class ChunkedTriton(TritonPagedAttention):
         self._kv_heads = kv_heads
         self._programs = 2 * multiprocessors(device)
         self._scratch = Scratch(SCRATCH_ROWS, max(16, triton.next_power_of_2(d)), device)
+        self.groups = GroupBatches(pool)
+
+    def begin(self, batch: Batch) -> None:
+        """See `TritonPagedAttention.begin`."""
+        super().begin(batch)
+        self.groups.begin(self.batch)
+
+    def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
+        """See `TritonPagedAttention.begin_sorted`."""
+        super().begin_sorted(batch, members, tiles)
+        self.groups.begin(batch)
+
+    def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
+        """See `PagedAttention.place`; `batch` gets the block tables of the layer's group."""
+        self.batch = self.groups.of(layer)
+        return super().place(layer)
 
     def decode_launch(self, items: int) -> Launch:
         """Return launch settings for `items` requests of one token or a small number: programs that fill the
@@ -95,11 +110,3 @@ class ChunkedTriton(TritonPagedAttention):
                 tiles=self._tiles,
             )
         return out
-
-
-class GroupedChunkedTriton(ChunkedTriton, GroupedTriton):
-    """Batch-invariant attention by Triton (`ChunkedTriton`) over the block tables of several groups of
-    layers.
-    """
-
-    pool: HybridPool
