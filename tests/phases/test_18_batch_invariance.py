@@ -13,7 +13,15 @@ from torch import Tensor, nn
 import batch_invariance
 from batch_invariance import linear
 from batch_invariance.attention import CHUNK, ChunkedTorch, Softmax
-from batch_invariance.linear import FixedLinear, agreeing_sizes, in_blocks, pieces, same_bits
+from batch_invariance.linear import (
+    FixedLinear,
+    ProductCosts,
+    agreeing_sizes,
+    fastest_calls,
+    in_blocks,
+    measured_costs,
+    same_bits,
+)
 from common.errors import UserError
 from common.sampling import ops
 from common.sampling.params import SamplingParams
@@ -33,12 +41,50 @@ LENGTHS = [3, 40, 17, 90, 64, 5, 33]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 63, 64, 100, 1000])
-def test_pieces_cover_each_row_once_and_the_library_gets_only_its_sizes(rows: int) -> None:
-    sizes = (4, 16, 64, 256)
-    found = list(pieces(rows, sizes))
-    covered = [row for first, last, _ in found for row in range(first, last)]
-    assert covered == list(range(rows))
-    assert all(last - first in sizes for first, last, by_library in found if by_library)
+@pytest.mark.parametrize("fixed", [0.5, 1.05, 2.0])
+def test_calls_cover_each_row_once_and_the_library_gets_only_its_sizes(
+    rows: int, fixed: float
+) -> None:
+    sizes = {size: float(size) for size in (4, 16, 64, 256)}
+    costs = ProductCosts(sizes, {1: fixed})
+    found = fastest_calls(costs, 3, 3 + rows)[1]
+    assert [row for first, last, _ in found for row in range(first, last)] == list(
+        range(3, 3 + rows)
+    )
+    for first, last, size in found:
+        assert size == 0 or (size in sizes and size >= last - first > 0)
+    assert all(last - first == size for first, last, size in found[:-1])
+
+
+COSTS = ProductCosts(
+    {192: 40.0, 384: 45.0, 4096: 500.0}, {16: 20.0, 48: 42.0, 64: 57.0, 1024: 200.0}
+)
+"""Microseconds, much as they were measured for a weight of 4096 x 12288."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "calls"),
+    [
+        (0, []),
+        (10, [(0, 10, 0)]),  # the fixed product reads the weights, and no more
+        (48, [(0, 48, 0)]),  # padding costs a copy
+        (64, [(0, 64, 192)]),  # padding is faster than a slow product
+        (192, [(0, 192, 192)]),
+        (200, [(0, 200, 384)]),
+        (400, [(0, 384, 384), (384, 400, 0)]),
+        (8192, [(0, 4096, 4096), (4096, 8192, 4096)]),  # not half of what is left, but fast
+        (8384, [(0, 4096, 4096), (4096, 8192, 4096), (8192, 8384, 192)]),
+        (8200, [(0, 4096, 4096), (4096, 8192, 4096), (8192, 8200, 0)]),
+    ],
+)
+def test_the_calls_of_a_batch_are_the_fastest(
+    rows: int, calls: list[tuple[int, int, int]]
+) -> None:
+    assert COSTS.plan(rows) == calls
+
+
+def test_the_fixed_product_takes_longer_with_rows_beyond_those_that_were_timed() -> None:
+    assert [COSTS.of_fixed(rows) for rows in (1, 17, 1024, 4096)] == [20, 42, 200, 800]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,8 +94,11 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch(
 ) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(48, 80, bias=bias).to(dtype).requires_grad_(False)
-    sizes = agreeing_sizes(in_blocks, layer.weight, layer.bias, [1, 2, 3, 4, 16, 48])
-    fixed = FixedLinear(layer, in_blocks, sizes)
+    weight, bias_of_layer = layer.weight, layer.bias
+    sizes = [1, 2, 3, 4, 16, 48]
+    fixed = FixedLinear(
+        layer, in_blocks, measured_costs(in_blocks, [weight], bias_of_layer, sizes)
+    )
     x = torch.randn(70, 48).to(dtype)
     whole = fixed(x)
     torch.testing.assert_close(whole, layer(x), atol=2e-2, rtol=2e-2)
@@ -115,10 +164,14 @@ def test_sizes_are_ascending_and_not_too_large(monkeypatch: pytest.MonkeyPatch) 
     assert agreeing_sizes(in_blocks, weight, None, [32, 16, 16, 64]) == (16, 32)
 
 
-def test_a_small_rest_is_left_to_the_fixed_product() -> None:
-    found = [tuple(piece) for piece in pieces(333, (1, 2, 4, 8, 16, 32, 64, 128, 256))]
-    assert found == [(0, 256, True), (256, 320, True), (320, 333, False)]
-    assert [tuple(piece) for piece in pieces(200, (64,))] == [(0, 200, False)]
+def test_a_padded_call_of_the_library_gives_the_rows_of_a_full_one() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 80).bfloat16().requires_grad_(False)
+    x = torch.randn(2, 20, 48).bfloat16()
+    for library, calls in (({64: 1.0}, 1), ({16: 1.0}, 3)):
+        costs = ProductCosts(library, {1: 100.0})
+        assert len(costs.plan(40)) == calls
+        assert same_bits(FixedLinear(layer, in_blocks, costs)(x), layer(x))
 
 
 def test_the_comparison_tells_the_two_zeros_apart() -> None:

@@ -81,8 +81,8 @@ class GroupBatches:
 
     def begin(self, batch: PagedBatch) -> None:
         """Start a step: look up the blocks and slots of its batch in every group."""
-        grouped = isinstance(self.pool, HybridPool)
-        self.batches = self.pool.begin(batch) if grouped else [batch]
+        pool = self.pool
+        self.batches = pool.begin(batch) if isinstance(pool, HybridPool) else [batch]
 
     def of(self, layer: LayerSpec) -> PagedBatch:
         """Return the step's batch with the block tables and slots of a layer's group."""
