@@ -94,11 +94,8 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch(
 ) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(48, 80, bias=bias).to(dtype).requires_grad_(False)
-    weight, bias_of_layer = layer.weight, layer.bias
-    sizes = [1, 2, 3, 4, 16, 48]
-    fixed = FixedLinear(
-        layer, in_blocks, measured_costs(in_blocks, [weight], bias_of_layer, sizes)
-    )
+    costs = measured_costs([layer.weight], layer.bias, [1, 2, 3, 4, 16, 48])
+    fixed = FixedLinear(layer, costs)
     x = torch.randn(70, 48).to(dtype)
     whole = fixed(x)
     torch.testing.assert_close(whole, layer(x), atol=2e-2, rtol=2e-2)
@@ -171,7 +168,7 @@ def test_a_padded_call_of_the_library_gives_the_rows_of_a_full_one() -> None:
     for library, calls in (({64: 1.0}, 1), ({16: 1.0}, 3)):
         costs = ProductCosts(library, {1: 100.0})
         assert len(costs.plan(40)) == calls
-        assert same_bits(FixedLinear(layer, in_blocks, costs)(x), layer(x))
+        assert same_bits(FixedLinear(layer, costs)(x), layer(x))
 
 
 def test_the_comparison_tells_the_two_zeros_apart() -> None:
@@ -495,18 +492,50 @@ def test_the_kernel_computes_attention(kernels: Any) -> None:
     torch.testing.assert_close(as_prompt(kernels).float(), expected, atol=2e-3, rtol=0)
 
 
-def test_tiles_of_a_product_agree_and_the_sum_is_not_cut(kernels: Any) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_tiles_of_a_product_agree_and_the_sum_is_not_cut(kernels: Any, biased: bool) -> None:
     from batch_invariance.kernels.product import ProductTile, product
 
     torch.manual_seed(0)
     sizes = (40, 72), (24, 72)
     x, weight = (torch.randint(-2, 3, size).half().to(DEVICE) for size in sizes)
-    bias = torch.randn(24).half().to(DEVICE)
-    expected = x.float() @ weight.float().t() + bias.float()
-    for tile in (ProductTile(1, 16, 16, 32, 4, 2), ProductTile(1, 32, 32, 64, 4, 2)):
-        out = torch.empty(40, 24, dtype=torch.float16, device=DEVICE)
-        product(x, weight, bias, out, tile)
-        assert same_bits(out, expected.half())
+    bias = torch.randn(24).half().to(DEVICE) if biased else None
+    expected = x.float() @ weight.float().t() + (0 if bias is None else bias.float())
+    for tile in (
+        ProductTile(16, 16, 32, 4, 2),
+        ProductTile(32, 32, 64, 4, 2),
+        ProductTile(16, 16, 32, 4, 2, descriptors=True),
+        ProductTile(32, 32, 64, 4, 2, descriptors=True),
+    ):
+        out = torch.full((41, 24), 7.0, dtype=torch.float16, device=DEVICE)
+        product(x, weight, bias, out[:40], tile)
+        assert same_bits(out[:40], expected.half()), tile
+        assert bool((out[40] == 7).all()), "nothing is written behind the last row"
+
+
+@pytest.mark.parametrize("programs", [1, 3, 100])
+def test_every_program_computes_its_share_of_tiles(
+    kernels: Any, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batch_invariance.kernels import product as module
+
+    monkeypatch.setattr(module, "multiprocessors", lambda device: programs)
+    torch.manual_seed(0)
+    x, weight = (torch.randint(-2, 3, (n, 32)).half().to(DEVICE) for n in (200, 40))
+    out = torch.zeros(200, 40, dtype=torch.float16, device=DEVICE)
+    module.product(x, weight, None, out, module.ProductTile(16, 16, 16, 4, 2, True))
+    assert same_bits(out, (x.float() @ weight.float().t()).half())
+
+
+def test_tiles_that_give_other_bits_or_cannot_be_read_are_left_out(kernels: Any) -> None:
+    from batch_invariance.kernels.product import ProductTile, tiled_products
+
+    first = ProductTile(16, 16, 32, 4, 2)
+    described = first._replace(descriptors=True)
+    weight = torch.randint(-2, 3, (24, 72)).half().to(DEVICE)
+    assert len(tiled_products(weight, [first, described])) == 2
+    odd = torch.randint(-2, 3, (24, 71)).half().to(DEVICE)  # rows of 142 bytes
+    assert len(tiled_products(odd, [first, described])) == 1
 
 
 def test_a_draw_does_not_ask_how_many_rows_there_are(kernels: Any) -> None:

@@ -8,33 +8,29 @@ and a step takes whatever is fastest of what gives these bits.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from batch_invariance.timing import Product, seconds
+
 BLOCK_ROWS = 16
 """Rows of every call of the fixed product on a CPU; fewer are padded."""
 PADDED = 1.1
 """Time of a library call with padding, relative to one without: the rows must be copied first."""
-TIMED_ROWS = 1024
-"""Rows up to which the fixed product is timed; for more its time grows with the rows."""
+TIMED_ROWS = (16, 32, 64, 128, 192, 256, 512, 1024)
+"""Rows for which fixed products are timed; for more their time grows with the rows."""
 TIMED_BYTES = 1 << 28
 """Weights that a timing reads, if a model has so many of one shape: more than a GPU's caches hold."""
-REPLAYS = 4
-"""How often a timing is repeated; the shortest counts."""
 MOST_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Most numbers of a result that is compared, by kind of device."""
 WINDOWS = 4
 NUMBERS = 1 << 14
 """A size is compared for this many windows of a batch, and for this many numbers, at least: where sums have
 another order, only some numbers round differently."""
-
-Product = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
-"""Writes `x W^T + bias` to `out`: takes `x [T, K]`, `W [N, K]`, `bias [N]` or None, and `out [T, N]`."""
 
 
 class RowRange(NamedTuple):
@@ -50,19 +46,31 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True)
 class ProductCosts:
-    """Times of the two products with weights of one shape, by the rows of a call, in any unit.
+    """Times of products with weights of one shape, by the rows of a call, in any unit.
 
-    library: for the sizes that give the fixed product's bits. fixed: for some sizes, at least one.
+    library: for the sizes that give the fixed products' bits. fixed: of the fastest fixed product, for some
+        sizes, at least one. products: by the same sizes, which one that is.
     """
 
     library: Mapping[int, float]
     fixed: Mapping[int, float]
+    products: Mapping[int, Product] = field(default_factory=dict)
     _plans: dict[int, list[RowRange]] = field(default_factory=dict)
 
+    def timed_size(self, rows: int) -> int:
+        """Return the size of fixed products whose time stands for `rows` rows: the next, or the largest."""
+        return min((size for size in self.fixed if size >= rows), default=max(self.fixed))
+
     def of_fixed(self, rows: int) -> float:
-        """Return the time of the fixed product: that of the next size that was timed, or in proportion."""
-        size = min((size for size in self.fixed if size >= rows), default=max(self.fixed))
+        """Return the time of the fastest fixed product with `rows` rows."""
+        size = self.timed_size(rows)
         return self.fixed[size] * max(1.0, rows / size)
+
+    def product(self, call: RowRange) -> Product:
+        """Return the product that computes a range of rows."""
+        if call.size:
+            return library
+        return self.products[self.timed_size(call.last - call.first)]
 
     def plan(self, rows: int) -> list[RowRange]:
         """Return the calls for a batch of `rows` rows; see `fastest_calls`."""
@@ -95,15 +103,15 @@ def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
         part.copy_(result[: len(part)])
 
 
-def fixed_product(weight: Tensor) -> Product:
-    """Return the product with one order of sums for weights like this: a Triton kernel on a GPU, else
-    `in_blocks`.
+def fixed_products(weight: Tensor) -> list[Product]:
+    """Return the products with one order of sums for weights like this, which all give the same bits: Triton
+    kernels on a GPU, else `in_blocks`.
     """
     if not weight.is_cuda:
-        return in_blocks
-    from batch_invariance.kernels.product import TritonProduct
+        return [in_blocks]
+    from batch_invariance.kernels.product import tiled_products
 
-    return TritonProduct(weight)
+    return tiled_products(weight)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -175,78 +183,62 @@ def fastest_calls(costs: ProductCosts, first: int, last: int) -> tuple[float, li
 
 
 def measured_costs(
-    fixed: Product, weights: Sequence[Tensor], bias: Tensor | None, sizes: Sequence[int]
+    weights: Sequence[Tensor], bias: Tensor | None, sizes: Sequence[int]
 ) -> ProductCosts:
-    """Ask which of `sizes` (numbers of rows) the library may compute, and time both products.
+    """Ask which of `sizes` (numbers of rows) the library may compute, and time all products.
 
     weights: `[N, K]` each, of the layers with this shape. A CPU is not timed: there one call for all rows
         is faster than several.
     """
     one = weights[0]
-    agreeing = agreeing_sizes(fixed, one, bias, sizes)
+    products = fixed_products(one)
+    agreeing = agreeing_sizes(products[0], one, bias, sizes)
     if not one.is_cuda:
-        return ProductCosts({size: float(size) for size in agreeing}, {1: 2.0})
+        costs = {size: float(size) for size in agreeing}
+        return ProductCosts(costs, {1: 2.0}, {1: products[0]})
     several = weights[: max(1, TIMED_BYTES // one.nbytes)]
-    timed = sorted({1, TIMED_ROWS, *(size for size in sizes if size < TIMED_ROWS)})
-    return ProductCosts(
-        {size: seconds(library, several, bias, size) for size in agreeing},
-        {size: seconds(fixed, several, bias, size) for size in timed},
-    )
+    fixed, fastest = {}, {}
+    for size in TIMED_ROWS:
+        times = [seconds(product, several, bias, size) for product in products]
+        fixed[size] = min(times)
+        fastest[size] = products[times.index(min(times))]
+    costs = {size: seconds(library, several, bias, size) for size in agreeing}
+    return ProductCosts(costs, fixed, fastest)
 
 
-def seconds(
-    product: Product, weights: Sequence[Tensor], bias: Tensor | None, rows: int
-) -> float:
-    """Return the time of a product with `rows` rows on a GPU, the mean over several weights `[N, K]`, without
-    the time of launches.
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, costs: ProductCosts) -> Tensor:
+    """Return `x W^T + bias`, `[..., K]` -> `[..., N]`, by the fastest calls of one order of sums.
+
+    costs: of weights with this shape.
     """
-    outputs, inputs = weights[0].shape
-    x = torch.randn(rows, inputs, device=weights[0].device).to(weights[0].dtype)
-    out = x.new_empty(rows, outputs)
-    weights = weights[: max(1, TIMED_ROWS // rows)]
-    product(x, weights[0], bias, out)  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for weight in weights:
-            product(x, weight, bias, out)
-    times = []
-    for _ in range(REPLAYS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        graph.replay()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times) / len(weights)
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    plan = costs.plan(len(flat))
+    ends = [call.first + call.size for call in plan]
+    out = flat.new_empty(max(len(flat), *ends, 0), len(weight))
+    for call in plan:
+        rows = flat[call.first : call.last]
+        if call.size > len(rows):
+            padded = flat.new_empty(call.size, flat.shape[1])
+            padded[: len(rows)] = rows
+            rows = padded
+        costs.product(call)(rows, weight, bias, out[call.first : call.first + len(rows)])
+    return out[: len(flat)].view(*x.shape[:-1], -1)
 
 
 class FixedLinear(nn.Module):
     """A linear layer whose rows have the same bits in every batch.
 
-    Args:
-        linear: the layer whose weights it takes.
-        fixed: the product of one order of sums.
-        costs: sizes for which the library gives the same bits, and what both products take.
+    linear: the layer whose weights it takes. costs: of weights with this shape.
     """
 
-    def __init__(self, linear: nn.Linear, fixed: Product, costs: ProductCosts) -> None:
+    def __init__(self, linear: nn.Linear, costs: ProductCosts) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.fixed, self.costs = fixed, costs
+        self.costs = costs
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x W^T + bias`: `[..., K]` -> `[..., N]`."""
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        plan = self.costs.plan(len(flat))
-        ends = [first + size for first, _, size in plan]
-        out = flat.new_empty(max(len(flat), *ends, 0), len(self.weight))
-        for first, last, size in plan:
-            part = flat[first:last]
-            if size > len(part):
-                part = flat.new_empty(size, flat.shape[1])
-                part[: last - first] = flat[first:last]
-            product = library if size else self.fixed
-            product(part, self.weight, self.bias, out[first : first + len(part)])
-        return out[: len(flat)].view(*x.shape[:-1], -1)
+        return multiply(x, self.weight, self.bias, self.costs)
 
 
 def fix_linears(model: nn.Module, sizes: Sequence[int]) -> None:
@@ -262,8 +254,7 @@ def fix_linears(model: nn.Module, sizes: Sequence[int]) -> None:
             )
     for linears in shapes.values():
         weights = [linear.weight for _, linear in linears]
-        fixed = fixed_product(weights[0])
-        costs = measured_costs(fixed, weights, linears[0][1].bias, sizes)
+        costs = measured_costs(weights, linears[0][1].bias, sizes)
         for name, linear in linears:
             owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, FixedLinear(linear, fixed, costs))
+            setattr(model.get_submodule(owner), last, FixedLinear(linear, costs))
