@@ -22,6 +22,7 @@ from batch_invariance.linear import (
     measured_costs,
     same_bits,
 )
+from batch_invariance.quantized import FixedQuantLinear, dense_weight
 from common.errors import UserError
 from common.sampling import ops
 from common.sampling.params import SamplingParams
@@ -29,6 +30,8 @@ from forward.attention import LayerSpec
 from forward.loading import load_model
 from forward.model import Model
 from paged_cache import LayerBlocks, PagedEngine
+from quant.formats import SCHEMES
+from quant.linear import QuantLinear
 from speculative.speculation import SpeculativeRunner
 from tests.compiling import spilled
 
@@ -331,6 +334,33 @@ def test_keys_of_eight_bits_have_the_same_bits_in_every_batch() -> None:
     assert outputs(engine, [EVERY]) == expected
 
 
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-weights", "fp8-block", "int8", "w8a8", "int4"])
+def test_quantized_weights_give_the_same_bits_in_every_batch(scheme: str) -> None:
+    """`w8a8` adds up whole numbers by the library; the weights of the others are unpacked."""
+    options = {"device": "cpu", "dtype": "bfloat16", "quantization": scheme}
+    one = make("random:tiny", **options)
+    unpacked = [
+        part for part in one.runner.model.modules() if isinstance(part, FixedQuantLinear)
+    ]
+    assert bool(unpacked) == (scheme != "w8a8")
+    expected = outputs(one, ALONE)
+    assert outputs(one, [EVERY]) == expected
+    assert outputs(
+        make("random:tiny", step_tokens=20, chunk_tokens=7, **options), [EVERY]
+    ) == (expected)
+
+
+def test_an_unpacked_layer_computes_what_the_quantized_one_does() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(48, 80).bfloat16().requires_grad_(False)
+    x = torch.randn(5, 48).bfloat16()
+    for name in ("fp8", "fp8-block", "int8"):
+        layer = QuantLinear.of(linear, SCHEMES[name], "linear")
+        costs = measured_costs([dense_weight(layer, x.dtype)], layer.bias, [4])
+        found = FixedQuantLinear(layer, costs)(x)
+        torch.testing.assert_close(found, layer(x), atol=2e-2, rtol=2e-2)
+
+
 def test_without_the_mode_company_changes_bits() -> None:
     model = model_of("tiny", "float32")
     engine = make(model, batch_invariant=False)
@@ -364,7 +394,6 @@ def test_unchecked_sizes_of_the_library_are_found(monkeypatch: pytest.MonkeyPatc
         ("tiny-moe", {}),
         ("tiny-delta", {}),
         ("tiny", {"tensor_parallel": 2}),
-        ("tiny", {"quantization": "int8"}),
     ],
 )
 def test_what_has_no_fixed_order_is_refused_by_name(

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 from batch_invariance.activations import fix_activations
 from batch_invariance.attention import ChunkedTorch
-from batch_invariance.linear import fix_linears
+from batch_invariance.quantized import FixedQuantLinear, fix_linears
 from common.errors import UserError
 from cuda_graphs import Graphs
 from cuda_graphs.buckets import chunk_sizes, decode_sizes
+from forward.model import Model
 from paged_cache import EngineBuilder, Feature, PagedAttention
 from parallel.feature import Parallel
 from quant.blocks import BlockWeight
-from quant.linear import QuantLinear
 from triton_paged_attention import Kernels
 
 
@@ -50,6 +50,7 @@ class BatchInvariance(Feature):
                     part.kernels.clear()
         fix_activations(model)
         fix_linears(model, likely_rows(builder))
+        builder.reservations.append(lambda builder: unpacked_bytes(builder.model))
         builder.attention.decorate(self, lambda plain: attention_of(builder))
         if builder.feature(Graphs) is not None:
             from batch_invariance.sampling import FixedSamplerBackend
@@ -62,10 +63,10 @@ class BatchInvariance(Feature):
 def refuse_unknown_sums(builder: EngineBuilder) -> None:
     """Raise `UserError` if the builder's model or an option has sums whose order this phase does not fix."""
     model = builder.model
-    quantized = any(isinstance(part, QuantLinear | BlockWeight) for part in model.modules())
+    blocks = any(isinstance(part, BlockWeight) for part in model.modules())
     refuse("the model is a mixture of experts", model.config.experts is not None)
     refuse("the model has layers of Gated DeltaNet", model.config.delta is not None)
-    refuse("weights are quantized", quantized)
+    refuse("weights are blocks of a GGUF file", blocks)
     refuse("keys and values have a layout of few bits", builder.kv.part.layout is not None)
 
 
@@ -89,6 +90,13 @@ def likely_rows(builder: EngineBuilder) -> list[int]:
     if graphs is not None and graphs.graph_tokens:
         rows += chunk_sizes(graphs.graph_tokens)
     return sorted(set(rows))
+
+
+def unpacked_bytes(model: Model) -> int:
+    """Return the bytes of the largest quantized weight of a model that is unpacked to be multiplied."""
+    layers = [part.layer for part in model.modules() if isinstance(part, FixedQuantLinear)]
+    most = max((layer.shape[0] * layer.shape[1] for layer in layers), default=0)
+    return most * model.dtype.itemsize
 
 
 def attention_of(builder: EngineBuilder) -> Callable[[Any], PagedAttention]:

@@ -239,22 +239,3 @@ class FixedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return `x W^T + bias`: `[..., K]` -> `[..., N]`."""
         return multiply(x, self.weight, self.bias, self.costs)
-
-
-def fix_linears(model: nn.Module, sizes: Sequence[int]) -> None:
-    """Replace every `nn.Linear` of a model by a `FixedLinear`, in place; the weights stay.
-
-    sizes: numbers of rows for which to try the library, once for each shape of weights.
-    """
-    shapes: dict[tuple[torch.Size, bool], list[tuple[str, nn.Linear]]] = {}
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Linear):
-            shapes.setdefault((part.weight.shape, part.bias is not None), []).append(
-                (name, part)
-            )
-    for linears in shapes.values():
-        weights = [linear.weight for _, linear in linears]
-        costs = measured_costs(weights, linears[0][1].bias, sizes)
-        for name, linear in linears:
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, FixedLinear(linear, costs))
