@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,11 +25,14 @@ from batch_invariance.linear import (
 )
 from batch_invariance.quantized import FixedQuantLinear, dense_weight
 from common.errors import UserError
+from common.models.config import RopeConfig
+from common.models.hub import model_folder
 from common.sampling import ops
 from common.sampling.params import SamplingParams
 from forward.attention import LayerSpec
-from forward.loading import load_model
+from forward.loading import load_model, random_model
 from forward.model import Model
+from forward.shapes import SHAPES
 from paged_cache import LayerBlocks, PagedEngine
 from quant.formats import SCHEMES
 from quant.linear import QuantLinear
@@ -245,6 +249,40 @@ def model_of(shape: str, dtype: str) -> Model:
     return load_model(f"random:{shape}", device="cpu", dtype=dtype)
 
 
+TINY = SHAPES["tiny"]
+FAMILIES = {
+    "llama-3.2": replace(
+        TINY,
+        num_heads=8,
+        num_kv_heads=2,
+        tie_word_embeddings=True,
+        rope=RopeConfig(500_000.0, kind="llama3", factor=32.0, original_max_position=64),
+    ),
+    "qwen2.5": replace(TINY, family="qwen2", attention_bias=True),
+    "qwen3": replace(TINY, family="qwen3", head_dim=32, attention_scale=32**-0.5),
+    "gemma-3": replace(
+        SHAPES["tiny-window"],
+        num_kv_heads=1,
+        head_dim=32,
+        tie_word_embeddings=True,
+        sliding_windows=(40, 40, None),
+    ),
+    "gpt-2": replace(
+        SHAPES["gpt2"],
+        vocab_size=257,
+        hidden_size=48,
+        intermediate_size=192,
+        num_layers=2,
+        num_heads=3,
+        num_kv_heads=3,
+        head_dim=16,
+        attention_scale=0.25,
+        sliding_windows=(),
+    ),
+}
+"""Small models with what is particular to these families: groups of heads, biases, norms, windows, caps."""
+
+
 def prompts(model: Model) -> list[list[int]]:
     vocab = model.config.vocab_size
     return [[(n * 97 + i * 31) % vocab for i in range(n)] for n in LENGTHS]
@@ -300,6 +338,30 @@ def test_a_request_has_the_same_bits_in_every_company_and_engine(
         engine = make(model, **options)
         for groups in ([EVERY], [EVERY[::-1]], ALONE):
             assert outputs(engine, groups) == expected, (name, groups)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_same_bits_in_both_half_precisions(
+    family: str, dtype: torch.dtype
+) -> None:
+    model = random_model(FAMILIES[family], device="cpu", dtype=dtype)
+    engine = make(model)
+    expected = outputs(engine, ALONE)
+    assert outputs(engine, [EVERY]) == expected
+    assert outputs(make(model, **ENGINES["small chunks"]), [EVERY[::-1]]) == expected
+    assert outputs(make(model, **ENGINES["n-grams"]), [EVERY]) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.weights
+def test_a_real_model_has_the_same_bits_in_every_company() -> None:
+    model = load_model(str(model_folder("smollm2")), device="cpu", dtype="bfloat16")
+    engine = make(model, max_rows=4)
+    expected = outputs(engine, ALONE[:4])
+    assert outputs(engine, [EVERY[3::-1]]) == expected
+    chunked = make(model, max_rows=4, step_tokens=20, chunk_tokens=7)
+    assert outputs(chunked, [EVERY[:4]]) == expected
 
 
 def test_a_preempted_request_has_the_same_bits() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 Product = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 """Writes `x W^T + bias` to `out`: takes `x [T, K]`, `W [N, K]`, `bias [N]` or None, and `out [T, N]`."""
 
-ROWS_AT_ONCE = 1024
+ROWS_AT_ONCE = 4096
 """Rows of all calls of a timing together, or of its one call."""
 REPLAYS = 4
 """How often a timing is repeated; the shortest counts."""
