@@ -1,4 +1,4 @@
-"""How long a product takes on a GPU: bits allow several ways, and the clock chooses."""
+"""The time of a product on a GPU: the right bits allow several ways, and the clock chooses."""
 
 from __future__ import annotations
 
