@@ -21,7 +21,7 @@ BLOCK_ROWS = 16
 """Rows of every call of the fixed product on a CPU; fewer are padded."""
 PADDED = 1.1
 """Time of a library call with padding, relative to one without: the rows must be copied first."""
-TIMED_ROWS = (16, 32, 64, 128, 192, 256, 512, 1024)
+TIMED_ROWS = (16, 64, 128, 192, 256, 1024)
 """Rows for which fixed products are timed; for more their time grows with the rows."""
 TIMED_BYTES = 1 << 28
 """Weights that a timing reads, if a model has so many of one shape: more than a GPU's caches hold."""
