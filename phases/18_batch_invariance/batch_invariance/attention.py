@@ -13,11 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from continuous.attention import avoid_plans_per_shape
 from continuous.batch import Batch, HostBatch
 from forward.attention import LayerSpec
 from hybrid_cache.pool import HybridPool
-from paged_cache import BlockPool, LayerBlocks, PagedAttention, PagedBatch
+from paged_cache import LayerBlocks, PagedAttention, PagedBatch
 
 CHUNK = 256
 """Keys of a chunk. Long chunks are less to combine; of short ones more can be computed side by side."""
@@ -69,49 +68,38 @@ def query_tiles(host: HostBatch, queries: int) -> NDArray[np.int64]:
     return np.array(tiles, np.int64).reshape(-1, 4)
 
 
-class GroupBatches:
-    """A step's batch once for each KV cache group of a pool's layers; a pool without groups has one.
+class GroupedAttention(PagedAttention):
+    """Paged attention over one or several KV cache groups of layers, each with its own block tables.
 
-    pool: the paged KV cache.
+    batches: the step's batch once for each group.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
-        self.batches: list[PagedBatch] = []
+    batches: list[PagedBatch]
 
-    def begin(self, batch: PagedBatch) -> None:
-        """Start a step: look up the blocks and slots of its batch in every group."""
+    def begin(self, batch: Batch) -> None:
+        """See `PagedAttention.begin`; look up the blocks and slots of the step's batch in every group."""
+        super().begin(batch)
+        self.look_up()
+
+    def look_up(self) -> None:
+        """Look up the blocks and slots of `batch` in every group of the pool."""
         pool = self.pool
-        self.batches = pool.begin(batch) if isinstance(pool, HybridPool) else [batch]
+        self.batches = pool.begin(self.batch) if isinstance(pool, HybridPool) else [self.batch]
 
-    def of(self, layer: LayerSpec) -> PagedBatch:
-        """Return the step's batch with the block tables and slots of a layer's group."""
-        pool = self.pool
-        return self.batches[pool.group_of[layer.index] if isinstance(pool, HybridPool) else 0]
+    def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
+        """See `PagedAttention.place`; `batch` gets the block tables of the layer's group."""
+        if isinstance(self.pool, HybridPool):
+            self.batch = self.batches[self.pool.group_of[layer.index]]
+        return super().place(layer)
 
 
-class ChunkedTorch(PagedAttention):
+class ChunkedTorch(GroupedAttention):
     """Paged attention by torch that computes tiles of `QUERIES` tokens over chunks of `CHUNK` keys.
 
     Every call of torch has the same shape but for the number of tiles, which are separate products.
     """
 
     chunk = CHUNK
-
-    def __init__(self, pool: BlockPool) -> None:
-        avoid_plans_per_shape()
-        super().__init__(pool)
-        self.groups = GroupBatches(pool)
-
-    def begin(self, batch: Batch) -> None:
-        """See `PagedAttention.begin`."""
-        super().begin(batch)
-        self.groups.begin(self.batch)
-
-    def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """See `PagedAttention.place`; `batch` gets the block tables of the layer's group."""
-        self.batch = self.groups.of(layer)
-        return super().place(layer)
 
     def plan(self) -> None:
         """Cut the step's tokens into tiles, and store the rows and positions of each for the calls of

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, ClassVar
 
 from batch_invariance.activations import fix_activations
 from batch_invariance.attention import ChunkedTorch
 from batch_invariance.quantized import FixedQuantLinear, fix_linears
 from common.errors import UserError
+from continuous.attention import avoid_plans_per_shape
 from cuda_graphs import Graphs
 from cuda_graphs.buckets import chunk_sizes, decode_sizes
 from forward.model import Model
@@ -40,8 +42,7 @@ class BatchInvariance(Feature):
         """
         refuse_unknown_sums(builder)
         model = builder.own_model()
-        kernels = builder.feature(Kernels) is not None
-        if kernels:
+        if builder.feature(Kernels) is not None:
             from triton_paged_attention.layers import FusedBlock
             from triton_paged_attention.linear import FusedLinear
 
@@ -94,14 +95,14 @@ def likely_rows(builder: EngineBuilder) -> list[int]:
 
 def unpacked_bytes(model: Model) -> int:
     """Return the bytes of the largest quantized weight of a model that is unpacked to be multiplied."""
-    layers = [part.layer for part in model.modules() if isinstance(part, FixedQuantLinear)]
-    most = max((layer.shape[0] * layer.shape[1] for layer in layers), default=0)
-    return most * model.dtype.itemsize
+    parts = [part for part in model.modules() if isinstance(part, FixedQuantLinear)]
+    return max((prod(part.layer.shape) for part in parts), default=0) * model.dtype.itemsize
 
 
 def attention_of(builder: EngineBuilder) -> Callable[[Any], PagedAttention]:
     """Return a function from a pool of KV blocks to attention whose bits no batch changes."""
     if builder.feature(Kernels) is None:
+        avoid_plans_per_shape()
         return ChunkedTorch
     from batch_invariance.kernels.paged import ChunkedTriton
 

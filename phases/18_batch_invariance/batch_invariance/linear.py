@@ -15,16 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from batch_invariance.timing import Product, seconds
+from batch_invariance.timing import Product, milliseconds, random_rows
 
 BLOCK_ROWS = 16
 """Rows of every call of the fixed product on a CPU; fewer are padded."""
 PADDED = 1.1
 """Time of a library call with padding, relative to one without: the rows must be copied first."""
-TIMED_ROWS = (16, 64, 128, 192, 256, 1024)
+TIMED_ROWS = (16, 64, 128, 256, 1024)
 """Rows for which fixed products are timed; for more their time grows with the rows."""
-TIMED_BYTES = 1 << 28
-"""Weights that a timing reads, if a model has so many of one shape: more than a GPU's caches hold."""
 MOST_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Most numbers of a result that is compared, by kind of device."""
 WINDOWS = 4
@@ -128,14 +126,13 @@ def agreeing_sizes(
     weight, bias: of the layer. Each size is compared for several windows of a batch of random rows: a result
     that depends on the position of a row would differ, too.
     """
-    outputs, inputs = weight.shape
+    outputs = len(weight)
     most = MOST_NUMBERS.get(weight.device.type, 0) // outputs
     sizes = sorted({size for size in sizes if size <= most})
     if not sizes:
         return ()
-    generator = torch.Generator(weight.device).manual_seed(0)
     count = min(max(WINDOWS * sizes[-1], NUMBERS // outputs), most)
-    x = torch.randn(count, inputs, device=weight.device, generator=generator).to(weight.dtype)
+    x = random_rows(weight, count)
     expected = weight.new_empty(count, outputs)
     fixed(x, weight, bias, expected)
     found = []
@@ -196,13 +193,12 @@ def measured_costs(
     if not one.is_cuda:
         costs = {size: float(size) for size in agreeing}
         return ProductCosts(costs, {1: 2.0}, {1: products[0]})
-    several = weights[: max(1, TIMED_BYTES // one.nbytes)]
     fixed, fastest = {}, {}
     for size in TIMED_ROWS:
-        times = [seconds(product, several, bias, size) for product in products]
+        times = [milliseconds(product, weights, bias, size) for product in products]
         fixed[size] = min(times)
         fastest[size] = products[times.index(min(times))]
-    costs = {size: seconds(library, several, bias, size) for size in agreeing}
+    costs = {size: milliseconds(library, weights, bias, size) for size in agreeing}
     return ProductCosts(costs, fixed, fastest)
 
 
@@ -213,8 +209,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, costs: ProductCosts
     """
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     plan = costs.plan(len(flat))
-    ends = [call.first + call.size for call in plan]
-    out = flat.new_empty(max(len(flat), *ends, 0), len(weight))
+    end = max([len(flat), *(call.first + call.size for call in plan)])
+    out = flat.new_empty(end, len(weight))
     for call in plan:
         rows = flat[call.first : call.last]
         if call.size > len(rows):

@@ -61,18 +61,21 @@ def fix_linears(model: Model, sizes: Sequence[int]) -> None:
     """
     shapes: dict[tuple[tuple[int, ...], bool], dict[str, nn.Linear | QuantLinear]] = {}
     for name, part in model.named_modules():
-        if isinstance(part, nn.Linear):
-            shapes.setdefault((part.weight.shape, part.bias is not None), {})[name] = part
-        elif isinstance(part, QuantLinear) and not sums_whole_numbers(part):
-            shapes.setdefault((part.shape, part.bias is not None), {})[name] = part
+        if isinstance(part, QuantLinear) and sums_whole_numbers(part):
+            continue
+        if isinstance(part, nn.Linear | QuantLinear):
+            shape = part.shape if isinstance(part, QuantLinear) else part.weight.shape
+            shapes.setdefault((shape, part.bias is not None), {})[name] = part
     for layers in shapes.values():
-        one = next(iter(layers.values()))
+        first = next(iter(layers.values()))
         weights = [part.weight for part in layers.values() if isinstance(part, nn.Linear)]
-        if isinstance(one, QuantLinear):
-            weights = [dense_weight(one, model.dtype)]
-        costs = measured_costs(weights, one.bias, sizes)
+        if isinstance(first, QuantLinear):
+            weights = [dense_weight(first, model.dtype)]
+        costs = measured_costs(weights, first.bias, sizes)
         for name, part in layers.items():
-            if isinstance(part, QuantLinear):
-                model.set_submodule(name, FixedQuantLinear(part, costs))
-            else:
-                model.set_submodule(name, FixedLinear(part, costs))
+            model.set_submodule(
+                name,
+                FixedQuantLinear(part, costs)
+                if isinstance(part, QuantLinear)
+                else FixedLinear(part, costs),
+            )

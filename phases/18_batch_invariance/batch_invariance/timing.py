@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,32 +11,36 @@ Product = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 """Writes `x W^T + bias` to `out`: takes `x [T, K]`, `W [N, K]`, `bias [N]` or None, and `out [T, N]`."""
 
 ROWS_AT_ONCE = 4096
-"""Rows of all calls of a timing together, or of its one call."""
-REPLAYS = 4
-"""How often a timing is repeated; the shortest counts."""
+"""Most rows of all calls of a timing together, or of its one call."""
+WEIGHTS_AT_ONCE = 8
+"""Most calls of a timing, each with another layer's weight: one weight might stay in the GPU's cache."""
+REPEATED_MS = 1
+"""Milliseconds for which calls are repeated in one graph, at least once."""
 
 
-def seconds(
+def random_rows(weight: Tensor, count: int) -> Tensor:
+    """Return `count` rows of random inputs for a weight `[N, K]`: `[count, K]`, the same in every call."""
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(count, weight.shape[1], device=weight.device, generator=generator)
+    return x.to(weight.dtype)
+
+
+def milliseconds(
     product: Product, weights: Sequence[Tensor], bias: Tensor | None, rows: int
 ) -> float:
     """Return the time of a product with `rows` rows on a GPU, without the time of launches.
 
-    weights: `[N, K]` each; the mean over several, so that none waits in the GPU's cache.
+    weights: `[N, K]` each, at least one.
     """
-    outputs, inputs = weights[0].shape
-    x = torch.randn(rows, inputs, device=weights[0].device).to(weights[0].dtype)
-    out = x.new_empty(rows, outputs)
-    weights = weights[: max(1, ROWS_AT_ONCE // rows)]
-    product(x, weights[0], bias, out)  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    from triton.testing import do_bench_cudagraph
+
+    weights = weights[: max(1, min(WEIGHTS_AT_ONCE, ROWS_AT_ONCE // rows))]
+    x = random_rows(weights[0], rows)
+    out = x.new_empty(rows, len(weights[0]))
+
+    def multiply_all() -> None:
         for weight in weights:
             product(x, weight, bias, out)
-    times = []
-    for _ in range(REPLAYS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        graph.replay()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times) / len(weights)
+
+    took: float = do_bench_cudagraph(multiply_all, rep=REPEATED_MS, return_mode="min")
+    return took / len(weights)
