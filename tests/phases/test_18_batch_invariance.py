@@ -21,8 +21,8 @@ from batch_invariance.linear import (
     fastest_calls,
     in_blocks,
     measured_costs,
-    same_bits,
 )
+from batch_invariance.probing import same_bits
 from batch_invariance.quantized import FixedQuantLinear, dense_weight
 from common.errors import UserError
 from common.models.config import RopeConfig

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from batch_invariance.timing import Product, milliseconds, random_rows
+from batch_invariance.probing import Product, random_rows, same_bits, seconds
 
 BLOCK_ROWS = 16
 """Rows of every call of the fixed product on a CPU; fewer are padded."""
@@ -91,14 +92,12 @@ def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
     """Write `x W^T + bias` (`weight [N, K]`) to `out` by library calls of `BLOCK_ROWS` rows each, so that the
     library has nothing to choose.
     """
-    rows = len(x)
-    padded = x.new_zeros(-(-rows // BLOCK_ROWS) * BLOCK_ROWS, x.shape[1])
-    padded[:rows] = x
-    result = out.new_empty(BLOCK_ROWS, len(weight))
-    for first in range(0, rows, BLOCK_ROWS):
-        library(padded[first : first + BLOCK_ROWS], weight, bias, result)
-        part = out[first : first + BLOCK_ROWS]
-        part.copy_(result[: len(part)])
+    padded = F.pad(x, (0, 0, 0, -len(x) % BLOCK_ROWS))
+    result = out.new_empty(len(padded), len(weight))
+    for first in range(0, len(x), BLOCK_ROWS):
+        block = slice(first, first + BLOCK_ROWS)
+        library(padded[block], weight, bias, result[block])
+    out.copy_(result[: len(x)])
 
 
 def fixed_products(weight: Tensor) -> list[Product]:
@@ -110,11 +109,6 @@ def fixed_products(weight: Tensor) -> list[Product]:
     from batch_invariance.kernels.product import tiled_products
 
     return tiled_products(weight)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors of one dtype and shape have the same bits; 0.0 and -0.0 differ."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def agreeing_sizes(
@@ -195,10 +189,10 @@ def measured_costs(
         return ProductCosts(costs, {1: 2.0}, {1: products[0]})
     fixed, fastest = {}, {}
     for size in TIMED_ROWS:
-        times = [milliseconds(product, weights, bias, size) for product in products]
+        times = [seconds(product, weights, bias, size) for product in products]
         fixed[size] = min(times)
         fastest[size] = products[times.index(min(times))]
-    costs = {size: milliseconds(library, weights, bias, size) for size in agreeing}
+    costs = {size: seconds(library, weights, bias, size) for size in agreeing}
     return ProductCosts(costs, fixed, fastest)
 
 

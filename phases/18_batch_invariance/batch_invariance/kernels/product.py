@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from batch_invariance.timing import Product, random_rows
+from batch_invariance.probing import Product, random_rows, same_bits
 from triton_paged_attention.hardware import multiprocessors
 
 
@@ -97,7 +97,6 @@ class ProductTile(NamedTuple):
 TILES = (
     ProductTile(16, 32, 256, 4, 4),
     ProductTile(64, 32, 128, 4, 5),
-    ProductTile(64, 64, 128, 4, 4),
     ProductTile(64, 64, 128, 4, 4, True),
     ProductTile(128, 64, 64, 4, 6, True),
     ProductTile(128, 128, 64, 8, 4, True),
@@ -161,4 +160,4 @@ def agrees(tile: ProductTile, x: Tensor, weight: Tensor, expected: Tensor) -> bo
         product(x, weight, None, out, tile)
     except (OutOfResources, AssertionError):  # a descriptor wants rows of whole 16 bytes
         return False
-    return torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+    return same_bits(out, expected)
