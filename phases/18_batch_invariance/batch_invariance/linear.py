@@ -24,7 +24,7 @@ PADDED = 1.1
 """Time of a library call with padding, relative to one without: the rows must be copied first."""
 TIMED_ROWS = (16, 64, 128, 256, 1024)
 """Rows for which fixed products are timed; for more their time grows with the rows."""
-MOST_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 28}
+MOST_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 29}
 """Most numbers of a result that is compared, by kind of device."""
 WINDOWS = 4
 NUMBERS = 1 << 14
