@@ -21,6 +21,7 @@ from batch_invariance.linear import (
     fastest_calls,
     in_blocks,
     measured_costs,
+    multiply,
 )
 from batch_invariance.probing import same_bits
 from batch_invariance.quantized import FixedQuantLinear, dense_weight
@@ -373,6 +374,23 @@ def test_a_preempted_request_has_the_same_bits() -> None:
     assert engine.scheduler.preemptions > 0
 
 
+def test_samples_of_one_prompt_have_the_same_bits_in_every_company() -> None:
+    model = model_of("tiny-window", "bfloat16")
+    given = prompts(model)[:4]
+    how = [replace(each, n=3, temperature=0.9) for each in params()[:4]]
+    engine = make(model, max_rows=16)
+    alone = [c for k in range(4) for c in engine.generate([given[k]], [how[k]])]
+    together = engine.generate(given, how)
+    assert len(alone) == len(together) == 12
+    for one, other in zip(alone, together, strict=True):
+        assert (one.sample, one.token_ids, one.logprobs) == (
+            other.sample,
+            other.token_ids,
+            other.logprobs,
+        )
+    assert len({tuple(each.token_ids) for each in alone}) > 4
+
+
 @pytest.mark.parametrize("shape", ["tiny", "tiny-window"])
 def test_drafts_that_are_verified_together_change_no_bit(shape: str) -> None:
     """A model that drafts for itself is nearly always right, and for another one nearly never."""
@@ -627,6 +645,40 @@ def test_tiles_that_give_other_bits_or_cannot_be_read_are_left_out(kernels: Any)
     assert len(tiled_products(weight, [first, described])) == 2
     odd = torch.randint(-2, 3, (24, 71)).half().to(DEVICE)  # rows of 142 bytes
     assert len(tiled_products(odd, [first, described])) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1024, 3072), (257, 48)])
+def test_a_product_on_a_gpu_has_the_same_bits_in_every_batch(
+    kernels: Any, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weights = list(torch.randn(3, *shape, device="cuda").to(dtype) / 32)
+    costs = measured_costs(weights, None, [1, 2, 4, 8, 16, 64, 128, 256, 512, 1024])
+    x = torch.randn(1100, shape[1], device="cuda").to(dtype)
+    whole = multiply(x, weights[0], None, costs)
+    torch.testing.assert_close(whole, x @ weights[0].t(), atol=2e-2, rtol=2e-2)
+    for count in (1, 3, 16, 17, 64, 100, 200, 300, 777, 1024):
+        for first in (0, 5, 76):
+            part = multiply(x[first : first + count], weights[0], None, costs)
+            assert same_bits(part, whole[first : first + count]), (count, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", [None, "fp8", "fp8-block", "int8", "w8a8", "int4"])
+def test_on_a_gpu_a_request_has_the_same_bits_in_every_company(
+    kernels: Any, scheme: str | None
+) -> None:
+    model, options = "random:llama-160m", {"device": "cuda", "dtype": "bfloat16"}
+    if scheme is not None:
+        options["quantization"] = scheme
+    engine = make(model, **options)
+    expected = outputs(engine, ALONE)
+    assert outputs(engine, [EVERY]) == expected
+    assert outputs(make(model, step_tokens=20, chunk_tokens=7, **options), [EVERY]) == expected
+    drafting = make(model, drafter="ngram", draft_adaptive=False, **options)
+    assert outputs(drafting, [EVERY[::-1]]) == expected
 
 
 def test_a_draw_does_not_ask_how_many_rows_there_are(kernels: Any) -> None:
