@@ -16,7 +16,7 @@ from torch import Tensor
 from continuous.batch import Batch, HostBatch
 from forward.attention import LayerSpec
 from hybrid_cache.pool import HybridPool
-from paged_cache import LayerBlocks, PagedAttention, PagedBatch
+from paged_cache import LayerBlocks, PagedAttention
 
 CHUNK = 256
 """Keys of a chunk. Long chunks are less to combine; of short ones more can be computed side by side."""
@@ -69,12 +69,7 @@ def query_tiles(host: HostBatch, queries: int) -> NDArray[np.int64]:
 
 
 class GroupedAttention(PagedAttention):
-    """Paged attention over one or several KV cache groups of layers, each with its own block tables.
-
-    batches: the step's batch once for each group.
-    """
-
-    batches: list[PagedBatch]
+    """Paged attention over one or several KV cache groups of layers, each with its own block tables."""
 
     def begin(self, batch: Batch) -> None:
         """See `PagedAttention.begin`; look up the blocks and slots of the step's batch in every group."""
@@ -82,7 +77,7 @@ class GroupedAttention(PagedAttention):
         self.look_up()
 
     def look_up(self) -> None:
-        """Look up the blocks and slots of `batch` in every group of the pool."""
+        """Look up the blocks and slots of `batch` in every group of the pool: `batches`, one of each."""
         pool = self.pool
         self.batches = pool.begin(self.batch) if isinstance(pool, HybridPool) else [self.batch]
 
