@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
 from batch_invariance.kernels.attention import chunked_attention_kernel
-from batch_invariance.kernels.product import TILES, product_kernel
+from batch_invariance.kernels.product import TILES, descriptor_kernel, product_kernel
 from experts.kernels.grouped import LARGE, OLDER, TABLE, add_choices_kernel, grouped_kernel
 from experts.kernels.routing import count_kernel, place_kernel, route_kernel
 from experts.kernels.small_batch import SHAPES, small_batch_expert_kernel
@@ -253,7 +253,15 @@ def chunks(capability: int) -> Iterator[Kernel]:
     for tile in TILES:
         sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
         own = sizes | {"BIAS": False, "N": 4096, "K": 4096}
-        yield f"{tile}", product_kernel, own, tile.num_warps, tile.num_stages, types
+        how = tile.num_warps, tile.num_stages
+        if not tile.descriptors:
+            yield f"{tile}", product_kernel, own, *how, types
+            continue
+        m, n, k = sizes.values()
+        shapes = {"out": (m, n), "x": (m, k), "weight": (n, k)}
+        own_types = {name: f"tensordesc<bf16[{a},{b}]>" for name, (a, b) in shapes.items()}
+        own_types |= {"rows": "i32", "programs": "i32"}
+        yield f"{tile}", descriptor_kernel, own | {"GROUP": 8}, *how, own_types
 
 
 if __name__ == "__main__":
