@@ -309,6 +309,7 @@ def test_a_namespace_covers_model_weights_and_format() -> None:
         namespace_of(model, pool_of(model, kv=KVFormat(torch.int8, scales))),
         namespace_of(model, pool_of(model, kv=KVFormat(torch.int8, 2 * scales))),
         namespace_of(model, pool_of(model, kv=KVFormat(layout="turned"))),
+        namespace_of(model, pool_of(model), "another order of sums"),
     ]
     assert len(set(formats)) == len(formats)
     assert namespace_of(model, pool_of(model)) == formats[0]
@@ -342,6 +343,10 @@ def test_a_prefix_that_fits_is_not_moved() -> None:
 @pytest.mark.parametrize("length", [39, 40, 41, 43])
 def test_a_load_leaves_a_token_to_compute(length: int) -> None:
     """a11: prompts that end before, on and behind the edge of a block."""
+    leaves_a_token(length)
+
+
+def leaves_a_token(length: int) -> None:
     engine = engine_of()
     prompt = prompt_of(3, length)
     serve(engine, prompt)
@@ -393,6 +398,10 @@ def test_requests_that_share_a_prefix_load_it_once() -> None:
 
 def test_salts_do_not_meet_in_host_memory() -> None:
     """a15 in the second tier."""
+    salts_in_host_memory()
+
+
+def salts_in_host_memory() -> None:
     engine = engine_of()
     prompt = prompt_of(8)
     serve(engine, prompt, salt="a")
@@ -661,12 +670,15 @@ def never_reports() -> None:
 def test_an_abort_at_any_stage_leaves_nothing(
     steps: int, on_disk: bool, tmp_path: Path
 ) -> None:
-    """a8, a10."""
-    folder = tmp_path / "blocks" if on_disk else None
+    """a8."""
+    abort_after(steps, tmp_path / "blocks" if on_disk else None)
+
+
+def abort_after(steps: int, folder: Path | None) -> None:
     engine = engine_of(blocks=40, folder=folder)
     prompt = prompt_of(21, 40)
     serve(engine, prompt)
-    if on_disk:
+    if folder is not None:
         engine = engine_of(blocks=40, folder=folder)
     engine.cache.forget()
     slow(engine, polls=3)
@@ -891,7 +903,10 @@ def killed_while_writing(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_dead_process_left_half_written_is_swept(tmp_path: Path) -> None:
     """a16."""
-    folder = tmp_path / "blocks"
+    stale_files(tmp_path / "blocks")
+
+
+def stale_files(folder: Path) -> None:
     BlockFiles(folder, 1 << 20, 1000)
     stale, young = folder / "abc.tmp", folder / "def.tmp"
     notes = folder / "notes.txt"
@@ -973,6 +988,10 @@ def test_a_disk_that_never_answers_makes_nobody_wait_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """a12: one block of many never comes."""
+    never_answers(tmp_path, monkeypatch)
+
+
+def never_answers(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(29, 40)
     engine = restarted(tmp_path)
     serve(engine, prompt)
@@ -988,7 +1007,24 @@ def test_a_disk_that_never_answers_makes_nobody_wait_for_long(
             gate.wait(60)
         read(self, path, name, target)
 
-    monkeypatch.setattr(BlockFiles, "_read", hang)
+    patch.setattr(BlockFiles, "_read", hang)
+    try:
+        computed_meanwhile(engine, prompt)
+    finally:
+        gate.set()
+    settle(engine)
+    check_host(connector.host)
+    engine.cache.forget()
+    assert serve(engine, prompt) == [right(tuple(prompt))]
+
+
+def never_answers_alone(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        never_answers(tmp_path, patch)
+
+
+def computed_meanwhile(engine: PagedEngine, prompt: list[int]) -> None:
+    connector = connector_of(engine)
     connector.clock = clock = Clock()
     (request,) = engine.add(prompt, greedy(4))
     engine.step()
@@ -997,22 +1033,20 @@ def test_a_disk_that_never_answers_makes_nobody_wait_for_long(
         engine.step()
     assert request.row < 0
     clock.now += 100  # at a token a second
-    engine.step()
     for _ in range(200):
+        engine.step()
         if engine.idle:
             break
-        engine.step()
     assert request.output_ids == right(tuple(prompt)) and request.cached_tokens == 20
     assert engine.cache.free == engine.cache.allocator.count
-    gate.set()
-    settle(engine)
-    check_host(connector.host)
-    engine.cache.forget()
-    assert serve(engine, prompt) == [right(tuple(prompt))]
 
 
 def test_salts_do_not_meet_on_a_disk(tmp_path: Path) -> None:
     """a15 in the third tier."""
+    salts_on_a_disk(tmp_path)
+
+
+def salts_on_a_disk(tmp_path: Path) -> None:
     prompt = prompt_of(30)
     serve(restarted(tmp_path), prompt, salt="a")
     engine = restarted(tmp_path)
@@ -1050,10 +1084,23 @@ print(connector_of(engine).stats.read, connector_of(engine).stats.written)
 @pytest.mark.slow
 def test_processes_with_other_hash_seeds_hit_each_others_files(tmp_path: Path) -> None:
     """a14."""
+    other_hash_seeds(tmp_path, CHILD)
+
+
+@pytest.mark.slow
+def test_names_of_pythons_hash_would_not_be_found(tmp_path: Path) -> None:
+    """a14 planted: the processes differ in nothing but the seed."""
+    fault = "import moving_blocks.names as names\n"
+    fault += "names.digest_of = lambda *parts: (hash(parts) % 2**64).to_bytes(16, 'little')\n"
+    with pytest.raises(AssertionError, match="'9', '0'"):
+        other_hash_seeds(tmp_path, fault + CHILD)
+
+
+def other_hash_seeds(tmp_path: Path, child: str) -> None:
     found = []
     for seed in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, "-c", CHILD, str(tmp_path / "blocks")],
+            [sys.executable, "-c", child, str(tmp_path / "blocks")],
             env={
                 **os.environ,
                 "PYTHONHASHSEED": seed,
@@ -1127,6 +1174,10 @@ def windowed() -> Model:
 
 def test_layers_with_windows_are_refused_by_name() -> None:
     """a6: a hybrid cache's numbers are pages, and no blocks."""
+    windows_are_refused()
+
+
+def windows_are_refused() -> None:
     with pytest.raises(UserError, match=r"host_bytes .* cannot be moved: .*hybrid_cache"):
         moving_blocks.load(windowed(), host_bytes=1 << 20)
     engine = moving_blocks.load(windowed(), max_len=96)  # without an option it does nothing
@@ -1154,13 +1205,14 @@ def test_speculation_and_overlap_go_with_it(tmp_path: Path) -> None:
     assert connector_of(engine).stats.loaded >= 8
 
 
-def test_eight_bit_keys_come_back_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_eight_bit_keys_come_back_as_they_were(kind: str, tmp_path: Path) -> None:
     from quant import Quant
 
     prompt = prompt_of(33, 40)
     answers = []
     for _ in range(2):
-        engine = restarted(tmp_path, features=(Quant(kv_cache="int8"),))
+        engine = restarted(tmp_path, features=(Quant(kv_cache=kind),))
         answers += serve(engine, prompt, count=8)
     assert answers[0] == answers[1]
     assert connector_of(engine).stats.read == 9
@@ -1198,7 +1250,7 @@ def plant_early_save(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_name_without_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("moving_blocks.feature.namespace_of", lambda model, pool: b"all the same")
+    patch.setattr("moving_blocks.feature.namespace_of", lambda *parts: b"all the same")
 
 
 def plant_final_name_first(patch: pytest.MonkeyPatch) -> None:
@@ -1218,6 +1270,39 @@ def plant_pins_end_with_the_host(patch: pytest.MonkeyPatch) -> None:
         load.sources = []
 
     patch.setattr(TieredConnector, "_finish_load", unpin)
+
+
+def plant_abort_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def poll(self: TieredConnector) -> None:
+        waiting, self.waiting = self.waiting, {}
+        old_poll(self)
+        self.waiting = waiting
+
+    old_poll = TieredConnector.poll
+    patch.setattr(TieredConnector, "poll", poll)
+
+
+def plant_last_token_too(patch: pytest.MonkeyPatch) -> None:
+    def keys(self: OffloadingCache, request: Request) -> list[Any]:
+        return block_keys(request.ids(0, len(request.tokens)), self.block_size)
+
+    patch.setattr(OffloadingCache, "_keys_of", keys)
+
+
+def plant_names_without_salt(patch: pytest.MonkeyPatch) -> None:
+    def without(namespace: bytes, salt: str, *more: Any) -> Iterator[BlockName]:
+        return chain(namespace, "", *more)
+
+    patch.setattr("moving_blocks.cache.chain", without)
+    patch.setattr("moving_blocks.tiers.chain", without)
+
+
+def plant_no_sweep(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("moving_blocks.disk.STALE_SECONDS", 1e12)
+
+
+def plant_pages_taken_for_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MovingBlocks, "why_not", staticmethod(lambda builder: ""))
 
 
 def plant_fresh_blocks_wiped(patch: pytest.MonkeyPatch) -> None:
@@ -1256,6 +1341,28 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Path], 
     "a5 a checksum is not compared": (plant_blind_reader, damaged_and_shared),
     "a7 a request waits for ever": (plant_no_deadline, lambda _: never_reports()),
     "a7 blocks of a load are not held": (plant_lost_hold, lambda _: never_reports()),
+    "a6 pages of layers with windows are taken for blocks": (
+        plant_pages_taken_for_blocks,
+        lambda _: windows_are_refused(),
+    ),
+    "a8 an aborted request keeps its blocks": (
+        plant_abort_forgotten,
+        lambda path: abort_after(1, path / "blocks"),
+    ),
+    "a11 the last token is loaded as well": (
+        plant_last_token_too,
+        lambda _: leaves_a_token(40),
+    ),
+    "a12 a lost block is waited for": (
+        plant_no_deadline,
+        never_answers_alone,
+    ),
+    "a15 a salt is in no name in host memory": (
+        plant_names_without_salt,
+        lambda _: salts_in_host_memory(),
+    ),
+    "a15 a salt is in no name on a disk": (plant_names_without_salt, salts_on_a_disk),
+    "a16 nobody sweeps": (plant_no_sweep, lambda path: stale_files(path / "blocks")),
     "a13 names do not cover the weights": (plant_name_without_weights, other_weights),
     "slots are free before the copy is done": (plant_pins_end_with_the_host, slots_stay),
     "loaded blocks are wiped": (plant_fresh_blocks_wiped, stained_pool),
@@ -1353,7 +1460,7 @@ def play_all(seeds: Iterator[int] | range, folder: Path) -> None:
 
 
 def test_any_schedule_says_what_phase_01_says(tmp_path: Path) -> None:
-    play_all(range(12), tmp_path)
+    play_all(range(40), tmp_path)
 
 
 @pytest.mark.long

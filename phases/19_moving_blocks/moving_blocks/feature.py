@@ -133,7 +133,10 @@ class MovingBlocks(Feature):
             cache, engine.scheduler, worker, host, disk, rule, save_computed=computed
         )
         # Host memory ends with this process, which has one model.
-        namespace = digest_of() if disk is None else namespace_of(engine.runner.model, pool)
+        kind = type(attention).__name__
+        namespace = (
+            digest_of() if disk is None else namespace_of(engine.runner.model, pool, kind)
+        )
         cache.attach(connector, namespace)
         gate.connector = connector
 
