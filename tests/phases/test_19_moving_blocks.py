@@ -599,12 +599,6 @@ def test_where_computing_is_faster_nothing_is_loaded() -> None:
     engine.cache.forget()
     assert serve(engine, prompt) == [right(tuple(prompt))]
     assert connector_of(engine).stats.loaded == 0
-    engine.cache.forget()
-    assert connector_of(engine).get_num_new_matched_tokens(request_of(prompt)) == 28
-
-
-def request_of(prompt: Sequence[int]) -> Request:
-    return Request(0, list(prompt), len(prompt), len(prompt) + 1, greedy(1))
 
 
 def test_rates_are_measured_at_the_start_and_leave_no_trace() -> None:

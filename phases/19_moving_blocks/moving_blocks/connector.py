@@ -64,10 +64,6 @@ class ConnectorScheduler:
         """Return True while copies or saves are unfinished, so that `poll` must be called."""
         return False
 
-    def get_num_new_matched_tokens(self, request: Request) -> int:
-        """Return how many tokens of a waiting request could be loaded, after those that the cache has."""
-        return 0
-
     def ready(self, request: Request) -> bool:
         """Return True if a request may enter the waiting line.
 

@@ -96,9 +96,8 @@ class MovingBlocks(Feature):
         hybrid = builder.feature(Hybrid) is not None
         if hybrid and not LayerGroups.of(builder.model.config).full_attention_only:
             return "the model has layers with windows or states (hybrid_cache)"
-        if any(each.name == Parallel.name for each in builder.recipe.features):
-            parallel = builder.feature(Parallel)
-            if parallel is None or parallel.tensor_parallel > 1:
+        for each in builder.recipe.features:
+            if each.name == Parallel.name and each != Parallel():
                 return "the model is split over ranks (tensor_parallel)"
         return ""
 

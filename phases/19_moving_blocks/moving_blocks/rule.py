@@ -6,6 +6,7 @@ computes a prompt, and how fast blocks come in. The lesson draws them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -138,27 +139,35 @@ def measure_rule(
 
 
 def time_prompt(engine: PagedEngine, tokens: int) -> float:
-    """Return the seconds until the first token of a prompt of `tokens` tokens, the better of two runs."""
+    """Return the seconds until the first token of a prompt of `tokens` tokens."""
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     prompt = [(3 * token) % engine.config.vocab_size for token in range(tokens)]
-    times: list[float] = []
-    for salt in ("probe 1", "probe 2"):  # the second must not find the first's blocks
-        started = perf_counter()
-        engine.add(prompt, params, salt=salt)
+
+    def serve() -> None:
+        # A second prompt must not find the first one's blocks.
+        engine.add(prompt, params, salt=str(perf_counter()))
         while not engine.idle:
             engine.step()
-        times.append(perf_counter() - started)
-    return min(times)
+
+    return time_of(serve)
 
 
 def time_copy(worker: ConnectorWorker, blocks: int) -> float:
-    """Return the seconds of a load of `blocks` blocks from host memory, the better of two runs."""
-    numbers = range(blocks)
+    """Return the seconds of a load of `blocks` blocks from host memory."""
+
+    def copy() -> None:
+        transfer = worker.start_load(range(blocks), range(blocks))
+        while not transfer.done():
+            continue
+
+    return time_of(copy)
+
+
+def time_of(action: Callable[[], None]) -> float:
+    """Return the seconds that an action takes, the better of two runs."""
     times: list[float] = []
     for _ in range(2):
         started = perf_counter()
-        transfer = worker.start_load(numbers, numbers)
-        while not transfer.done():
-            continue
+        action()
         times.append(perf_counter() - started)
     return min(times)

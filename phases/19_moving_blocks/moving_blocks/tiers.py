@@ -121,7 +121,6 @@ class TieredConnector(ConnectorScheduler):
     _need_room: list[WaitingRequest] = field(default_factory=list)  # by rank
     _name_of: dict[int, BlockName] = field(default_factory=dict)  # of cached blocks
     _to_save: dict[int, BlockName] = field(default_factory=dict)  # since the last step
-    _saving: set[int] = field(default_factory=set)  # blocks that copies read
     _overwritten: bool = False  # the next step writes to one of them
 
     @property
@@ -130,12 +129,6 @@ class TieredConnector(ConnectorScheduler):
         return bool(self.loads or self.saves or self._to_save)
 
     # Admission.
-
-    def get_num_new_matched_tokens(self, request: Request) -> int:
-        """See `ConnectorScheduler.get_num_new_matched_tokens`; loading them may be slower than computing."""
-        found = self._num_cached(request)
-        names, _ = self._find_names(request, found)
-        return (len(names) - found) * self.cache.block_size
 
     def ready(self, request: Request) -> bool:
         """See `ConnectorScheduler.ready`: start or continue a request's load; True once it need not wait.
@@ -264,9 +257,7 @@ class TieredConnector(ConnectorScheduler):
 
     def _start_load(self, wait: WaitingRequest, found: int, count: int) -> Load:
         names = wait.names[found : found + count]
-        sources = [
-            block for name in names if (block := self.host.get(name.digest)) is not None
-        ]
+        sources = [block for name in names if (block := self.host.get(name.digest))]
         self.host.pin(sources)
         keys = [name.key for name in wait.names[:found]]
         cursor, cached, blocks = self.cache.begin_load(keys, wait.request.salt, count)
@@ -315,9 +306,8 @@ class TieredConnector(ConnectorScheduler):
         """See `ConnectorScheduler.blocks_allocated`: let the next step wait for saves that read these
         blocks.
         """
-        self._overwritten = self._overwritten or any(
-            block in self._saving or block in self._to_save for block in blocks
-        )
+        read = {block for save in self.saves for block in save.blocks} | self._to_save.keys()
+        self._overwritten |= not read.isdisjoint(blocks)
 
     def before_step(self) -> None:
         """See `ConnectorScheduler.before_step`: start saves, and wait for those whose blocks the step
@@ -357,7 +347,6 @@ class TieredConnector(ConnectorScheduler):
         if blocks:
             transfer = self.worker.start_save(blocks, [block.slot for block in targets])
             self.saves.append(Save(names, blocks, targets, transfer))
-            self._saving.update(blocks)
             self.stats.saved += len(blocks)
 
     # What has finished.
@@ -380,7 +369,6 @@ class TieredConnector(ConnectorScheduler):
 
     def _finish_save(self, save: Save) -> None:
         self.saves.remove(save)
-        self._saving = {block for each in self.saves for block in each.blocks}
         for name, block in zip(save.names, save.targets, strict=True):
             # Blocks that are still to be written must leave room for others.
             if self.disk is not None and self.disk.pending <= len(self.host.memory) // 2:
