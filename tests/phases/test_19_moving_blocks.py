@@ -179,34 +179,30 @@ class Slow(ConnectorWorker):
         self.inner = inner
         self.polls = polls
         self.hang = hang
-        self.saves: list[SlowCopy] = []
         self.loads: list[SlowCopy] = []
         self.waits = 0
 
-    def start_load(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        self.finish_saves()
-        action = partial(self.inner.start_load, blocks, slots)
-        copy = SlowCopy(self, action, slots, self.hang)
-        self.loads.append(copy)
-        return copy
+    def start_copy(
+        self,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        *,
+        to_host: bool,
+        after: Sequence[Transfer] = (),
+        gently: bool = False,
+    ) -> Transfer:
+        for copy in after:
+            self.wait_for(copy)
+        action = partial(self.inner.start_copy, blocks, slots, to_host=to_host)
+        if to_host:
+            return SlowCopy(self, action)
+        self.loads.append(SlowCopy(self, action, slots, self.hang))
+        return self.loads[-1]
 
-    def start_save(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        copy = SlowCopy(self, partial(self.inner.start_save, blocks, slots))
-        self.saves.append(copy)
-        return copy
-
-    def wait_for_load(self, transfer: Transfer) -> None:
+    def wait_for(self, transfer: Transfer) -> None:
         assert isinstance(transfer, SlowCopy)
-        transfer.run()
-
-    def wait_for_saves(self) -> None:
         self.waits += 1
-        self.finish_saves()
-
-    def finish_saves(self) -> None:
-        for copy in self.saves:
-            copy.run()
-        self.saves.clear()
+        transfer.run()
 
 
 class SlowCopy(Transfer):
@@ -1546,15 +1542,15 @@ class Hasty(torch.cuda.Stream):
 def test_a_save_waits_for_the_kernel_that_writes(planted: bool) -> None:
     """a1: the copy reads what the step before has written, however slow that step is."""
     pool, host, worker = gpu_worker()
-    worker.start_save(
-        range(64), range(64)
+    worker.start_copy(
+        range(64), range(64), to_host=True
     )  # compiles, and keeps pinned memory for the next list
     torch.cuda.synchronize()
     if planted:
         worker.save_stream = Hasty()  # type: ignore[no-untyped-call]
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
     pool.data.fill_(3.0)
-    transfer = worker.start_save(range(64), range(64))
+    transfer = worker.start_copy(range(64), range(64), to_host=True)
     assert planted or not transfer.done()
     torch.cuda.synchronize()
     right_ = bool((host.view(torch.bfloat16) == 3.0).all())
@@ -1565,13 +1561,12 @@ def test_a_save_waits_for_the_kernel_that_writes(planted: bool) -> None:
 def test_a_step_waits_for_the_copy_that_reads_its_blocks() -> None:
     """a2 on streams: a save that is slow to begin still reads what was there."""
     pool, host, worker = gpu_worker()
-    worker.start_save([0], [0])
+    worker.start_copy([0], [0], to_host=True)
     pool.data.fill_(3.0)
     torch.cuda.synchronize()
     with torch.cuda.stream(worker.save_stream):
         torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
-    worker.start_save(range(64), range(64))
-    worker.wait_for_saves()
+    worker.wait_for(worker.start_copy(range(64), range(64), to_host=True))
     pool.data.fill_(5.0)
     torch.cuda.synchronize()
     assert bool((host.view(torch.bfloat16) == 3.0).all())
@@ -1583,9 +1578,9 @@ def test_a_load_follows_the_save_into_its_slot_and_a_step_waits_for_it() -> None
     pool.data[:, :, :32] = 7.0
     with torch.cuda.stream(worker.save_stream):
         torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
-    worker.start_save(range(32), range(32))
-    load = worker.start_load(range(32, 64), range(32))
-    worker.wait_for_load(load)
+    save = worker.start_copy(range(32), range(32), to_host=True)
+    load = worker.start_copy(range(32, 64), range(32), to_host=False, after=[save])
+    worker.wait_for(load)
     seen = pool.data[:, :, 32:].clone()
     torch.cuda.synchronize()
     assert bool((seen == 7.0).all()) and load.done()

@@ -13,6 +13,9 @@ from typing import Protocol
 from common.request import Request
 from moving_blocks.names import BlockName
 
+GENTLE_RATE = 2e10
+"""Bytes a second of a gentle copy. A full bus makes the small copies of every step wait."""
+
 
 class Transfer:
     """A copy of blocks that has been started; in this base class it is already done."""
@@ -26,29 +29,27 @@ class ConnectorWorker(Protocol):
     """Interface of what copies blocks between the pool and slots of host memory.
 
     `blocks` and `slots` are numbers, of the same length. A slot that a copy reads or writes stays its own
-    until the copy is done; the `ConnectorScheduler` sees to that.
+    until the copy is done; the `ConnectorScheduler` sees to that. to_host: into slots. gently: at
+    `GENTLE_RATE` at most, since steps of other requests run beside the copy.
     """
 
-    def start_load(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Start to copy slots into blocks, after all kernels launched before, which may read these blocks.
+    def start_copy(
+        self,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        *,
+        to_host: bool,
+        after: Sequence[Transfer] = (),
+        gently: bool = False,
+    ) -> Transfer:
+        """Start to copy blocks into slots, or back, after all kernels launched so far, which may write or
+        read these blocks, and after the copies `after`.
 
         Returns: the copy, to ask whether it is done.
         """
 
-    def start_save(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Start to copy blocks into slots, after the kernels that write these blocks.
-
-        Returns: the copy, to ask whether it is done.
-        """
-
-    def wait_for_load(self, transfer: Transfer) -> None:
-        """Let every later step wait, on the device, until a load is done; the host does not wait."""
-        return None
-
-    def wait_for_saves(self) -> None:
-        """Let every later step wait, on the device, for all saves started so far, since it writes to their
-        blocks.
-        """
+    def wait_for(self, transfer: Transfer) -> None:
+        """Let every later step wait, on the device, until a copy is done; the host does not wait."""
         return None
 
 

@@ -156,7 +156,7 @@ def time_copy(worker: ConnectorWorker, blocks: int) -> float:
     """Return the seconds of a load of `blocks` blocks from host memory."""
 
     def copy() -> None:
-        transfer = worker.start_load(range(blocks), range(blocks))
+        transfer = worker.start_copy(range(blocks), range(blocks), to_host=False)
         while not transfer.done():
             continue
 

@@ -7,7 +7,7 @@ by a thread, and nothing in the engine waits for it but the request that wants i
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from time import monotonic
@@ -121,7 +121,7 @@ class TieredConnector(ConnectorScheduler):
     _need_room: list[WaitingRequest] = field(default_factory=list)  # by rank
     _name_of: dict[int, BlockName] = field(default_factory=dict)  # of cached blocks
     _to_save: dict[int, BlockName] = field(default_factory=dict)  # since the last step
-    _overwritten: bool = False  # the next step writes to one of them
+    _overwritten: set[int] = field(default_factory=set)  # blocks that the next step may write
 
     @property
     def busy(self) -> bool:
@@ -165,7 +165,7 @@ class TieredConnector(ConnectorScheduler):
         wait.load = self._start_load(wait, found, count)
         wait.deadline = now + wait.budget
         if not self.scheduler.running:  # no other request has to wait with it
-            self.worker.wait_for_load(wait.load.transfer)
+            self.worker.wait_for(wait.load.transfer)
         elif not wait.load.transfer.done():
             return False
         self._finish_load(wait.load)
@@ -262,7 +262,13 @@ class TieredConnector(ConnectorScheduler):
         keys = [name.key for name in wait.names[:found]]
         cursor, cached, blocks = self.cache.begin_load(keys, wait.request.salt, count)
         self._start_saves()  # of what has just been evicted: the load writes there
-        transfer = self.worker.start_load(blocks, [block.slot for block in sources])
+        transfer = self.worker.start_copy(
+            blocks,
+            [block.slot for block in sources],
+            to_host=False,
+            after=self._saves_of({*blocks, *sources}),
+            gently=bool(self.scheduler.running),
+        )
         load = Load(cursor, cached, names, blocks, sources, transfer)
         self.loads.append(load)
         return load
@@ -306,17 +312,24 @@ class TieredConnector(ConnectorScheduler):
         """See `ConnectorScheduler.blocks_allocated`: let the next step wait for saves that read these
         blocks.
         """
-        read = {block for save in self.saves for block in save.blocks} | self._to_save.keys()
-        self._overwritten |= not read.isdisjoint(blocks)
+        self._overwritten.update(blocks)
 
     def before_step(self) -> None:
         """See `ConnectorScheduler.before_step`: start saves, and wait for those whose blocks the step
         overwrites.
         """
         self._start_saves()
-        if self._overwritten:
-            self.worker.wait_for_saves()
-            self._overwritten = False
+        for save in self._saves_of(self._overwritten):
+            self.worker.wait_for(save)
+        self._overwritten.clear()
+
+    def _saves_of(self, used: Container[int | HostBlock]) -> list[Transfer]:
+        """Return the copies that read one of the blocks `used`, or write to one of host memory."""
+        return [
+            save.transfer
+            for save in self.saves
+            if any(block in used for block in (*save.blocks, *save.targets))
+        ]
 
     def request_finished(self, names: Sequence[BlockName]) -> None:
         """See `ConnectorScheduler.request_finished`: keep the request's blocks longest in host memory and
@@ -345,7 +358,13 @@ class TieredConnector(ConnectorScheduler):
             targets.append(target)
         self._to_save.clear()
         if blocks:
-            transfer = self.worker.start_save(blocks, [block.slot for block in targets])
+            transfer = self.worker.start_copy(
+                blocks,
+                [block.slot for block in targets],
+                to_host=True,
+                # A step that writes to evicted blocks waits for their save.
+                gently=self.save_computed and bool(self.scheduler.running),
+            )
             self.saves.append(Save(names, blocks, targets, transfer))
             self.stats.saved += len(blocks)
 
