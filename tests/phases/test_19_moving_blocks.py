@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import subprocess
@@ -196,7 +197,7 @@ class Slow(ConnectorWorker):
         action = partial(self.inner.start_copy, blocks, slots, to_host=to_host)
         if to_host:
             return SlowCopy(self, action)
-        self.loads.append(SlowCopy(self, action, slots, self.hang))
+        self.loads.append(SlowCopy(self, action, slots, self.hang, gently))
         return self.loads[-1]
 
     def wait_for(self, transfer: Transfer) -> None:
@@ -214,7 +215,9 @@ class SlowCopy(Transfer):
         action: Callable[[], object],
         sources: Sequence[int] = (),
         hang: bool = False,
+        gently: bool = False,
     ) -> None:
+        self.gently = gently
         self.left = worker.polls
         self.action: Callable[[], object] | None = action
         self.hang = hang
@@ -581,11 +584,55 @@ def test_a_disk_is_slower_than_memory_and_is_measured() -> None:
         PrefillCost(1.0, 0.0), 1000, compute_rate=1e4, host_rate=1e9, disk_rate=1e9
     )
     assert rule.should_load(0, 64, 65, 16, from_disk=16)
-    for _ in range(60):
+    for _ in range(200):
         rule.on_read(16, 10.0)
     assert rule.disk_rate == pytest.approx(1600, rel=0.01)
     assert not rule.should_load(0, 64, 65, 16, from_disk=16)
     assert rule.should_load(0, 64, 65, 16, from_disk=0)
+
+
+def test_beside_other_requests_a_load_must_pay_at_half_the_rate() -> None:
+    rule = LoadRule(PrefillCost(1.0, 0.0), 1000, compute_rate=1e4, host_rate=1e6)
+    assert rule.load_seconds(100) == pytest.approx(0.1, rel=0.01)
+    assert rule.load_seconds(100, gently=True) == pytest.approx(0.2, rel=0.01)
+    assert rule.should_load(0, 1600, 1601, 100)
+    assert not rule.should_load(0, 1600, 1601, 100, gently=True)
+
+
+def test_only_copies_beside_other_requests_are_gentle() -> None:
+    engine = engine_of(blocks=40, offload="computed")
+    worker = slow(engine, polls=0)
+    prompt = prompt_of(39, 40)
+    serve(engine, prompt)
+    engine.cache.forget()
+    serve(engine, prompt)
+    assert [each.gently for each in worker.loads] == [False]
+    engine.cache.forget()
+    engine.add(prompt_of(40, 8), greedy(30))
+    for _ in range(2):
+        engine.step()
+    serve(engine, prompt)
+    assert [each.gently for each in worker.loads] == [False, True]
+
+
+def test_a_load_waits_for_the_save_into_its_slots() -> None:
+    """A slot is found as soon as its save has begun."""
+    load_after_save()
+
+
+def load_after_save() -> None:
+    engine = engine_of(offload="computed")
+    slow(engine, polls=1000)
+    prompt = prompt_of(41, 40)
+    (request,) = engine.add(prompt, greedy(4))
+    while request.finish_reason is None:
+        engine.step()
+    engine.cache.forget()
+    (request,) = engine.add(prompt, greedy(4))
+    engine.step()
+    assert request.cached_tokens == 36
+    finish(engine)
+    assert request.output_ids == right(tuple(prompt))
 
 
 def test_where_computing_is_faster_nothing_is_loaded() -> None:
@@ -1215,6 +1262,10 @@ def plant_no_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TieredConnector, "blocks_allocated", lambda self, blocks: None)
 
 
+def plant_no_order(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TieredConnector, "_saves_of", lambda self, used: [])
+
+
 def plant_no_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoadRule, "compute_seconds", lambda self, start, end: 1e12 * (end - start))
 
@@ -1323,6 +1374,10 @@ def test_a_loaded_block_is_not_wiped(tmp_path: Path) -> None:
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Path], None]]] = {
     "a2 the step does not wait for copies": (plant_no_wait, lambda _: reuse_while_copied()),
+    "a1 a load does not wait for the save into its slots": (
+        plant_no_order,
+        lambda _: load_after_save(),
+    ),
     "a3 a file has its name at once": (
         plant_final_name_first,
         lambda path: killed_while_writing(path, pytest.MonkeyPatch()),
@@ -1555,6 +1610,30 @@ def test_a_save_waits_for_the_kernel_that_writes(planted: bool) -> None:
     torch.cuda.synchronize()
     right_ = bool((host.view(torch.bfloat16) == 3.0).all())
     assert right_ is not planted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("to_host", [False, True])
+def test_a_gentle_copy_leaves_half_of_the_bus(to_host: bool) -> None:
+    """It takes as long as its rate says, and moves the same."""
+    pool = BlockPool(
+        tiny().config, 4096, 256, device=torch.device("cuda"), dtype=torch.float32
+    )
+    size = pool.data[:, :, 0].numel() * pool.data.element_size()
+    worker = StreamWorker(pool, torch.zeros(4096, size, dtype=torch.uint8).pin_memory())
+    numbers = range(4096)
+    pool.data.fill_(3.0)
+    seconds = []
+    for rate in (math.inf, math.inf, 2e9):
+        worker.gentle_rate = rate
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        worker.start_copy(numbers, numbers, to_host=to_host, gently=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    wanted = 4096 * size / 2e9
+    assert 0.9 * wanted < seconds[2] < 1.3 * wanted, f"{seconds}"
+    assert bool((pool.data == (3.0 if to_host else 0.0)).all())
 
 
 @pytest.mark.gpu

@@ -7,14 +7,12 @@ it. vLLM's `KVConnectorBase_V1` has the same two halves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 from common.request import Request
 from moving_blocks.names import BlockName
-
-GENTLE_RATE = 2e10
-"""Bytes a second of a gentle copy. A full bus makes the small copies of every step wait."""
 
 
 class Transfer:
@@ -30,8 +28,12 @@ class ConnectorWorker(Protocol):
 
     `blocks` and `slots` are numbers, of the same length. A slot that a copy reads or writes stays its own
     until the copy is done; the `ConnectorScheduler` sees to that. to_host: into slots. gently: at
-    `GENTLE_RATE` at most, since steps of other requests run beside the copy.
+    `gentle_rate`, since steps of other requests run beside the copy.
+
+    gentle_rate: bytes a second; `measure_rule` sets it. A full bus makes the small copies of every step wait.
     """
+
+    gentle_rate: float = math.inf
 
     def start_copy(
         self,

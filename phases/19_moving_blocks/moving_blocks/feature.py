@@ -46,7 +46,8 @@ class MovingBlocks(Feature):
     disk_bytes: int = option(4 << 30, "most bytes of these files; the oldest go first")
     offload: str = option(
         "auto",
-        "when a block goes to host memory: evicted, computed, or auto (computed if there is a disk_folder)",
+        "when a block goes to host memory: evicted, computed, or auto (computed if there is a disk_folder, "
+        "or if host memory is as large as a GPU's cache)",
     )
     prefill_rate: float | None = option(
         None,
@@ -127,7 +128,10 @@ class MovingBlocks(Feature):
         make = StreamWorker if device.type == "cuda" else CopyWorker
         worker = make(pool, host.memory)
         rule = self._rule(engine, worker, len(host.memory), block_bytes)
-        computed = self.offload == "computed" or (self.offload == "auto" and disk is not None)
+        # At an eviction, a step of a GPU would wait for the copy.
+        larger = device.type == "cuda" and len(host.memory) >= cache.allocator.count
+        inclusive = larger or disk is not None
+        computed = self.offload == "computed" or (self.offload == "auto" and inclusive)
         connector = TieredConnector(
             cache, engine.scheduler, worker, host, disk, rule, save_computed=computed
         )
@@ -170,4 +174,5 @@ class MovingBlocks(Feature):
             rule.compute_rate = self.prefill_rate * rule.cost.per_token
         if self.load_rate is not None:
             rule.host_rate = self.load_rate * 1e9
+        worker.gentle_rate = rule.gentle_rate
         return rule

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moving_blocks.connector import GENTLE_RATE
-
-PROGRAMS = 32
-"""Thread blocks of a launch. They keep the bus busy, and leave most of the GPU to the step beside them."""
+PROGRAMS = 8
+"""Thread blocks of a launch. They fill the bus, and leave most of the GPU to the step beside them."""
 WORDS = 4096
 """Words of eight bytes that a program copies at a time."""
 
@@ -43,7 +43,7 @@ def move_kernel(
         their slots. TO_HOST: from the pool to the host, or back. BLOCK: words that are copied at a time.
     GENTLY: let `pause` ns pass from one `BLOCK` of a program to the next.
     """
-    due = pause * 0
+    due = tl.full((), 0, tl.int64)
     chunks = tl.cdiv(width, BLOCK)
     total = count * parts * chunks
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -67,7 +67,7 @@ def move_kernel(
 
 
 def move(
-    pool: Tensor, host: Tensor, index: Tensor, *, to_host: bool, gently: bool = False
+    pool: Tensor, host: Tensor, index: Tensor, *, to_host: bool, rate: float = math.inf
 ) -> None:
     """Copy blocks between a pool and host memory on the current stream.
 
@@ -76,13 +76,13 @@ def move(
         host: `[slots, parts, width]` of the same dtype, pinned and contiguous.
         index: `[2, count]` int64 on the pool's device: the blocks, then their slots.
         to_host: from the pool to the host, or back.
-        gently: at `GENTLE_RATE`, on a GPU.
+        rate: bytes a second at most. On a GPU only.
     """
     word = torch.uint8 if pool.shape[2] * pool.element_size() % 8 else torch.int64
     source, target = pool.view(word), host.view(word)
     parts, blocks, width = source.shape
     block = min(WORDS, triton.next_power_of_2(width))
-    seconds = PROGRAMS * block * word.itemsize / GENTLE_RATE
+    pause = int(1e9 * PROGRAMS * block * word.itemsize / rate)
     move_kernel[(PROGRAMS,)](
         source,
         target,
@@ -91,9 +91,9 @@ def move(
         blocks,
         parts,
         width,
-        int(1e9 * seconds),
+        pause,
         TO_HOST=to_host,
-        GENTLY=gently,
+        GENTLY=pause > 0,
         BLOCK=block,
         num_warps=8,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,7 +90,8 @@ class StreamWorker(ConnectorWorker):
                 self.wait_for(copy)
             index = torch.tensor([list(blocks), list(slots)]).pin_memory()
             index = index.to(self.device, non_blocking=True)
-            move(self.pool, self.host, index, to_host=to_host, gently=gently)
+            rate = self.gentle_rate if gently else math.inf
+            move(self.pool, self.host, index, to_host=to_host, rate=rate)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return StreamTransfer(event)

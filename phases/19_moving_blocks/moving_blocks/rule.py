@@ -19,12 +19,14 @@ from paged_cache import PagedEngine
 
 PROBE_TOKENS = {"cpu": 64, "cuda": 4096}
 """Tokens of the prompt that is timed at the start, where a request may be so long."""
-PROBE_BYTES = 1 << 25
+PROBE_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
 """Most bytes of the copy that is timed at the start."""
 DISK_RATE = 1e9
 """Bytes a second that a disk is taken to give until it has been read."""
-KEEP = 0.7
+KEEP = 0.9
 """Share of an old rate in the new one, at each measurement."""
+GENTLE = 0.5
+"""Share of the rate of copies that is left to them while steps of other requests run."""
 WAIT_SECONDS = 2e-4
 """What a load costs the host besides the copy."""
 MARGIN = 1.1
@@ -84,24 +86,38 @@ class LoadRule:
         """Return how many seconds the tokens `start .. end - 1` of a prompt take to compute."""
         return max(self.step_seconds, self.cost.between(start, end) / self.compute_rate)
 
-    def load_seconds(self, blocks: int, from_disk: int = 0) -> float:
-        """Return how many seconds `blocks` blocks take to load, `from_disk` of them from files."""
+    def load_seconds(self, blocks: int, from_disk: int = 0, gently: bool = False) -> float:
+        """Return how many seconds `blocks` blocks take to load, `from_disk` of them from files.
+
+        gently: at `gentle_rate`.
+        """
         each = self.block_bytes
-        return (
-            WAIT_SECONDS + blocks * each / self.host_rate + from_disk * each / self.disk_rate
-        )
+        rate = self.gentle_rate if gently else self.host_rate
+        return WAIT_SECONDS + blocks * each / rate + from_disk * each / self.disk_rate
+
+    @property
+    def gentle_rate(self) -> float:
+        """Return the bytes a second of loads while other requests run."""
+        return GENTLE * self.host_rate
 
     def should_load(
-        self, start: int, loaded: int, end: int, blocks: int, from_disk: int = 0
+        self,
+        start: int,
+        loaded: int,
+        end: int,
+        blocks: int,
+        from_disk: int = 0,
+        gently: bool = False,
     ) -> bool:
         """Return True if loading blocks of a prompt, and computing the rest, is faster than computing all.
 
         Args:
             start: tokens of the prompt in the cache. loaded: those after the load. end: all tokens.
             blocks: number of blocks to load. from_disk: how many of them come from files.
+            gently: while other requests run.
         """
         saved = self.compute_seconds(start, end) - self.compute_seconds(loaded, end)
-        return MARGIN * self.load_seconds(blocks, from_disk) < saved
+        return MARGIN * self.load_seconds(blocks, from_disk, gently) < saved
 
     def on_read(self, blocks: int, seconds: float) -> None:
         """Correct the disk's rate: `blocks` blocks were read in `seconds`."""
@@ -126,7 +142,14 @@ def measure_rule(
         tokens //= 2
     step_seconds = time_prompt(engine, 1)
     seconds = time_prompt(engine, tokens)
-    blocks = max(1, min(slots, engine.cache.allocator.count, PROBE_BYTES // block_bytes))
+    blocks = max(
+        1,
+        min(
+            slots,
+            engine.cache.allocator.count,
+            PROBE_BYTES.get(device, 1 << 25) // block_bytes,
+        ),
+    )
     vars(engine.stats).update(vars(Stats()))  # from zero
     engine.cache.forget()
     return LoadRule(

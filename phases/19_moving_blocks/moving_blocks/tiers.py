@@ -78,7 +78,6 @@ class WaitingRequest:
     """A request that waits for its blocks before it enters the waiting line.
 
     names: of its full blocks, from the first on, as far as they are in the cache, host memory or files.
-    rank: its place in the waiting line, once it enters; from the scheduling policy.
     pinned: its blocks in host memory, those that are still being read included.
     budget: seconds that it may still wait for blocks; computing them would take as long.
     deadline: when it stops waiting for blocks. reading: files are being read. load: its copy; None: none yet.
@@ -86,7 +85,6 @@ class WaitingRequest:
 
     request: Request
     names: list[BlockName]
-    rank: tuple[float, ...]
     pinned: list[HostBlock] = field(default_factory=list)
     budget: float = 0.0
     deadline: float = 0.0
@@ -128,6 +126,11 @@ class TieredConnector(ConnectorScheduler):
         """Return True while copies are on their way, or saves have not been started."""
         return bool(self.loads or self.saves or self._to_save)
 
+    @property
+    def _shared(self) -> bool:
+        """Return True while requests run, whose steps copies must not slow down."""
+        return bool(self.scheduler.running)
+
     # Admission.
 
     def ready(self, request: Request) -> bool:
@@ -150,7 +153,7 @@ class TieredConnector(ConnectorScheduler):
             self.stats.expired_requests += missing
             wait.reading = False
             wait.budget -= now - (wait.deadline - wait.budget)
-        if self._need_room and self._need_room[0].rank < wait.rank:
+        if self._need_room and self._need_room[0].request.rank < request.rank:
             return False  # no request overtakes one that waits for room
         found = self._num_cached(request)
         count = self._num_loadable(wait, found)
@@ -160,11 +163,11 @@ class TieredConnector(ConnectorScheduler):
             return False  # it comes with another request's blocks
         if not self._has_room(request):
             if wait not in self._need_room:
-                insort(self._need_room, wait, key=lambda each: each.rank)
+                insort(self._need_room, wait, key=lambda each: each.request.rank)
             return False
         wait.load = self._start_load(wait, found, count)
         wait.deadline = now + wait.budget
-        if not self.scheduler.running:  # no other request has to wait with it
+        if not self._shared:  # no other request has to wait with it
             self.worker.wait_for(wait.load.transfer)
         elif not wait.load.transfer.done():
             return False
@@ -180,14 +183,13 @@ class TieredConnector(ConnectorScheduler):
         self._start_saves()  # what is evicted, but not copied yet, is found as well
         found = self._num_cached(request)
         names, from_disk = self._find_names(request, found)
-        rank = self.scheduler.policy(request)
-        wait = WaitingRequest(request, names, rank)
-        self.waiting[request] = wait
+        request.rank = self.scheduler.policy(request)
+        wait = self.waiting[request] = WaitingRequest(request, names)
         size, end = self.cache.block_size, len(request.tokens)
+        start, loaded = found * size, len(names) * size
+        wait.budget = self.rule.compute_seconds(start, end)
         count = len(names) - found
-        loaded = len(names) * size
-        wait.budget = self.rule.compute_seconds(found * size, end)
-        if not self.rule.should_load(found * size, loaded, end, count, from_disk):
+        if not self.rule.should_load(start, loaded, end, count, from_disk, self._shared):
             return wait
         for name in names[found:]:
             block = self.host.get(name.digest)
@@ -246,7 +248,8 @@ class TieredConnector(ConnectorScheduler):
         count = len([*takewhile(lambda block: block and block.loadable, blocks)])
         size = self.cache.block_size
         loaded, end = (found + count) * size, len(wait.request.tokens)
-        return count if self.rule.should_load(found * size, loaded, end, count) else 0
+        pays = self.rule.should_load(found * size, loaded, end, count, gently=self._shared)
+        return count if pays else 0
 
     def _has_room(self, request: Request) -> bool:
         """Return True if the request would be admitted now, beside those whose loads are on their way."""
@@ -267,7 +270,7 @@ class TieredConnector(ConnectorScheduler):
             [block.slot for block in sources],
             to_host=False,
             after=self._saves_of({*blocks, *sources}),
-            gently=bool(self.scheduler.running),
+            gently=self._shared,
         )
         load = Load(cursor, cached, names, blocks, sources, transfer)
         self.loads.append(load)
@@ -305,7 +308,7 @@ class TieredConnector(ConnectorScheduler):
         """See `ConnectorScheduler.blocks_evicted`: without `save_computed`, the next step saves them."""
         for block in reversed(blocks):  # from a sequence's beginning on
             name = self._name_of.pop(block, None)
-            if name is not None and not self.save_computed:
+            if name and not self.save_computed:
                 self._to_save[block] = name
 
     def blocks_allocated(self, blocks: Sequence[int]) -> None:
@@ -337,7 +340,7 @@ class TieredConnector(ConnectorScheduler):
         """
         digests = [name.digest for name in names]
         self.host.touch(digests)
-        if self.disk is not None and digests:
+        if self.disk and digests:
             self.disk.touch(digests)
 
     def _start_saves(self) -> None:
@@ -348,14 +351,12 @@ class TieredConnector(ConnectorScheduler):
         blocks: list[int] = []
         targets: list[HostBlock] = []
         for block, name in self._to_save.items():
-            if self.host.get(name.digest) is not None or self._is_on_disk(name):
+            if self.host.get(name.digest) or self._is_on_disk(name):
                 continue
-            target = self.host.allocate(name.digest)
-            if target is None:
-                continue
-            names.append(name)
-            blocks.append(block)
-            targets.append(target)
+            if target := self.host.allocate(name.digest):
+                names.append(name)
+                blocks.append(block)
+                targets.append(target)
         self._to_save.clear()
         if blocks:
             transfer = self.worker.start_copy(
@@ -363,7 +364,7 @@ class TieredConnector(ConnectorScheduler):
                 [block.slot for block in targets],
                 to_host=True,
                 # A step that writes to evicted blocks waits for their save.
-                gently=self.save_computed and bool(self.scheduler.running),
+                gently=self.save_computed and self._shared,
             )
             self.saves.append(Save(names, blocks, targets, transfer))
             self.stats.saved += len(blocks)
@@ -380,32 +381,30 @@ class TieredConnector(ConnectorScheduler):
                 self._finish_load(load)
         for save in [each for each in self.saves if each.transfer.done()]:
             self._finish_save(save)
-        if self.disk is not None:
+        if self.disk:
             self._poll_disk(self.disk)
-        for wait in list(self.waiting.values()):
-            if wait.request.finish_reason is not None:  # aborted
+        for wait in [*self.waiting.values()]:
+            if wait.request.finish_reason:  # aborted
                 self._enter_line(wait)
 
     def _finish_save(self, save: Save) -> None:
         self.saves.remove(save)
         for name, block in zip(save.names, save.targets, strict=True):
             # Blocks that are still to be written must leave room for others.
-            if self.disk is not None and self.disk.pending <= len(self.host.memory) // 2:
+            if self.disk and self.disk.pending <= len(self.host.memory) // 2:
                 self.host.pin([block])
                 self.disk.write(name, block, self.host.view(block))
         self.host.unpin(save.targets)
 
     def _poll_disk(self, disk: DiskTier) -> None:
-        jobs = disk.take_finished()
-        read = [job for job in jobs if job.reading]
-        for job in read:
-            if job.ok:
+        for job in disk.take_finished():
+            if not job.reading:
+                self.stats.written += job.ok
+            elif job.ok:
                 job.block.loadable = True
                 self.stats.read += 1
+                self.rule.on_read(1, job.seconds / READERS)
             else:
                 self.host.fail(job.block)
                 self.stats.unread += 1
-        if read:
-            self.rule.on_read(len(read), sum(job.seconds for job in read) / READERS)
-        self.stats.written += sum(job.ok for job in jobs if not job.reading)
-        self.host.unpin([job.block for job in jobs])
+            self.host.unpin([job.block])
