@@ -21,7 +21,7 @@ from moving_blocks.disk_tier import DiskTier
 from moving_blocks.host import HostTier
 from moving_blocks.mover import CopyWorker, StreamWorker
 from moving_blocks.names import digest_of, namespace_of
-from moving_blocks.rule import LoadRule, PrefillCost, measure_rule
+from moving_blocks.rule import GENTLE, LoadRule, PrefillCost, measure_rule
 from moving_blocks.tiers import TieredConnector
 from paged_cache import EngineBuilder, Feature, PagedAttention, PagedEngine
 from parallel import Parallel
@@ -174,5 +174,5 @@ class MovingBlocks(Feature):
             rule.compute_rate = self.prefill_rate * rule.cost.per_token
         if self.load_rate is not None:
             rule.host_rate = self.load_rate * 1e9
-        worker.gentle_rate = rule.gentle_rate
+        worker.gentle_rate = GENTLE * rule.host_rate
         return rule

@@ -17,10 +17,8 @@ from continuous.stats import Stats
 from moving_blocks.connector import ConnectorWorker
 from paged_cache import PagedEngine
 
-PROBE_TOKENS = {"cpu": 64, "cuda": 4096}
-"""Tokens of the prompt that is timed at the start, where a request may be so long."""
-PROBE_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
-"""Most bytes of the copy that is timed at the start."""
+PROBES = {"cpu": (64, 1 << 25), "cuda": (4096, 1 << 28)}
+"""Tokens of the prompt, and bytes of the copy, that are timed at the start, where they may be so many."""
 DISK_RATE = 1e9
 """Bytes a second that a disk is taken to give until it has been read."""
 KEEP = 0.9
@@ -89,16 +87,11 @@ class LoadRule:
     def load_seconds(self, blocks: int, from_disk: int = 0, gently: bool = False) -> float:
         """Return how many seconds `blocks` blocks take to load, `from_disk` of them from files.
 
-        gently: at `gentle_rate`.
+        gently: beside other requests, at `GENTLE` of the rate.
         """
         each = self.block_bytes
-        rate = self.gentle_rate if gently else self.host_rate
+        rate = GENTLE * self.host_rate if gently else self.host_rate
         return WAIT_SECONDS + blocks * each / rate + from_disk * each / self.disk_rate
-
-    @property
-    def gentle_rate(self) -> float:
-        """Return the bytes a second of loads while other requests run."""
-        return GENTLE * self.host_rate
 
     def should_load(
         self,
@@ -135,7 +128,8 @@ def measure_rule(
     """
     cost = PrefillCost.of(engine.config)
     device = engine.runner.model.device.type
-    tokens = max(1, min(PROBE_TOKENS.get(device, 64), engine.max_len - 2))
+    most_tokens, most_bytes = PROBES.get(device, PROBES["cpu"])
+    tokens = max(1, min(most_tokens, engine.max_len - 2))
     if not isinstance(engine.scheduler, ChunkedScheduler):
         tokens = min(tokens, engine.scheduler.step_tokens)
     while tokens > 1 and not engine.cache.holds(tokens + 1):
@@ -147,7 +141,7 @@ def measure_rule(
         min(
             slots,
             engine.cache.allocator.count,
-            PROBE_BYTES.get(device, 1 << 25) // block_bytes,
+            most_bytes // block_bytes,
         ),
     )
     vars(engine.stats).update(vars(Stats()))  # from zero

@@ -80,7 +80,8 @@ class WaitingRequest:
     names: of its full blocks, from the first on, as far as they are in the cache, host memory or files.
     pinned: its blocks in host memory, those that are still being read included.
     budget: seconds that it may still wait for blocks; computing them would take as long.
-    deadline: when it stops waiting for blocks. reading: files are being read. load: its copy; None: none yet.
+    deadline: when it stops waiting for files, and then for its load; 0: it waits for room.
+    load: its copy; None: none yet.
     """
 
     request: Request
@@ -88,7 +89,6 @@ class WaitingRequest:
     pinned: list[HostBlock] = field(default_factory=list)
     budget: float = 0.0
     deadline: float = 0.0
-    reading: bool = False
     load: Load | None = None
 
 
@@ -146,13 +146,12 @@ class TieredConnector(ConnectorScheduler):
                 return False
             self.stats.expired_requests += not wait.load.finished
             return self._enter_line(wait)
-        if wait.reading:
+        if wait.deadline:
             missing = any(not (block.loadable or block.failed) for block in wait.pinned)
             if missing and now < wait.deadline:
                 return False
             self.stats.expired_requests += missing
-            wait.reading = False
-            wait.budget -= now - (wait.deadline - wait.budget)
+            wait.budget, wait.deadline = wait.deadline - now, 0.0
         if self._need_room and self._need_room[0].request.rank < request.rank:
             return False  # no request overtakes one that waits for room
         found = self._num_cached(request)
@@ -202,7 +201,6 @@ class TieredConnector(ConnectorScheduler):
             else:
                 break
             wait.pinned.append(block)
-        wait.reading = True
         wait.deadline = self.clock() + wait.budget
         return wait
 
