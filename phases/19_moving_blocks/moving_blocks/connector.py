@@ -30,7 +30,8 @@ class ConnectorWorker(Protocol):
     until the copy is done; the `ConnectorScheduler` sees to that. to_host: into slots. gently: at
     `gentle_rate`, since steps of other requests run beside the copy.
 
-    gentle_rate: bytes a second; a part of what the bus gives. A full bus makes the small copies of every step wait.
+    gentle_rate: bytes a second, a part of what the bus gives: on a full bus the small copies of each step
+        wait.
     """
 
     gentle_rate: float = math.inf

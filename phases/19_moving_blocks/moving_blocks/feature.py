@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from common.device import free_memory
 from common.errors import UserError, choice, integer, number, text
@@ -20,7 +21,7 @@ from moving_blocks.disk import BlockFiles
 from moving_blocks.disk_tier import DiskTier
 from moving_blocks.host import HostTier
 from moving_blocks.mover import CopyWorker, StreamWorker
-from moving_blocks.names import digest_of, namespace_of
+from moving_blocks.names import namespace_of
 from moving_blocks.rule import GENTLE, LoadRule, PrefillCost, measure_rule
 from moving_blocks.tiers import TieredConnector
 from paged_cache import EngineBuilder, Feature, PagedAttention, PagedEngine
@@ -85,8 +86,7 @@ class MovingBlocks(Feature):
         builder.cache.decorate(self, lambda plain: partial(OffloadingCache, index))
         gate = AdmissionGate(builder.grammar_manager.part)
         builder.grammar_manager.decorate(self, lambda inner: gate)
-        loop = ConnectorLoop(builder.loop.part, gate)
-        builder.loop.decorate(self, lambda inner: loop)
+        builder.loop.decorate(self, lambda inner: ConnectorLoop(inner, gate))
         builder.warmups.append(partial(self._attach, gate))
 
     @staticmethod
@@ -127,7 +127,7 @@ class MovingBlocks(Feature):
         host = HostTier(self.slots(block_bytes, device), block_bytes, device)
         make = StreamWorker if device.type == "cuda" else CopyWorker
         worker = make(pool, host.memory)
-        rule = self._rule(engine, worker, len(host.memory), block_bytes)
+        rule = self._rule(engine, worker, host.memory)
         # At an eviction, a step of a GPU would wait for the copy.
         larger = device.type == "cuda" and len(host.memory) >= cache.allocator.count
         inclusive = larger or disk is not None
@@ -135,13 +135,10 @@ class MovingBlocks(Feature):
         connector = TieredConnector(
             cache, engine.scheduler, worker, host, disk, rule, save_computed=computed
         )
-        # Host memory ends with this process, which has one model.
-        kind = type(attention).__name__
-        namespace = (
-            digest_of() if disk is None else namespace_of(engine.runner.model, pool, kind)
-        )
-        cache.attach(connector, namespace)
-        gate.connector = connector
+        if disk is not None:  # host memory ends with this process, which has one model
+            kind = type(attention).__name__
+            cache.namespace = namespace_of(engine.runner.model, pool, kind)
+        cache.connector = gate.connector = connector
 
     def slots(self, block_bytes: int, device: torch.device) -> int:
         """Return how many blocks of `block_bytes` host memory has room for. Raises `UserError` if it has room
@@ -158,18 +155,16 @@ class MovingBlocks(Feature):
             )
         return wanted // block_bytes
 
-    def _rule(
-        self, engine: PagedEngine, worker: ConnectorWorker, slots: int, block_bytes: int
-    ) -> LoadRule:
+    def _rule(self, engine: PagedEngine, worker: ConnectorWorker, memory: Tensor) -> LoadRule:
         """Return the rule for loading or computing, with the options' rates; where one is missing, time a
         prompt and a copy.
 
-        worker: copies blocks. slots: number of them in host memory. block_bytes: of a block.
+        worker: copies blocks. memory: `[slots, bytes of a block]`, host memory.
         """
         if self.prefill_rate is None or self.load_rate is None:
-            rule = measure_rule(engine, worker, slots, block_bytes)
+            rule = measure_rule(engine, worker, memory)
         else:
-            rule = LoadRule(PrefillCost.of(engine.config), block_bytes, 1.0, 1.0)
+            rule = LoadRule(PrefillCost.of(engine.config), memory.shape[1], 1.0, 1.0)
         if self.prefill_rate is not None:
             rule.compute_rate = self.prefill_rate * rule.cost.per_token
         if self.load_rate is not None:

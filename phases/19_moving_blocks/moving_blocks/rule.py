@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
+from torch import Tensor
+
 from chunked_prefill import ChunkedScheduler
 from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
@@ -118,15 +120,14 @@ class LoadRule:
         self.disk_rate = KEEP * self.disk_rate + (1 - KEEP) * measured
 
 
-def measure_rule(
-    engine: PagedEngine, worker: ConnectorWorker, slots: int, block_bytes: int
-) -> LoadRule:
+def measure_rule(engine: PagedEngine, worker: ConnectorWorker, memory: Tensor) -> LoadRule:
     """Return a rule with rates measured by timing a prompt and a copy, on a complete engine that serves
     nothing yet.
 
-    worker: copies blocks. slots: of host memory. block_bytes: of a block.
+    worker: copies blocks. memory: `[slots, bytes of a block]`, host memory.
     """
     cost = PrefillCost.of(engine.config)
+    slots, block_bytes = memory.shape
     device = engine.runner.model.device.type
     most_tokens, most_bytes = PROBES.get(device, PROBES["cpu"])
     tokens = max(1, min(most_tokens, engine.max_len - 2))
@@ -134,57 +135,41 @@ def measure_rule(
         tokens = min(tokens, engine.scheduler.step_tokens)
     while tokens > 1 and not engine.cache.holds(tokens + 1):
         tokens //= 2
-    step_seconds = time_prompt(engine, 1)
-    seconds = time_prompt(engine, tokens)
-    blocks = max(
-        1,
-        min(
-            slots,
-            engine.cache.allocator.count,
-            most_bytes // block_bytes,
-        ),
-    )
+    blocks = min(slots, engine.cache.allocator.count, max(1, most_bytes // block_bytes))
+    step_seconds = time_of(prefill, engine, 1)
+    seconds = time_of(prefill, engine, tokens)
     vars(engine.stats).update(vars(Stats()))  # from zero
     engine.cache.forget()
     return LoadRule(
         cost,
         block_bytes,
         compute_rate=cost.between(0, tokens) / seconds,
-        host_rate=blocks * block_bytes / time_copy(worker, blocks),
+        host_rate=blocks * block_bytes / time_of(load, worker, blocks),
         step_seconds=step_seconds,
     )
 
 
-def time_prompt(engine: PagedEngine, tokens: int) -> float:
-    """Return the seconds until the first token of a prompt of `tokens` tokens."""
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
+def prefill(engine: PagedEngine, tokens: int) -> None:
+    """Compute the first token of a new prompt of `tokens` tokens."""
     prompt = [(3 * token) % engine.config.vocab_size for token in range(tokens)]
-
-    def serve() -> None:
-        # A second prompt must not find the first one's blocks.
-        engine.add(prompt, params, salt=str(perf_counter()))
-        while not engine.idle:
-            engine.step()
-
-    return time_of(serve)
+    salt = str(perf_counter())  # a second prompt must not find the first one's blocks
+    engine.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True), salt=salt)
+    while not engine.idle:
+        engine.step()
 
 
-def time_copy(worker: ConnectorWorker, blocks: int) -> float:
-    """Return the seconds of a load of `blocks` blocks from host memory."""
-
-    def copy() -> None:
-        transfer = worker.start_copy(range(blocks), range(blocks), to_host=False)
-        while not transfer.done():
-            continue
-
-    return time_of(copy)
+def load(worker: ConnectorWorker, blocks: int) -> None:
+    """Load `blocks` blocks from host memory."""
+    transfer = worker.start_copy(range(blocks), range(blocks), to_host=False)
+    while not transfer.done():
+        continue
 
 
-def time_of(action: Callable[[], None]) -> float:
-    """Return the seconds that an action takes, the better of two runs."""
+def time_of(action: Callable[..., None], *arguments: object) -> float:
+    """Return the seconds that `action(*arguments)` takes, the better of two runs."""
     times: list[float] = []
     for _ in range(2):
         started = perf_counter()
-        action()
+        action(*arguments)
         times.append(perf_counter() - started)
     return min(times)

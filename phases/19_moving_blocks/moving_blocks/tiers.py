@@ -16,7 +16,7 @@ from common.request import Request
 from continuous.scheduler import Scheduler
 from moving_blocks.cache import OffloadingCache
 from moving_blocks.connector import ConnectorScheduler, ConnectorWorker, Transfer
-from moving_blocks.disk_tier import READERS, DiskTier
+from moving_blocks.disk_tier import READERS, DiskJob, DiskTier
 from moving_blocks.host import HostBlock, HostTier
 from moving_blocks.names import BlockName, chain
 from moving_blocks.rule import LoadRule
@@ -245,9 +245,9 @@ class TieredConnector(ConnectorScheduler):
         blocks = (self.host.get(name.digest) for name in wait.names[found:])
         count = len([*takewhile(lambda block: block and block.loadable, blocks)])
         size = self.cache.block_size
-        loaded, end = (found + count) * size, len(wait.request.tokens)
-        pays = self.rule.should_load(found * size, loaded, end, count, gently=self._shared)
-        return count if pays else 0
+        start, end = found * size, len(wait.request.tokens)
+        loaded = start + count * size
+        return count * self.rule.should_load(start, loaded, end, count, 0, self._shared)
 
     def _has_room(self, request: Request) -> bool:
         """Return True if the request would be admitted now, beside those whose loads are on their way."""
@@ -290,8 +290,12 @@ class TieredConnector(ConnectorScheduler):
 
     def held_blocks(self) -> list[int]:
         """See `ConnectorScheduler.held_blocks`: the cached and the loaded blocks of unfinished loads."""
-        loads = [load for load in self.loads if not load.finished]
-        return [block for load in loads for block in [*load.cached, *load.blocks]]
+        return [
+            block
+            for load in self.loads
+            if not load.finished
+            for block in [*load.cached, *load.blocks]
+        ]
 
     # Saves.
 
@@ -379,8 +383,8 @@ class TieredConnector(ConnectorScheduler):
                 self._finish_load(load)
         for save in [each for each in self.saves if each.transfer.done()]:
             self._finish_save(save)
-        if self.disk:
-            self._poll_disk(self.disk)
+        for job in self.disk.take_finished() if self.disk else ():
+            self._finish_job(job)
         for wait in [*self.waiting.values()]:
             if wait.request.finish_reason:  # aborted
                 self._enter_line(wait)
@@ -394,15 +398,14 @@ class TieredConnector(ConnectorScheduler):
                 self.disk.write(name, block, self.host.view(block))
         self.host.unpin(save.targets)
 
-    def _poll_disk(self, disk: DiskTier) -> None:
-        for job in disk.take_finished():
-            if not job.reading:
-                self.stats.written += job.ok
-            elif job.ok:
-                job.block.loadable = True
-                self.stats.read += 1
-                self.rule.on_read(1, job.seconds / READERS)
-            else:
-                self.host.fail(job.block)
-                self.stats.unread += 1
-            self.host.unpin([job.block])
+    def _finish_job(self, job: DiskJob) -> None:
+        if not job.reading:
+            self.stats.written += job.ok
+        elif job.ok:
+            job.block.loadable = True
+            self.stats.read += 1
+            self.rule.on_read(1, job.seconds / READERS)
+        else:
+            self.host.fail(job.block)
+            self.stats.unread += 1
+        self.host.unpin([job.block])
