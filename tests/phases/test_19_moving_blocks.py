@@ -1624,7 +1624,7 @@ def test_a_gentle_copy_leaves_half_of_the_bus(to_host: bool) -> None:
     numbers = range(4096)
     pool.data.fill_(3.0)
     seconds = []
-    for rate in (math.inf, math.inf, 2e9):
+    for rate in (math.inf, 2e9, 2e9):  # the first of each kind compiles
         worker.gentle_rate = rate
         torch.cuda.synchronize()
         started = time.perf_counter()
