@@ -141,7 +141,7 @@ class TieredConnector(ConnectorScheduler):
         """
         wait = self.waiting.get(request) or self._begin(request)
         now = self.clock()
-        if wait.load is not None:
+        if wait.load:
             if not wait.load.finished and now < wait.deadline:
                 return False
             self.stats.expired_requests += not wait.load.finished
@@ -191,8 +191,7 @@ class TieredConnector(ConnectorScheduler):
         if not self.rule.should_load(start, loaded, end, count, from_disk, self._shared):
             return wait
         for name in names[found:]:
-            block = self.host.get(name.digest)
-            if block is not None:
+            if block := self.host.get(name.digest):
                 self.host.pin([block])
             elif self.disk and (block := self.host.allocate(name.digest)):
                 block.loadable = False
