@@ -1435,8 +1435,10 @@ def random_prompt(rng: random.Random) -> list[int]:
     return base[:common] + [rng.randrange(1, 4) for _ in range(length - common)]
 
 
-def play(seed: int, folder: Path) -> TieredConnector:
-    """Serve random requests with tiny tiers, slow copies, damaged files, aborts and a jumping clock."""
+def play(seed: int, folder: Path) -> list[TieredConnector]:
+    """Serve random requests with tiny tiers, slow copies, damaged files, aborts, a jumping clock, and engines
+    that are left in the middle of their work.
+    """
     rng = random.Random(seed)
     on_disk = rng.random() < 0.6
     made: dict[str, Any] = {
@@ -1450,10 +1452,12 @@ def play(seed: int, folder: Path) -> TieredConnector:
         "rows": rng.randrange(1, 5),
     }
     requests: list[tuple[Request, list[int], int]] = []
-    for _ in range(2 if on_disk else 1):  # the second is a restart
+    connectors: list[TieredConnector] = []
+    for life in range(2 if on_disk else 1):  # the second is a restart
         engine = engine_of(**made)
         worker = slow(engine, rng.randrange(6))
-        connector_of(engine).clock = clock = Clock()
+        connectors.append(connector_of(engine))
+        connectors[-1].clock = clock = Clock()
         for _ in range(rng.randrange(10, 30)):
             action = rng.random()
             if action < 0.45:
@@ -1473,6 +1477,9 @@ def play(seed: int, folder: Path) -> TieredConnector:
             elif on_disk and (found := files_in(folder / f"{seed}")):
                 damage_bytes(rng, rng.choice(found))
             worker.hang = False
+        if on_disk and life == 0 and rng.random() < 0.3:
+            requests = [each for each in requests if each[0].finish_reason is not None]
+            continue  # as if it were killed; its threads still write while the next one reads
         finish(engine)
     for request, prompt, count in requests:
         assert request.finish_reason in ("length", "abort"), f"{request.error}"
@@ -1480,7 +1487,7 @@ def play(seed: int, folder: Path) -> TieredConnector:
         output = request.output_ids
         assert output == expected[: len(output)], f"request {request.id}"
         assert request.finish_reason == "abort" or len(output) == count
-    return connector_of(engine)
+    return connectors
 
 
 def damage_bytes(rng: random.Random, path: Path) -> None:
@@ -1496,11 +1503,11 @@ def play_all(seeds: Iterator[int] | range, folder: Path) -> None:
     loaded = read = 0
     for seed in seeds:
         try:
-            connector = play(seed, folder)
+            connectors = play(seed, folder)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        loaded += connector.stats.loaded
-        read += connector.stats.read
+        loaded += sum(each.stats.loaded for each in connectors)
+        read += sum(each.stats.read for each in connectors)
     assert loaded > len(seeds) and read > len(seeds) // 4, f"{loaded} loaded, {read} read"  # type: ignore[arg-type]
 
 
