@@ -48,8 +48,14 @@ class Peer:
 
 @dataclass(frozen=True)
 class Best(Run):
-    """The best run of an engine: with its first metric's spread, its day, and what was lacking."""
+    """The best run of an engine: with its first metric's spread, its day, and what was lacking.
 
+    way: how the engine ran, if not with its defaults (`batch-invariant`).
+    """
+
+    engine: str = ""
+    version: str = ""
+    way: str = ""
     spread: float = 0.0
     when: str = ""
     lacks: str = ""
@@ -113,6 +119,8 @@ def versus(ours: Run, theirs: Best, metric: str) -> str:
     Level is a difference within 2 %, or within the spread of our samples or of theirs.
     """
     factor = ours.median(metric) / theirs.median(metric)
+    if better(metric, 0.0, 1.0):
+        factor = 1 / factor
     apart = max(LEVEL, theirs.spread, ours.metrics[metric].spread)
     return "level" if round(abs(factor - 1), 9) <= apart else f"{factor:.2f}×"
 
@@ -124,6 +132,9 @@ def _at_best(run: Run, peer: Peer) -> Best:
     metrics = {metric: Metric((best,))} if len(run.metrics) == 1 else run.metrics
     return Best(
         **{**vars(run), "metrics": metrics},
+        engine=peer.engine,
+        version=peer.version,
+        way=run.variant.removeprefix(peer.name).strip(", "),
         spread=values.spread,
         when=peer.when,
         lacks=peer.lacks,

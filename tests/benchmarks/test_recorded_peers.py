@@ -129,6 +129,28 @@ def test_a_table_says_what_an_installation_lacked(tmp_path: Path) -> None:
     ]
 
 
+def test_of_an_engine_that_ran_in_several_ways_its_defaults_are_compared(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / RESULTS.relative_to(ROOT)
+    times = {"": [30.0, 40.0], ", computed": [900.0], ", hit on the GPU": [5.0]}
+    write(folder, *(("one", "1.0", "w", {"ttft_ms_p50": each}) for each in times.values()))
+    path = folder / "cpu" / PEERS_FILE
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    for peer, way in zip(raw["peers"], times, strict=True):
+        peer["runs"][0]["way"] = way
+    path.write_text(json.dumps(raw), encoding="utf-8")
+    mine = ours(10.0, metric="ttft_ms_p50")
+    evidence = collect("02_kv_cache", [mine], torch.device("cpu"))
+    evidence.write(folder / "cpu" / "02_kv_cache.json")
+    made = fill("<!-- table: peers cpu/02_kv_cache -->\n<!-- /table -->\n", tmp_path)
+    assert made.splitlines()[1].startswith(
+        "| workload | model | one | one, computed | one, hit"
+    )
+    cells = "30 ms (1.0) | 900 ms (1.0) | 5 ms (1.0) | 10 ms | 3.00×"
+    assert made.splitlines()[3] == f"| w | m | {cells} |"
+
+
 def measured(folder: Path, **more: object) -> Path:
     """What `vllm_run.py` writes, and its log."""
     name = "single-512"
