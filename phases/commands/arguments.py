@@ -32,7 +32,7 @@ def joined(values: Iterable[str] | None) -> str | None:
 SCHEMES = ("fp8", "fp8-block", "fp8-weights", "int8", "w8a8", "int4")
 METHODS = ("rtn", "gptq", "awq")
 _EXTRAS = (
-    "attacks kernels.decode_step gpu_tests ladder kernels.paged_attention quality "
+    "kernels.decode_step gpu_tests ladder kernels.paged_attention quality "
     " replicas kernels.sampling step_times"
 )
 EXTRAS = {path.rpartition(".")[2]: f"benchmarks.{path}" for path in _EXTRAS.split()}
