@@ -128,6 +128,8 @@ class Evidence:
     runs: tuple[Run, ...]
     seconds: float | None = None
     """How long measuring took, all in all."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """What else ran on the host meanwhile; see `benchmarks.measure.Beside`. Empty: of before 2026-11-29."""
     appendix: str = ""
     """Which engines have features of the appendix. "named": those whose variants end with `APPENDIX`; "all":
     every one. Empty: of before 2026-11-29, when names hid it."""
@@ -200,6 +202,7 @@ class Evidence:
             "machine": dict(self.machine),
             "versions": dict(self.versions),
             **({} if self.seconds is None else {"seconds": round(self.seconds, 1)}),
+            **({"beside": dict(self.beside)} if self.beside else {}),
             **({"appendix": self.appendix} if self.appendix else {}),
             "runs": [_run_to_json(run) for run in self.runs],
         }
@@ -222,6 +225,7 @@ class Evidence:
                 raw["versions"],
                 runs,
                 raw.get("seconds"),
+                raw.get("beside", {}),
                 raw.get("appendix", ""),
             )
         except FileNotFoundError:
