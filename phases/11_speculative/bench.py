@@ -19,7 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
 import benchmarks.bench
-from benchmarks.agreement import agreement
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
@@ -47,10 +46,9 @@ TASKS = ("rewriting", "summarizing", "chat")
 LENGTH = 3
 """Drafts in the sweep, all of which count as right."""
 SYNTHETIC = f"{PHASE}, synthetic"
-ADAPTIVE = f"{PHASE}, synthetic, adaptive"
 VAIN = f"{PHASE}, in vain"
 OFF, WAITING = f"{PHASE}, switched off", f"{BEFORE}, no overlap"
-MOST_ITEMS = 3
+MOST_ITEMS = 2
 """Requests of a task on a CPU."""
 
 
@@ -62,18 +60,17 @@ class Never(DraftController):
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Tasks with every drafter, the sweep over batch sizes, and how often two draws agree.
+    """Tasks with every drafter, and the sweep over batch sizes.
 
     A model with random weights (`--model random:SHAPE`) has no text to guess: it is swept, and no more.
     """
     cuda, quick = options.device.type == "cuda", options.quick
-    sizes = [1, 4] if quick else [1, 4, 16, 32, 64, 128, 256] if cuda else [1, 4, 16]
+    sizes = [1, 4] if quick else [1, 4, 16, 32, 64, 128, 256] if cuda else [1, 16]
     name = options.model or "smollm2"
     runs: list[Run] = []
     if not name.startswith("random:"):
         own = replace(options, model=name)
         runs += tasks(own, "") + tasks(own, APPENDIX)
-        runs += agreement(PHASE, own)
     swept = "random:qwen3-8b" if cuda and options.model is None else name
     room: dict[str, Any] = {"max_rows": max(sizes), "max_len": 512, "draft_length": LENGTH}
     runs += Bench(replace(options, model=swept), **room).sweep(sizes)
@@ -140,13 +137,12 @@ class Bench(benchmarks.bench.Bench):
         return SpeculativeRunner(source, self.length, adaptive=adaptive)
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:
-        """Batch sizes: three right drafts, as many as pay, drafts that are always wrong, and none."""
+        """Batch sizes: three right drafts, drafts that are always wrong, and none."""
         off = self.drafter(Synthetic(LENGTH))
         off.control = Never(LENGTH)
         contenders: dict[str, Contender] = {
             BEFORE: (self.engine, NO_DRAFTS),
             SYNTHETIC: (self.engine, self.drafter(Synthetic(LENGTH), adaptive=False)),
-            ADAPTIVE: (self.engine, self.drafter(Synthetic(LENGTH))),
             VAIN: (self.engine, self.drafter(Synthetic(0))),
             OFF: (self.engine, off),
         }
@@ -169,7 +165,6 @@ class Bench(benchmarks.bench.Bench):
         for name, samples in alternate(timed, self.options.repeats, warm=warm).items():
             right = {
                 SYNTHETIC: LENGTH,
-                ADAPTIVE: LENGTH,
                 VAIN: 0,
                 OFF: 0,
             }  # what is synthetic says so
@@ -224,7 +219,7 @@ def _short(work: Workload) -> Workload:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Tokens a step by drafter and task, speed over batch size, and acceptance."""
+    """Tokens a step by drafter and task, and speed over batch size."""
     guessed = [
         r for r in evidence.runs if "tokens_per_step" in r.metrics and "batch" not in r.options
     ]
@@ -232,7 +227,6 @@ def draw(evidence: Evidence, out: Path) -> None:
     parts: dict[Callable[[list[Run], Axes], None], list[Run]] = {
         _tasks: [*guessed, *(run for run in evidence.find(BEFORE) if run.workload in tasks)],
         _synthetic: [run for run in evidence.runs if "batch" in run.options],
-        _agreement: [run for run in evidence.runs if "optimum" in run.metrics],
     }
     measured = {part: runs for part, runs in parts.items() if runs}
     figure, axes = panels(len(measured), height=4.6)  # many labels
@@ -323,22 +317,3 @@ def _tasks(runs: list[Run], axes: Axes) -> None:
         f"A step yields up to {number(most.median('tokens_per_step'))} tokens: {task}"
     )
     axes.grid(visible=False, axis="y")
-
-
-def _agreement(found: list[Run], axes: Axes) -> None:
-    runs = sorted(found, key=lambda run: run.median("optimum"))
-    best = [run.median("optimum") for run in runs]
-    axes.plot(best, best, color=GREY, label="optimum: classical rejection")
-    axes.fill_between(
-        best, [value - 0.03 for value in best], best, color=GREY, alpha=0.2, linewidth=0
-    )
-    kinds = {"coupled": "the same noise", "greedy": "greedy drafts"}
-    shown = colours(kinds, PHASE)
-    for (metric, label), marker in zip(kinds.items(), "os", strict=True):
-        values = [run.median(metric) for run in runs]
-        axes.plot(best, values, marker=marker, color=shown[metric], label=label)
-    axes.set_xlabel("1 - total variation; the band is 0.03 wide")
-    axes.set_ylabel("share of drafts accepted")
-    short = max(run.median("optimum") - run.median("coupled") for run in runs)
-    axes.set_title(f"Drafts with the same noise: at most {short:.2f} below the optimum")
-    axes.legend(loc="upper left")
