@@ -106,6 +106,9 @@ BACKENDS: dict[str, Callable[[], Callable[[Spelling], Backend]]] = {
 LETTERS = "aeiourstlnmdbpgkabcdefghijklmnopqrstuvwxyzабвгдежзиклמשהखग中国人"
 
 
+SIGNS = '{" ": ", "} "}, [{" }} ]] ], }, () (); true false null'
+
+
 def made_up(model: Model) -> Spelling:
     """A vocabulary for random weights, of the kind that byte pairs lead to.
 
@@ -114,27 +117,12 @@ def made_up(model: Model) -> Spelling:
     """
     rng = random.Random(5)
     size, eos = model.config.vocab_size, tuple(model.config.eos_token_ids)
-    signs = [
-        '{"',
-        '":',
-        '",',
-        '"}',
-        '"},',
-        '[{"',
-        "}}",
-        "]]",
-        "],",
-        "},",
-        "()",
-        "();",
-        "true",
-        "false",
-        "null",
-    ]
     numbers = [str(number) for number in range(10, 1000)]
     spaces = [" " * count for count in range(2, 17)] + ["\n" * count for count in range(2, 5)]
     tokens = dict.fromkeys(bytes([byte]) for byte in range(256))
-    tokens |= dict.fromkeys(text.encode() for text in (*signs, '": "', *numbers, *spaces))
+    tokens |= dict.fromkeys(
+        text.encode() for text in (*SIGNS.split(), '": "', *numbers, *spaces)
+    )
     while len(tokens) < size:
         word = "".join(rng.choices(LETTERS, k=rng.randrange(2, 13)))
         tokens[(rng.choice(("", " ", " ")) + word).encode()] = None
