@@ -61,7 +61,8 @@ def bench(given: SimpleNamespace) -> int:
     )
     recorded = results().get(device_is, {}).get(name)
     _announce(name, options, recorded)
-    begun, before, beside = time.monotonic(), usage(), measure.Beside()
+    begun, before = time.monotonic(), usage()
+    beside = measure.Beside()
     if quick:
         measure.TRIES = 1
     seen = module.run(options)
