@@ -94,7 +94,7 @@ def on_cpu(options: BenchOptions) -> list[Run]:
             work = closed(max(4, users), QUESTION, 8 if options.quick else ANSWER)
             ask(PHASE, server, work, 1 if users == 1 else options.repeats, users=users)
             if users == many:
-                ask(ALONE, alone, work, options.repeats, users=users)
+                ask(ALONE, alone, work, 1, users=users)  # minutes
         for length in PROMPTS[:1] if options.quick else PROMPTS:
             ask(
                 LENGTHS,
