@@ -271,12 +271,9 @@ GROWING: dict[str, Any] = {"prompts": (5, 3), "output": 6, "blocks": 8}
 
 
 def pictures() -> dict[str, Picture]:
-    """The lesson's four."""
-    # Here, since it imports phases up to 09, and `show` is called in phase 05's notebook.
-    from benchmarks.pictures import parts
-
+    """The lesson's three."""
     growing = record(**GROWING)
-    return parts.pictures() | {
+    return {
         "blocks": blocks(next(step for step in growing if step.stored["a"] == 9)),
         "copy": copied(record(prompts=(6,), output=4, blocks=3, n=2)[:3], prompt=6),
         "preempt": preempted(record(prompts=(5, 5), output=11, blocks=6)),
