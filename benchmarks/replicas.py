@@ -10,12 +10,7 @@ is installed. On several GPUs: a replica on each of them, and all policies on pr
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
-import re
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,14 +25,14 @@ import msgspec
 import torch
 
 from benchmarks.engines import engine_of
-from benchmarks.evidence import ROOT, BenchOptions, Evidence, Run, collect
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.loadtest.loops import LoadPlan
 from benchmarks.loadtest.loops import run as run_plan
 from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample, Samples, alternate, summarize
 from benchmarks.plotting import bars, over_one, panels, save
 from benchmarks.roofline import ceilings
-from benchmarks.server import Server, answered, bodies_of, import_path, measured
+from benchmarks.server import Server, Started, answered, bodies_of, measured
 from benchmarks.workloads import Item, Workload, uniform, workload
 from common.request import Request
 from common.sampling.params import SamplingParams
@@ -125,7 +120,10 @@ class Bench:
         """First token and gap of one user, straight to a server and on every way there is to it."""
         work = uniform("one-user-24x128+8", 4 if self.options.quick else 24, 128, 8)
         with ExitStack() as stack:
-            ways = {DIRECT: server, FRONT: stack.enter_context(front([server], "prefix"))}
+            ways = {
+                DIRECT: server,
+                FRONT: stack.enter_context(front([server], "prefix")).target,
+            }
             if self.on_cpu and importlib.util.find_spec(
                 "ray"
             ):  # on a GPU there is no room for another
@@ -168,7 +166,8 @@ class Bench:
         runs = []
         for count in [n for n in (1, 2, 4, 8) if n <= len(targets)]:
             work = crowd(count)
-            with front(targets[:count], "least-loaded") as target:
+            with front(targets[:count], "least-loaded") as router:
+                target = router.target
                 measured(target, work.first(32).cold(100 * count + 99), users=32)
                 samples = [
                     measured(
@@ -195,10 +194,11 @@ class Bench:
         with self.servers(count, **size) as targets:
             for route in ROUTES:
                 samples = []
-                with front(targets, route) as target:
+                with front(targets, route) as router:
                     for _ in range(1 + self.options.repeats):  # the first warms up
                         shift += 1
-                        samples.append(measured(target, work.cold(shift), users=24 * count))
+                        cold = work.cold(shift)
+                        samples.append(measured(router.target, cold, users=24 * count))
                 runs.append(
                     self.summary(PHASE, work, samples[1:], {"replicas": count, "route": route})
                 )
@@ -335,63 +335,10 @@ class Simulated:
                 self.done.append(self.open.pop(key))
 
 
-# Processes.
-
-
-@contextmanager
-def listening(command: Sequence[str], says: str) -> Iterator[str]:
-    """A process, as soon as it has said where it listens (a regular expression with one group)."""
-    env = os.environ | {"PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env
-    )
-    assert process.stdout is not None
-    timer = threading.Timer(60, process.kill)
-    timer.start()
-    found = None
-    said: list[str] = []
-    for line in process.stdout:
-        said = [*said[-9:], line]
-        found = re.search(says, line)
-        if found:
-            break
-    timer.cancel()
-    rest = threading.Thread(target=process.stdout.read, daemon=True)
-    rest.start()
-    try:
-        if found is None:
-            raise RuntimeError(f"{command[2]} has not started. It said last:\n{''.join(said)}")
-        yield found[1]
-    finally:
-        end(process)
-
-
-@contextmanager
-def front(targets: Sequence[Target], route: str) -> Iterator[Target]:
+def front(targets: Sequence[Target], route: str) -> Started:
     """Our front before servers."""
     urls = [f"http://{target.host}:{target.port}" for target in targets]
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.router",
-        *urls,
-        "--route",
-        route,
-        "--port",
-        "0",
-    ]
-    with listening(command, r"Ready: (http://\S+)") as url:
-        yield Target.of(url)
-
-
-def end(process: subprocess.Popen[Any]) -> None:
-    """End a process that this one has started."""
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    return Started("-m", "benchmarks.router", *urls, "--route", route, "--port", "0")
 
 
 # The figure.
