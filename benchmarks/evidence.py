@@ -107,6 +107,12 @@ class Run:
     roofline: Roofline | None = None
     noise: Mapping[str, float] | None = None
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Everything by which a run is chosen, its options included."""
+        names = ("variant", "workload", "model", "dtype", "weights")
+        return {name: getattr(self, name) for name in names} | dict(self.options)
+
     def median(self, metric: str) -> float:
         """Median of one metric. Raises `UserError` when it was not measured."""
         if metric not in self.metrics:
@@ -146,18 +152,13 @@ class Evidence:
 
         `model`, `dtype` and `weights` may be given among the options too.
         """
-        found = []
-        for run in self.runs:
-            facts = {
-                "model": run.model,
-                "dtype": run.dtype,
-                "weights": run.weights,
-                **run.options,
-            }
-            wanted = variant in (None, run.variant) and workload in (None, run.workload)
-            if wanted and all(facts.get(name) == value for name, value in options.items()):
-                found.append(run)
-        return found
+        named = {"variant": variant, "workload": workload}
+        options |= {name: value for name, value in named.items() if value is not None}
+        return [
+            run
+            for run in self.runs
+            if all(run.facts.get(name) == value for name, value in options.items())
+        ]
 
     def one(
         self, variant: str | None = None, workload: str | None = None, **options: Any

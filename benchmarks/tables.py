@@ -290,15 +290,8 @@ def _rate(run: Run | None, metric: str) -> str:
 
 
 def _matches(run: Run, settings: dict[str, str]) -> bool:
-    facts = {
-        "variant": run.variant,
-        "workload": run.workload,
-        "model": run.model,
-        "dtype": run.dtype,
-    }
-    facts |= {name: str(value) for name, value in run.options.items()}
     # Not split: names of variants have commas.
-    return all(f",{facts.get(name)}," in f",{value}," for name, value in settings.items())
+    return all(f",{run.facts.get(name)}," in f",{value}," for name, value in settings.items())
 
 
 def _heading(name: str) -> str:
