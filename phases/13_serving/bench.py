@@ -93,7 +93,7 @@ def on_cpu(options: BenchOptions) -> list[Run]:
             ask(PHASE, server, work, 1 if users == 1 else options.repeats, users=users)
             if users == many:
                 ask(ALONE, alone, work, 1, users=users)  # minutes
-        for length in PROMPTS[:1] if options.quick else PROMPTS:
+        for length in PROMPTS[:2] if options.quick else PROMPTS:
             ask(
                 LENGTHS,
                 server,
