@@ -124,12 +124,12 @@ class Beside:
         """Return the load average at both ends, and the other programs that took most of a processor.
 
         A program counts from `LEAST_OF_A_CORE` of one processor on, the mean over the whole time. Of one that
-        began or ended meanwhile only the load average tells.
+        ended meanwhile only the load average tells.
         """
         elapsed = max(time.monotonic() - self._began, 1e-3)
         shares: dict[str, float] = defaultdict(float)
         for process, seconds in _busy_seconds().items():
-            shares[process[1]] += (seconds - self._before.get(process, seconds)) / elapsed
+            shares[process[1]] += (seconds - self._before.get(process, 0.0)) / elapsed
         busiest = sorted(shares, key=shares.__getitem__, reverse=True)[:5]
         busy = {n: round(shares[n], 2) for n in busiest if shares[n] >= LEAST_OF_A_CORE}
         return {"load": [self._load, _load()], "busy": busy}

@@ -309,7 +309,7 @@ def _steady(
     return Workload(name, tuple(items), vocab=vocab)
 
 
-def _agent(
+def agent(
     name: str, vocab: int, sessions: int, turns: int, system: int, step: int, output: int
 ) -> Workload:
     """Sessions of an agent that calls tools: each turn's prompt is the whole of the last one and a bit more.
@@ -344,7 +344,7 @@ def _serving(small: bool) -> dict[str, Make]:
     """The workloads with arrivals. Small ones are shorter and slower, so that two cores keep up."""
     if small:
         return {
-            "agent-session": _made(_agent, sessions=2, turns=4, system=192, step=48, output=8),
+            "agent-session": _made(agent, sessions=2, turns=4, system=192, step=48, output=8),
             "chat-serving-short": _made(_steady, 12, 2.0, (16, 48), (8, 24)),
             "chat-serving-mid": _made(_steady, 10, 1.0, (64, 160), (16, 32)),
             "chat-serving-long": _made(_steady, 6, 0.5, (256, 512), (16, 48)),
@@ -357,7 +357,7 @@ def _serving(small: bool) -> dict[str, Make]:
             "prefix_caching": _made(_steady, 12, 1.5, (16, 48), (8, 16), prefix_len=256),
         }
     return {
-        "agent-session": _made(_agent, sessions=8, turns=8, system=2048, step=256, output=64),
+        "agent-session": _made(agent, sessions=8, turns=8, system=2048, step=256, output=64),
         "chat-serving-short": _made(_steady, 128, 32.0, (32, 128), (32, 128)),
         "chat-serving-mid": _made(_steady, 128, 16.0, (256, 1024), (128, 256)),
         "chat-serving-long": _made(_steady, 64, 4.0, (2048, 4096), (128, 512)),
