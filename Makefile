@@ -64,6 +64,7 @@ test-fast: setup ## the tests that need neither weights nor much time (under two
 test-gpu: setup ## the tests that need a CUDA device
 	$(PY) -m pytest -n 8 --dist worksteal -m 'gpu and not alone' tests
 	$(PY) -m pytest -m 'gpu and alone' tests
+	$(PY) -m pytest -n 8 --dist worksteal -m 'not gpu' tests/phases/test_06_*.py tests/phases/test_09_*.py tests/appendix/test_latency.py
 
 test-newest: PY = build/newest/bin/python
 test-newest: ## the fast tests and those of clients, with the newest packages in an environment of its own (some GB)

@@ -1,4 +1,4 @@
-"""How often a sampled draft is accepted: the optimum, draws with the same noise, and greedy drafts."""
+"""How often a sampled draft is accepted: the optimum, and draws with the same noise."""
 
 from __future__ import annotations
 
@@ -41,8 +41,3 @@ def agreement(p: Tensor, q: Tensor) -> Tensor:
     above, below = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
     wins = p * q / (above * q + below.clamp(min=0) * p)  # 1 / (above / p + below / q)
     return wins.nan_to_num(0.0).sum(-1)
-
-
-def greedy(p: Tensor, q: Tensor) -> Tensor:
-    """Return how often a drafter's most likely token is what the model draws: p of q's largest."""
-    return p.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1)

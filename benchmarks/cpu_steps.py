@@ -1,8 +1,7 @@
 """Phase 09 on a CPU: a step in one call (the appendix's `cpu_step`) against the same operators from Python.
 
-One request with each model in bfloat16 and with weights of eight and of four bits (the head's as well).
-With the first model also several requests, one beside a busy program, and phase 08. `ladder bench 09` is this
-where the device is a CPU.
+SmolLM2 in bfloat16 and with weights of eight and of four bits (the head's as well): one request,
+several, and one beside a busy program. `ladder bench 09` is this where the device is a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from benchmarks.workloads import Workload, uniform, workload
 from paged_cache import PagedEngine
 
 PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache"
-MODELS = ("smollm2", "gemma3-270m", "random:llama-160m")
+MODEL = "smollm2"
 FORMATS: dict[str, dict[str, str]] = {
     PHASE: {},
     "10_quant int8": {"quantization": "int8"},
@@ -36,33 +35,25 @@ METRIC = "output_tokens_per_s"
 
 
 def measured(options: BenchOptions) -> Evidence:
-    """Each model in each format, in bfloat16: PyTorch's products of few bits want it."""
-    runs: list[Run] = []
-    for model in MODELS if options.model is None else (options.model,):
-        target = replace(options, model=model, dtype=torch.bfloat16)
-        runs += measure(Bench(target), whole=not runs)
-    return evidence_of(PHASE, runs, options)
+    """One model in each format, in bfloat16: PyTorch's products of few bits want it."""
+    target = replace(options, model=options.model or MODEL, dtype=torch.bfloat16)
+    return evidence_of(PHASE, measure(Bench(target)), options)
 
 
-def measure(bench: Bench, whole: bool) -> list[Run]:
-    """One model. whole: not only one request alone."""
+def measure(bench: Bench) -> list[Run]:
+    """One request, several, and one beside a busy program."""
     sizes: dict[str, Any] = {"max_rows": ROWS, "max_len": MAX_LEN, "cache_bytes": 1 << 28}
-    engines = {BEFORE: engine_of("08", bench.model, **sizes)} if whole else {}
+    engines = {BEFORE: engine_of("08", bench.model, **sizes)}
     for name, kind in FORMATS.items():
         for variant in (name, name + APPENDIX):
             engines[variant] = engine_of(variant, bench.model, **kind, **sizes)
     single = workload("single-512-small")
     together = uniform(f"decode-{TOGETHER}x32", TOGETHER, 32, 64)
     if bench.quick:
-        short = replace(single.items[0], max_tokens=16)
-        single = replace(single, name="single-quick", items=(short,))
-        together = uniform(f"decode-{TOGETHER}x8", TOGETHER, 8, 8)
-    runs = compare(bench, engines, single)
-    if whole:
-        runs += compare(bench, engines, together)
-        with neighbours(BESIDE):
-            runs += compare(bench, engines, single, BESIDE)
-    return runs
+        single, together = (work.first(4, tokens=8) for work in (single, together))
+    runs = compare(bench, engines, single) + compare(bench, engines, together)
+    with neighbours(BESIDE):
+        return runs + compare(bench, engines, single, BESIDE)
 
 
 def compare(
@@ -86,14 +77,11 @@ def compare(
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """A panel for each model with one request, for several, and for one beside a busy program."""
+    """A panel for one request, for several, and for one beside a busy program."""
     kinds: dict[str, list[Run]] = {}
     for run in evidence.runs:
         beside = ", beside a busy program" if run.options.get("neighbours") else ""
-        requests = (
-            f"{TOGETHER} requests" if run.workload.startswith("decode") else "one request"
-        )
-        kinds.setdefault(f"{run.model}, {requests}{beside}", []).append(run)
+        kinds.setdefault(f"{run.model}, {run.workload}{beside}", []).append(run)
     figure, axes = panels(len(kinds), rows=-(-len(kinds) // 3), height=3.8)
     for panel, (title, shown) in zip(axes, kinds.items(), strict=True):
         bars(shown, METRIC, axes=panel, gain=False, label=short)
@@ -103,8 +91,4 @@ def draw(evidence: Evidence, out: Path) -> None:
 
 def short(run: Run) -> str:
     """Return a variant's name, in a few words."""
-    return (
-        run.variant.replace(PHASE, "09")
-        .replace(BEFORE, "08")
-        .replace("cpu_step", "step in one call")
-    )
+    return run.variant.replace(PHASE, "09").replace(BEFORE, "08")

@@ -107,6 +107,12 @@ class Run:
     roofline: Roofline | None = None
     noise: Mapping[str, float] | None = None
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Everything by which a run is chosen, its options included."""
+        names = ("variant", "workload", "model", "dtype", "weights")
+        return {name: getattr(self, name) for name in names} | dict(self.options)
+
     def median(self, metric: str) -> float:
         """Median of one metric. Raises `UserError` when it was not measured."""
         if metric not in self.metrics:
@@ -128,6 +134,8 @@ class Evidence:
     runs: tuple[Run, ...]
     seconds: float | None = None
     """How long measuring took, all in all."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """What else ran on the host meanwhile; see `benchmarks.measure.Beside`. Empty: of before 2026-11-29."""
     appendix: str = ""
     """Which engines have features of the appendix. "named": those whose variants end with `APPENDIX`; "all":
     every one. Empty: of before 2026-11-29, when names hid it."""
@@ -144,18 +152,13 @@ class Evidence:
 
         `model`, `dtype` and `weights` may be given among the options too.
         """
-        found = []
-        for run in self.runs:
-            facts = {
-                "model": run.model,
-                "dtype": run.dtype,
-                "weights": run.weights,
-                **run.options,
-            }
-            wanted = variant in (None, run.variant) and workload in (None, run.workload)
-            if wanted and all(facts.get(name) == value for name, value in options.items()):
-                found.append(run)
-        return found
+        named = {"variant": variant, "workload": workload}
+        options |= {name: value for name, value in named.items() if value is not None}
+        return [
+            run
+            for run in self.runs
+            if all(run.facts.get(name) == value for name, value in options.items())
+        ]
 
     def one(
         self, variant: str | None = None, workload: str | None = None, **options: Any
@@ -200,6 +203,7 @@ class Evidence:
             "machine": dict(self.machine),
             "versions": dict(self.versions),
             **({} if self.seconds is None else {"seconds": round(self.seconds, 1)}),
+            **({"beside": dict(self.beside)} if self.beside else {}),
             **({"appendix": self.appendix} if self.appendix else {}),
             "runs": [_run_to_json(run) for run in self.runs],
         }
@@ -222,6 +226,7 @@ class Evidence:
                 raw["versions"],
                 runs,
                 raw.get("seconds"),
+                raw.get("beside", {}),
                 raw.get("appendix", ""),
             )
         except FileNotFoundError:

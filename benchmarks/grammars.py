@@ -9,13 +9,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import tokenizers
-from tokenizers import decoders, pre_tokenizers
-from tokenizers.models import WordPiece
 
 from benchmarks.workloads import Workload
 from common.sampling.grammar import Grammar
-from common.text.detokenizer import _BYTE_OF
 from forward.model import Model
 from phases.appendix.guidance.feature import library
 from phases.appendix.guidance.spelling import Spelling
@@ -107,82 +103,43 @@ BACKENDS: dict[str, Callable[[], Callable[[Spelling], Backend]]] = {
 """Kinds of backends, each found when it is asked for: a library may not be installed."""
 
 
-SYLLABLES = (
-    "the", "ing", "er", "tion", "an", "re", "on", "in", "es", "en", "al", "or", "at", "con", "ver",
-    "men", "com", "pro", "per", "un", "ex", "ma", "li", "ne", "ra", "to", "de", "ri", "sta", "ble",
-    "tra", "pre", "sion", "ous", "ful", "ness", "ism", "graph", "log", "net", "data", "form", "type", "list",
-    "name", "code", "test", "user", "file", "time",
-)  # fmt: skip
-LETTERS = "абвгдежзиклмнопрстухцчшэюяאבגדהוזחטיकखगघचजटडणत中国人大学生文化日本語한국사람"
+LETTERS = "aeiourstlnmdbpgkabcdefghijklmnopqrstuvwxyzабвгдежзиклמשהखग中国人"
+
+
+SIGNS = '{" ": ", "} "}, [{" }} ]] ], }, () (); true false null'
 
 
 def made_up(model: Model) -> Spelling:
     """A vocabulary for random weights, of the kind that byte pairs lead to.
 
-    All bytes, digits, spaces and what stands between the parts of JSON and of code; words of a few syllables,
-    most behind a space, some with a capital; and an eighth in other alphabets.
+    All bytes, numbers, spaces, what stands between the parts of JSON and of code, and words of all lengths,
+    most behind a space, some of other alphabets.
     """
     rng = random.Random(5)
     size, eos = model.config.vocab_size, tuple(model.config.eos_token_ids)
-    signs = [
-        '{"',
-        '":',
-        '": "',
-        '": ',
-        '",',
-        '", "',
-        '"}',
-        '"},',
-        '[{"',
-        "}}",
-        "]]",
-        "],",
-        "},",
-        "()",
-        "();",
-    ]
     numbers = [str(number) for number in range(10, 1000)]
     spaces = [" " * count for count in range(2, 17)] + ["\n" * count for count in range(2, 5)]
-    tokens = [bytes([byte]) for byte in range(256)]
-    tokens += [text.encode() for text in (*signs, *numbers, *spaces, "true", "false", "null")]
-    seen = set(tokens)
+    tokens = dict.fromkeys(bytes([byte]) for byte in range(256))
+    tokens |= dict.fromkeys(
+        text.encode() for text in (*SIGNS.split(), '": "', *numbers, *spaces)
+    )
     while len(tokens) < size:
-        if rng.random() < 1 / 8:
-            word = "".join(rng.choices(LETTERS, k=rng.choice((1, 2, 2, 3, 4))))
-        else:
-            word = "".join(rng.choices(SYLLABLES, k=rng.choice((1, 2, 2, 3, 3, 4))))[
-                : rng.randrange(2, 15)
-            ]
-        word = word.capitalize() if rng.random() < 0.2 else word
-        token = (rng.choice(("", " ", " ")) + word).encode()
-        if token not in seen:
-            seen.add(token)
-            tokens.append(token)
-    hidden = tuple(
-        b"" if number in eos else token for number, token in enumerate(tokens[:size])
-    )
-    found = longest_first(hidden)
-    return Spelling(hidden, eos, lambda text: found.encode(text).ids)
+        word = "".join(rng.choices(LETTERS, k=rng.randrange(2, 13)))
+        tokens[(rng.choice(("", " ", " ")) + word).encode()] = None
+    hidden = tuple(b"" if n in eos else token for n, token in enumerate([*tokens][:size]))
+    ids = {token: number for number, token in enumerate(hidden) if token}
+    longest = max(map(len, ids))
 
+    def encode(text: str) -> list[int]:
+        """Take of all tokens that the rest begins with the longest."""
+        rest, found = text.encode(), list[int]()
+        while rest:
+            count = next(n for n in range(longest, 0, -1) if rest[:n] in ids)
+            found.append(ids[rest[:count]])
+            rest = rest[count:]
+        return found
 
-def longest_first(tokens: Sequence[bytes]) -> tokenizers.Tokenizer:
-    """A tokenizer that takes of all tokens that a text begins with the longest, again and again."""
-    letters = {byte: letter for letter, byte in _BYTE_OF.items()}
-    ids = {
-        "".join(letters[byte] for byte in token): n for n, token in enumerate(tokens) if token
-    }
-    special = {f"<|{n}|>": n for n, token in enumerate(tokens) if not token}
-    model = WordPiece(
-        ids | special,
-        unk_token=letters[0],
-        continuing_subword_prefix="",
-        max_input_chars_per_word=1 << 20,
-    )
-    found = tokenizers.Tokenizer(model)
-    found.add_special_tokens(list(special))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.decoder = decoders.ByteLevel()
-    return found
+    return Spelling(hidden, eos, encode)
 
 
 def along(make: Callable[[], Matcher], vocabulary: Vocabulary, outputs: int) -> list[float]:

@@ -10,7 +10,6 @@ LABELS = {
     "handover_bytes": "handed over (GB)",
     "memory_grown_bytes": "memory grown (GB)",
     "requests_in_flight": "requests in flight",
-    "scheduling_us_per_step": "scheduling per step (µs)",
     "bandwidth_fraction": "share of the read bandwidth",
     "flop_fraction": "share of the matmul ceiling",
     "cache_hit_fraction": "share of prompt tokens found in the cache",

@@ -41,7 +41,7 @@ LAST = 13
 """First phases with rows of requests, with blocks, with kernels, and with them among their own features; the
 last phase: those above it are about several engines or several devices."""
 SLOW = 2
-"""The last phase that serves one request at a time: it is measured once."""
+"""The last phase that serves one request at a time. All before blocks are measured once."""
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -96,7 +96,7 @@ def measure(
     """Samples of one engine, after one short request."""
     bench.warm_up({variant: engine}, work.cold(99).first(1, tokens=4))
     timed = {variant: bench.timer(engine, work)}
-    repeats = 1 if phase.number <= SLOW else bench.options.repeats
+    repeats = 1 if phase.number < BLOCKS else bench.options.repeats
     rows = 1 if phase.number <= SLOW else len(work.items)
     return bench.compare(timed, work, rows, repeats=repeats, warm={}, cached=phase.number > 1)
 

@@ -12,6 +12,7 @@ import gc
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from benchmarks.evidence import PERCENTILES, Roofline, Run, sample_metrics
@@ -38,6 +40,9 @@ MAX_OTHER_CPU = 0.10
 """A sample is dirty when other processes used more than this share of the cores we may use."""
 MAX_SWITCHES_PER_S = 200.0
 """Or when the kernel took the processor away from us this often per second and thread."""
+
+LEAST_OF_A_CORE = 0.05
+"""Share of a processor from which on evidence names another program."""
 
 TRIES = 4
 """How often a sample is taken, at most, until it is clean; `ladder bench --quick` sets it to 1."""
@@ -105,6 +110,29 @@ class Watch:
             return
         switches = (_switches() - self._switches) / elapsed / max(torch.get_num_threads(), 1)
         self.noise = Noise(share(self._start, after), switches)
+
+
+class Beside:
+    """What else runs on the host from the moment this is made: `seen` is the field `beside` of evidence."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._load = _load()
+        self._before = _busy_seconds()
+
+    def seen(self) -> dict[str, Any]:
+        """Return the load average at both ends, and the other programs that took most of a processor.
+
+        A program counts from `LEAST_OF_A_CORE` of one processor on, the mean over the whole time. Of one that
+        ended meanwhile only the load average tells.
+        """
+        elapsed = max(time.monotonic() - self._began, 1e-3)
+        shares: dict[str, float] = defaultdict(float)
+        for process, seconds in _busy_seconds().items():
+            shares[process[1]] += (seconds - self._before.get(process, 0.0)) / elapsed
+        busiest = sorted(shares, key=shares.__getitem__, reverse=True)[:5]
+        busy = {n: round(shares[n], 2) for n in busiest if shares[n] >= LEAST_OF_A_CORE}
+        return {"load": [self._load, _load()], "busy": busy}
 
 
 def say(line: str) -> None:
@@ -355,6 +383,23 @@ def _resident_peak() -> int | None:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def _load() -> float:
+    """Return the load average of the last minute."""
+    return round(psutil.getloadavg()[0], 2)
+
+
+def _busy_seconds() -> dict[tuple[int, str], float]:
+    """Return the processor seconds of every process but this one and its children, by number and name."""
+    own = psutil.Process()
+    ours = {own.pid, *(child.pid for child in own.children(recursive=True))}
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it ended meanwhile, or is not ours to look at
+            if process.pid not in ours:
+                found[process.pid, process.name()] = sum(process.cpu_times()[:2])
+    return found
 
 
 def _switches() -> float:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from benchmarks.evidence import RESULTS, ROOT, Evidence, Run
+from benchmarks.evidence import RESULTS, ROOT, Evidence
 from common.errors import UserError
 
 NUMBER = re.compile(r"(<!--n:([\w.-]+)-->)(-?[\d.,]+)(<!--/n-->)")
@@ -144,17 +144,6 @@ def _completed(over: list[str], of: list[str]) -> list[str]:
     return [*(whole if len(whole) == 2 else of[:2]), *settings.values()]
 
 
-def _fact(run: Run, name: str) -> str:
-    """Return what a run says of itself under this name, or nothing."""
-    facts = {
-        "variant": run.variant,
-        "workload": run.workload,
-        "model": run.model,
-        "dtype": run.dtype,
-    }
-    return str(facts.get(name, run.options.get(name, "")))
-
-
 def _read(name: str, words: list[str]) -> float:
     file, metric, *chosen = words
     evidence = _evidence(file)
@@ -164,7 +153,7 @@ def _read(name: str, words: list[str]) -> float:
     runs = [
         run
         for run in evidence.runs
-        if all(_fact(run, key) == settings[key] for key in settings)
+        if all(str(run.facts.get(key, "")) == value for key, value in settings.items())
     ]
     if len(runs) != 1:
         raise UserError(

@@ -32,8 +32,6 @@ PHASE_COLOURS = (
 """Of phases 01 to 19, chosen so that no two that are compared look alike."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 GREY = "#8A8A8A"
-GOOD, BAD = "#009E73", "#D55E00"
-"""What is right and what is wrong, where a picture counts the two."""
 ROOFLINE = "#404040"
 OTHERS = ("nano-vLLM", "vLLM", "SGLang", "transformers")
 """How the names of other engines begin."""

@@ -1,6 +1,6 @@
 """What fewer bits cost: every way of phase 10 beside the same model in float32, over a text.
 
-    ladder bench quality                      both models; it says first how long each takes
+    ladder bench quality                      both models
     ladder bench quality --model smollm2      one of them
     ladder bench quality --device cuda        the same numbers, sooner
 
@@ -19,8 +19,8 @@ from typing import Literal
 
 import torch
 
-from benchmarks.evidence import RESULTS, BenchOptions, Evidence, Metric, Run, collect
-from benchmarks.fidelity import WINDOW, WINDOWS, StoredAttention, compare
+from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.fidelity import WINDOW, StoredAttention, compare
 from benchmarks.measure import Samples, summarize
 from benchmarks.plotting import colours, number, panels, points, save
 from benchmarks.workloads import Item, Workload
@@ -111,7 +111,6 @@ def _one(options: BenchOptions, name: str) -> list[Run]:
     most = 2 * WINDOW if options.quick else TOKENS
     texts = samples(tokens[most:], 2 if options.quick else PIECES, LENGTH)
     ways = SMALL_BATCH[:1] if options.quick else MODELS.get(name, SMALL_BATCH)
-    print(f"{name}: about {_seconds(reference, tokens, most, len(ways)):,.0f} s", flush=True)
     runs = []
     work = Workload(f"news-from-nowhere-{most}", (Item(tuple(tokens[:most]), 1),))
     for way, found in compare(reference, _made(reference, ways, texts), tokens[:most]).items():
@@ -155,24 +154,14 @@ def _made(
         print(f"  {way}: {time.perf_counter() - begun:.0f} s", flush=True)
 
 
-def _seconds(reference: Model, tokens: Sequence[int], most: int, ways: int) -> float:
-    """A guess, from a few windows; half of what they take is the first touch of the weights."""
-    few = tokens[: WINDOW * WINDOWS]
-    one = iter([("", reference, RecomputeAttention())])
-    begun = time.perf_counter()
-    compare(reference, one, few)
-    return (time.perf_counter() - begun) / 2 * (most / len(few)) * (ways + 1) * 1.3
-
-
 # The figure.
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """What each way costs, and what it brings on a CPU, where SmolLM2's speed was measured."""
+    """What each way costs, a panel a model."""
     names = list(dict.fromkeys(run.model for run in evidence.runs))
-    traded = _traded(evidence)
-    figure, axes = panels(len(names) + bool(traded), height=3.6)
-    for place, model in zip(axes, names, strict=False):
+    figure, axes = panels(len(names), height=3.6)
+    for place, model in zip(axes, names, strict=True):
         found = [run for run in evidence.find(model=model) if run.median("kl") > 0]
         points(
             place,
@@ -187,34 +176,4 @@ def draw(evidence: Evidence, out: Path) -> None:
             f"{model}, {number(found[0].options['tokens'])} tokens: {kept.variant} has the same "
             f"most likely token in {kept.median('agreement'):.1%}"
         )
-    for name, speed, kl in traded:
-        axes[-1].plot(speed, kl, "o", color=colours([name], "10_quant")[name])
-        axes[-1].annotate(f" {name}", (speed, kl), fontsize=7)
-    if traded:
-        axes[-1].set_yscale("log")
-        axes[-1].margins(x=0.3, y=0.1)
-        axes[-1].set_xlabel("times as fast as phase 09, one request on a CPU")
-        axes[-1].set_ylabel("KL divergence")
-        axes[-1].set_title(
-            "SmolLM2: faster is farther from float32; best is below on the right"
-        )
     save(figure, out, evidence)
-
-
-def _traded(evidence: Evidence) -> list[tuple[str, float, float]]:
-    """Name, gain over phase 09 for one request, and divergence, of each way whose scheme has a speed."""
-    path = RESULTS / "cpu" / "10_quant.json"
-    if not path.is_file():
-        return []
-    speeds = {
-        run.variant.removeprefix("10_quant "): run.median("output_tokens_per_s")
-        for run in Evidence.load(path).find(model="smollm2", batch=1)
-        if run.workload.startswith("decode")
-    }
-    return [
-        (run.variant, speeds[way.scheme] / speeds["09_cuda_graphs"], run.median("kl"))
-        for run in evidence.find(model="smollm2")
-        if (way := WAYS.get(run.variant))
-        and way.scheme in speeds
-        and way.group == Way("int4").group
-    ]

@@ -89,10 +89,7 @@ def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[Bes
     best: dict[tuple[Any, ...], tuple[float, Best]] = {}
     for peer in load(evidence.folder, folder):
         for phase, run in zip(peer.beside, peer.runs, strict=True):
-            said = {"model": run.model, "workload": run.workload, **run.options}
-            if phase != evidence.phase or any(
-                said.get(name) != value for name, value in facts.items()
-            ):
+            if phase != evidence.phase or not facts.items() <= run.facts.items():
                 continue
             way = run.variant.removeprefix(peer.name)
             key = peer.engine, way, run.model, run.workload, *sorted(run.options.items())

@@ -15,21 +15,18 @@ Lines = list[list[str]]
 def evidence_lines(root: Path) -> Lines:
     """Return the rows of all evidence files: when, commit, age, machine and samples, under a heading.
 
-    The age counts the commits from the one that was measured to the newest that any file was measured at, so
-    that it changes when something is recorded and not with every commit.
+    The age counts the commits from the one that was measured to the one that is checked out.
     """
-    lines = [
-        ["file", "recorded", "commit", "machine", "host", "commits behind", "runs", "samples"]
-    ]
+    heads = ["file", "recorded", "commit", "machine", "beside", "runs", "samples"]
+    lines = [[*heads, "commits behind"]]
     files = {
         f"{device}/{name}": evidence
         for device, found in results(root / RESULTS.relative_to(ROOT)).items()
         for name, evidence in found.items()
     }
-    behind = _behind(root, {evidence.git["commit"] for evidence in files.values()})
     for name, evidence in files.items():
         commit = evidence.git["commit"]
-        age = behind.get(commit)
+        age = _count(root, "HEAD", f"^{commit}")
         lines.append(
             [
                 f"[{name}](../{figure})"
@@ -38,10 +35,10 @@ def evidence_lines(root: Path) -> Lines:
                 evidence.when[:10],
                 f"`{commit[:8]}`",
                 _machine(evidence),
-                str(evidence.machine.get("host", "not kept")),
-                "not in this history" if age is None else str(age),
+                _beside(evidence),
                 str(len(evidence.runs)),
                 _samples(evidence),
+                "not in this history" if age is None else str(age),
             ]
         )
     return lines
@@ -114,12 +111,21 @@ def has_history(root: Path) -> bool:
 
 
 def _machine(evidence: Evidence) -> str:
-    gpus = evidence.machine.get("gpus", [])
-    return (
-        f"{len(gpus)} × {evidence.machine['name']}"
-        if len(gpus) > 1
-        else str(evidence.machine["name"])
-    )
+    """Name the device, how many of it there are, and the processor of its host."""
+    facts = evidence.machine
+    count = len(facts.get("gpus", []))
+    name = f"{count} × {facts['name']}" if count > 1 else str(facts["name"])
+    host = facts.get("host", facts["name"])
+    return name if host == facts["name"] else f"{name}, {host}"
+
+
+def _beside(evidence: Evidence) -> str:
+    """Say what else ran: the load average at both ends, and programs with their share of a processor."""
+    if not evidence.beside:
+        return "not kept"
+    begin, end = evidence.beside["load"]
+    busy = (f"{name} {share:.0%}" for name, share in evidence.beside["busy"].items())
+    return ", ".join([f"load {begin} to {end}", *busy])
 
 
 def _samples(evidence: Evidence) -> str:
@@ -131,15 +137,6 @@ def _samples(evidence: Evidence) -> str:
 def _range(counts: Iterable[int]) -> str:
     found = set(counts)
     return str(*found) if len(found) == 1 else f"{min(found)} to {max(found)}"
-
-
-def _behind(root: Path, commits: set[str]) -> dict[str, int]:
-    """Return how many commits each is behind the newest of them; without what this history does not have."""
-    counts = {
-        commit: count for commit in commits if (count := _count(root, commit)) is not None
-    }
-    newest = max(counts, key=counts.__getitem__, default="")
-    return {commit: _count(root, newest, f"^{commit}") or 0 for commit in counts}
 
 
 def _count(root: Path, *revisions: str) -> int | None:

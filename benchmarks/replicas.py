@@ -1,4 +1,4 @@
-"""Replicas: what routing finds, what it costs, how many replicas make how many tokens, and handing over.
+"""Replicas: what routing finds, what the way to one costs, how many replicas make how many tokens.
 
     ladder bench replicas
 
@@ -10,14 +10,9 @@ is installed. On several GPUs: a replica on each of them, and all policies on pr
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
-import re
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,20 +23,17 @@ from typing import Any
 
 import msgspec
 import torch
-from matplotlib.axes import Axes
 
-from benchmarks import handover
 from benchmarks.engines import engine_of
-from benchmarks.evidence import ROOT, BenchOptions, Evidence, Run, collect
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.loadtest.loops import LoadPlan
 from benchmarks.loadtest.loops import run as run_plan
 from benchmarks.loadtest.user import Target
-from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
-from benchmarks.plotting import beside, colours, number, over_one, panels, save
+from benchmarks.measure import Sample, Samples, alternate, summarize
+from benchmarks.plotting import bars, over_one, panels, save
 from benchmarks.roofline import ceilings
-from benchmarks.server import Server, answered, bodies_of, import_path, measured
+from benchmarks.server import Server, Started, answered, bodies_of, measured
 from benchmarks.workloads import Item, Workload, uniform, workload
-from common.device import synchronize
 from common.request import Request
 from common.sampling.params import SamplingParams
 from forward import load_model
@@ -63,16 +55,15 @@ THROUGHPUT = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384}
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Routing counted, then timed; one user's way; handing over; on GPUs replicas by number and policy."""
+    """What policies find, counted; one user's way; on GPUs replicas by number and policy."""
     bench = Bench(options)
-    runs = bench.found() + bench.deciding()
+    runs = bench.found()
     with bench.servers(max(1, bench.gpus), **({} if bench.on_cpu else THROUGHPUT)) as targets:
         runs += bench.ways(targets[0])
         if bench.gpus:
             runs += bench.scaling(targets)
     if bench.gpus > 1:
         runs += bench.policies()
-    runs += bench.handing_over()  # the last, because its engines stay in this process
     return collect(
         PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
     )
@@ -123,26 +114,16 @@ class Bench:
         samples = [Simulated(work, route, replicas=4, users=16).sample() for _ in again]
         return self.summary(variant, work, samples, facts, "random:tiny")
 
-    def deciding(self) -> list[Run]:
-        """Microseconds of a decision, from a request's bytes to a name, by the prompt's length."""
-        runs = []
-        for tokens in (128, 1024, 8192):
-            work = prefixes(2, prefix=tokens, rest=(16, 48), output=8)
-            bodies = [msgspec.json.encode(body) for body in bodies_of(work)]
-            for route in ROUTES:
-                sample = partial(deciding, route, bodies)
-                runs.append(
-                    self.summary(PHASE, work, [sample()], {"route": route, "prompt": tokens})
-                )
-        return runs
-
     # One user.
 
     def ways(self, server: Target) -> list[Run]:
         """First token and gap of one user, straight to a server and on every way there is to it."""
         work = uniform("one-user-24x128+8", 4 if self.options.quick else 24, 128, 8)
         with ExitStack() as stack:
-            ways = {DIRECT: server, FRONT: stack.enter_context(front([server], "prefix"))}
+            ways = {
+                DIRECT: server,
+                FRONT: stack.enter_context(front([server], "prefix")).target,
+            }
             if self.on_cpu and importlib.util.find_spec(
                 "ray"
             ):  # on a GPU there is no room for another
@@ -178,43 +159,6 @@ class Bench:
             **more,
         )
 
-    # Handing over.
-
-    def handing_over(self) -> list[Run]:
-        """A prompt's blocks through shared memory into another engine, against computing them there again."""
-        model = load_model(
-            "smollm2" if self.on_cpu else self.model,
-            device=self.options.device.type,
-            dtype=self.dtype,
-        )
-        name = "smollm2" if self.on_cpu else self.model
-        lengths = (
-            (256,)
-            if self.options.quick
-            else (256, 512, 1024)
-            if self.on_cpu
-            else (1024, 4096, 16_384)
-        )
-        bytes_each = 4 * max(lengths) * model.config.kv_bytes_per_token(model.dtype)
-        make = partial(
-            engine_of,
-            "09",
-            model,
-            max_rows=4,
-            max_len=2 * max(lengths),
-            cache_bytes=bytes_each,
-        )
-        there, here = make(), make()
-        runs = []
-        for length in lengths:
-            work = uniform(f"handover-{length}", 1, length, 1)
-            samples = [
-                handing_over(there, here, work.cold(repeat).prompts[0])
-                for repeat in range(self.options.repeats + 1)
-            ]
-            runs.append(self.summary(PHASE, work, samples[1:], {"prompt": length}, name))
-        return runs
-
     # Several GPUs.
 
     def scaling(self, targets: Sequence[Target]) -> list[Run]:
@@ -222,7 +166,8 @@ class Bench:
         runs = []
         for count in [n for n in (1, 2, 4, 8) if n <= len(targets)]:
             work = crowd(count)
-            with front(targets[:count], "least-loaded") as target:
+            with front(targets[:count], "least-loaded") as router:
+                target = router.target
                 measured(target, work.first(32).cold(100 * count + 99), users=32)
                 samples = [
                     measured(
@@ -249,10 +194,11 @@ class Bench:
         with self.servers(count, **size) as targets:
             for route in ROUTES:
                 samples = []
-                with front(targets, route) as target:
+                with front(targets, route) as router:
                     for _ in range(1 + self.options.repeats):  # the first warms up
                         shift += 1
-                        samples.append(measured(target, work.cold(shift), users=24 * count))
+                        cold = work.cold(shift)
+                        samples.append(measured(router.target, cold, users=24 * count))
                 runs.append(
                     self.summary(PHASE, work, samples[1:], {"replicas": count, "route": route})
                 )
@@ -389,127 +335,10 @@ class Simulated:
                 self.done.append(self.open.pop(key))
 
 
-def deciding(route: str, bodies: Sequence[bytes]) -> Sample:
-    """Time decisions among four replicas that know some of it."""
-    policy = make_policy(route, 8)
-    flight = InFlight()
-    times = []
-    for turn in range(20):
-        for place, body in enumerate(bodies):
-            number = f"{turn} {place}"
-            begun = time.perf_counter()
-            chain = chain_of(body)
-            name = policy.rank(
-                chain, {name: flight.of(name) for name in ("a", "b", "c", "d")}
-            )[0]
-            policy.sent(chain, name)
-            flight.begin(number, name)
-            times.append(time.perf_counter() - begun)
-            flight.end(number)
-    return {
-        "seconds": median(times),
-        "route_us": median(times) * 1e6,
-        "route_us_p99": percentiles("x", times)["x_p99"] * 1e6,
-    }
-
-
-# Processes.
-
-
-@contextmanager
-def listening(command: Sequence[str], says: str) -> Iterator[str]:
-    """A process, as soon as it has said where it listens (a regular expression with one group)."""
-    env = os.environ | {"PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env
-    )
-    assert process.stdout is not None
-    timer = threading.Timer(60, process.kill)
-    timer.start()
-    found = None
-    said: list[str] = []
-    for line in process.stdout:
-        said = [*said[-9:], line]
-        found = re.search(says, line)
-        if found:
-            break
-    timer.cancel()
-    rest = threading.Thread(target=process.stdout.read, daemon=True)
-    rest.start()
-    try:
-        if found is None:
-            raise RuntimeError(f"{command[2]} has not started. It said last:\n{''.join(said)}")
-        yield found[1]
-    finally:
-        end(process)
-
-
-@contextmanager
-def front(targets: Sequence[Target], route: str) -> Iterator[Target]:
+def front(targets: Sequence[Target], route: str) -> Started:
     """Our front before servers."""
     urls = [f"http://{target.host}:{target.port}" for target in targets]
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.router",
-        *urls,
-        "--route",
-        route,
-        "--port",
-        "0",
-    ]
-    with listening(command, r"Ready: (http://\S+)") as url:
-        yield Target.of(url)
-
-
-def end(process: subprocess.Popen[Any]) -> None:
-    """End a process that this one has started."""
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-# Handing over.
-
-
-def handing_over(there: PagedEngine, here: PagedEngine, prompt: list[int]) -> Sample:
-    """Milliseconds of each part, for a prompt that neither engine knows."""
-    device = there.runner.model.device
-
-    def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-        synchronize(device)
-        begun = time.perf_counter()
-        found = call()
-        synchronize(device)
-        return (time.perf_counter() - begun) * 1e3, found
-
-    for engine in (there, here):
-        assert isinstance(engine.cache, PrefixCache)
-        engine.cache.forget()
-    computing, blocks = timed(lambda: handover.prefill(there, prompt))
-    exporting, (memory, placed) = timed(
-        lambda: handover.to_shared_memory(handover.export(there, prompt))
-    )
-    try:
-        entering, count = timed(partial(handover.enter, here, placed))
-        size = placed.blocks.numel() * placed.blocks.element_size()
-        last, _ = timed(lambda: handover.prefill(here, prompt))
-    finally:
-        del placed
-        memory.close()
-        memory.unlink()
-    assert count == len(blocks.keys)
-    return {
-        "seconds": (exporting + entering + last) / 1e3,
-        "prefill_ms": computing,
-        "export_ms": exporting,
-        "import_ms": entering,
-        "rest_ms": last,
-        "handover_bytes": float(size),
-    }
+    return Started("-m", "benchmarks.router", *urls, "--route", route, "--port", "0")
 
 
 # The figure.
@@ -519,32 +348,16 @@ def draw(evidence: Evidence, out: Path) -> None:
     """Of several GPUs their rates, else what policies compute and what one user waits for on each way."""
     scaled = [run for run in evidence.runs if run.workload.startswith("offline-256")]
     if len(scaled) < 2:
-        return draw_figure(evidence, out, PHASE)
-    routed = {
-        run.options["route"]: run
-        for run in evidence.runs
-        if {"replicas", "route"} <= set(run.options)
-    }
+        return draw_figure(evidence, out, "15_replicas")
+    routed = [run for run in evidence.runs if {"replicas", "route"} <= set(run.options)]
     figure, (left, right) = panels(2, height=3.0)
-    shown = colours(reversed(ROUTES), "15_replicas")  # the darkest is what knows prefixes
     counts = [run.options["replicas"] for run in scaled]
     rates = [run.median("output_tokens_per_s") for run in scaled]
-    left.plot(
-        counts,
-        [rate / rates[0] for rate in rates],
-        marker="o",
-        color=shown["prefix"],
-        label="measured",
-    )
+    left.plot(counts, [rate / rates[0] for rate in rates], marker="o", label="measured")
     over_one(left, counts, "replica")
     left.set_xlabel("replicas, a GPU each")
     left.set_title("256 requests for each replica")
-    waits = [
-        f"  (first token {number(run.median('ttft_ms_p50'))} ms)" for run in routed.values()
-    ]
-    together = {route: run.median("output_tokens_per_s") for route, run in routed.items()}
-    _draw_bars(right, together, shown, waits)
-    right.margins(x=0.75)
+    bars(routed, "output_tokens_per_s", axes=right, gain=False, label=route_of)
     right.set_xlabel("output tokens per second, all replicas together")
     right.set_title("16 beginnings, more than a replica keeps")
     save(figure, out, evidence)
@@ -554,35 +367,21 @@ def draw_figure(evidence: Evidence, out: Path, phase: str) -> None:
     """Draw both panels, with the colour of `phase` for what is its own."""
     figure, (left, right) = panels(2, height=3.0)
     counted = [run for run in evidence.runs if "computed_tokens" in run.metrics]
-    names = [str(run.options.get("route", "least-loaded")) for run in counted]
-    computed = {
-        name: run.median("computed_tokens") for name, run in zip(names, counted, strict=True)
-    }
-    found = [f"  ({run.median('cache_hit_fraction'):.0%} found)" for run in counted]
-    _draw_bars(left, computed, colours(names, phase), found)
+    bars(counted, "computed_tokens", axes=left, label=found_by, phase=phase)
     left.set_xlabel("tokens computed, four replicas together")
     left.set_title("16 beginnings, 4 replicas: what each policy computes")
     ways = [run for run in evidence.runs if run.options.get("users") == 1]
-    waited = {run.variant: run.median("ttft_ms_p50") for run in ways}
-    _draw_bars(right, waited, colours(waited, phase))
+    bars(ways, "ttft_ms_p50", axes=right, label=lambda run: run.variant, phase=phase)
     right.set_xlabel("time to first token, median (ms)")
     right.set_title("One user's first token, on each way to the engine")
-    for axes in (left, right):
-        axes.margins(x=0.45)
     save(figure, out, evidence)
 
 
-def _draw_bars(
-    axes: Axes,
-    values: Mapping[str, float],
-    shown: Mapping[str, str],
-    behind: Sequence[str] = (),
-) -> None:
-    """A bar for each name, from the top down, with its value and what stands behind that."""
-    for place, (name, value) in enumerate(values.items()):
-        axes.barh(place, value, color=shown[name], height=0.6)
-        text = number(value) + (behind[place] if behind else "")
-        beside(axes, text, value, place)
-    axes.set_yticks(range(len(values)), list(values))
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
+def route_of(run: Run) -> str:
+    """Return the policy that a run was routed by."""
+    return str(run.options.get("route", "least-loaded"))
+
+
+def found_by(run: Run) -> str:
+    """Return the policy, and what was found by it."""
+    return f"{route_of(run)}\n({run.median('cache_hit_fraction'):.0%} found)"

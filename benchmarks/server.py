@@ -8,8 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -36,11 +35,49 @@ def import_path() -> str:
     return os.pathsep.join(filter(None, own))
 
 
-class Server:
-    """`ladder serve MODEL` with these options, as a context. Its errors are shown as they come.
+class Started:
+    """A command of this checkout that says `Ready: URL`, as a context. Its errors are shown as they come.
 
-    env: what its environment has besides that of this process.
+    arguments: of Python. env: what its environment has besides that of this process.
     """
+
+    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": import_path(), "COLUMNS": "200"} | dict(env or {}),
+        )
+        self.target = Target("", 0)
+
+    def __enter__(self) -> Self:
+        """Wait until it is ready. Raises `RuntimeError` if it never is."""
+        assert self._process.stdout is not None
+        timer = threading.Timer(STARTS_WITHIN, self._process.kill)
+        timer.start()
+        said = (re.search(r"Ready: (http://\S+)", line) for line in self._process.stdout)
+        found = next(filter(None, said), None)
+        timer.cancel()
+        if found is None:
+            raise RuntimeError("the server has not started")
+        self.target = Target.of(found[1])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+class Server(Started):
+    """`ladder serve MODEL` with these options."""
 
     def __init__(
         self, model: str, *, env: Mapping[str, str] | None = None, **options: Any
@@ -52,65 +89,17 @@ class Server:
                 flags.append(flag if value else flag.replace("--", "--no-", 1))
             else:
                 flags += [flag, str(value)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "phases", "serve", model, *USUAL, *flags],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": import_path(), "COLUMNS": "200"} | dict(env or {}),
-        )
-        self.target = Target("", 0)
-
-    def __enter__(self) -> Server:
-        """Wait until it is ready. Raises `RuntimeError` if it never is."""
-        assert self._process.stdout is not None
-        timer = threading.Timer(STARTS_WITHIN, self._process.kill)
-        timer.start()
-        found = None
-        for line in self._process.stdout:
-            found = re.search(r"Ready: (http://\S+)", line)
-            if found:
-                break
-        timer.cancel()
-        if found is None:
-            raise RuntimeError("the server has not started")
-        self.target = Target.of(found[1])
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End it."""
-        self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-    @property
-    def process(self) -> psutil.Process:
-        """The API process."""
-        return psutil.Process(self._process.pid)
-
-    @property
-    def api_seconds(self) -> float:
-        """Processor time of the API process so far."""
-        used = self.process.cpu_times()
-        return float(used.user + used.system)
+        super().__init__("-m", "phases", "serve", model, *USUAL, *flags, env=env)
 
     def sample(
         self, work: Workload, *, users: int = 0, rate: float = 0.0, processes: int = 4
     ) -> Sample:
         """See `measured`; and what the API process's part in it was."""
-        before = self.api_seconds
+        process = psutil.Process(self._process.pid)
+        before = process.cpu_times()
         found = measured(self.target, work, users=users, rate=rate, processes=processes)
-        used = self.api_seconds - before
+        after = process.cpu_times()
+        used = after.user + after.system - before.user - before.system
         return found | {"api_cpu_us_per_token": used / found["output_tokens"] * 1e6}
 
 

@@ -25,7 +25,7 @@ def times(
     dtype = torch.bfloat16 if cuda else torch.float32
     reducer: Reducer = PLAIN
     most = max(sizes)
-    if way != "nccl":
+    if way == "one-shot":
         from phases.appendix.all_reduce.symmetric import MOST, SymmetricMemoryReducer
 
         most = MOST

@@ -17,11 +17,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 
+Make = Callable[[str, int], "Workload"]
+"""From a name and a vocabulary."""
 SMALL = "-small"
 VOCAB = 10_000
 """Token ids are below this, unless the caller says otherwise."""
@@ -180,12 +183,8 @@ def _offline(name: str, vocab: int, count: int, shortest: int, longest: int) -> 
     return Workload(name, tuple(items), temperature=0.6, vocab=vocab + 1)
 
 
-def _single(name: str, vocab: int, output_len: int) -> Workload:
-    return uniform(name, 1, 100, output_len, vocab)
-
-
-def _prefill(name: str, vocab: int, count: int, length: int) -> Workload:
-    return uniform(name, count, length, 1, vocab)
+def _alike(name: str, vocab: int, count: int, prompt: int, output: int) -> Workload:
+    return uniform(name, count, prompt, output, vocab)
 
 
 # --- texts that mean something ---------------------------------------------------------------------------
@@ -310,7 +309,7 @@ def _steady(
     return Workload(name, tuple(items), vocab=vocab)
 
 
-def _agent(
+def agent(
     name: str, vocab: int, sessions: int, turns: int, system: int, step: int, output: int
 ) -> Workload:
     """Sessions of an agent that calls tools: each turn's prompt is the whole of the last one and a bit more.
@@ -337,54 +336,50 @@ def _tokens(
     return tuple(rng.randint(0, last) for _ in range(length))
 
 
-def _serving(small: bool) -> dict[str, Callable[[str, int], Workload]]:
+def _made(make: Callable[..., Workload], *given: Any, **more: Any) -> Make:
+    return lambda name, vocab: make(name, vocab, *given, **more)
+
+
+def _serving(small: bool) -> dict[str, Make]:
     """The workloads with arrivals. Small ones are shorter and slower, so that two cores keep up."""
     if small:
         return {
-            "agent-session": lambda n, v: _agent(
-                n, v, sessions=2, turns=4, system=192, step=48, output=8
+            "agent-session": _made(agent, sessions=2, turns=4, system=192, step=48, output=8),
+            "chat-serving-short": _made(_steady, 12, 2.0, (16, 48), (8, 24)),
+            "chat-serving-mid": _made(_steady, 10, 1.0, (64, 160), (16, 32)),
+            "chat-serving-long": _made(_steady, 6, 0.5, (256, 512), (16, 48)),
+            "baseline": _made(_baseline, 4, 64, 32),
+            "continuous_batching": _made(_steady, 12, 2.0, (24, 96), (8, 48)),
+            "paged_attention": _made(_steady, 16, 0.0, (24, 96), (8, 32)),
+            "chunked_prefill": _made(
+                _steady, 12, 1.0, (16, 64), (16, 48), long_length=512, long_share=0.75
             ),
-            "chat-serving-short": lambda n, v: _steady(n, v, 12, 2.0, (16, 48), (8, 24)),
-            "chat-serving-mid": lambda n, v: _steady(n, v, 10, 1.0, (64, 160), (16, 32)),
-            "chat-serving-long": lambda n, v: _steady(n, v, 6, 0.5, (256, 512), (16, 48)),
-            "baseline": lambda n, v: _baseline(n, v, 4, 64, 32),
-            "continuous_batching": lambda n, v: _steady(n, v, 12, 2.0, (24, 96), (8, 48)),
-            "paged_attention": lambda n, v: _steady(n, v, 16, 0.0, (24, 96), (8, 32)),
-            "chunked_prefill": lambda n, v: _steady(
-                n, v, 12, 1.0, (16, 64), (16, 48), long_length=512, long_share=0.75
-            ),
-            "prefix_caching": lambda n, v: _steady(
-                n, v, 12, 1.5, (16, 48), (8, 16), prefix_len=256
-            ),
+            "prefix_caching": _made(_steady, 12, 1.5, (16, 48), (8, 16), prefix_len=256),
         }
     return {
-        "agent-session": lambda n, v: _agent(
-            n, v, sessions=8, turns=8, system=2048, step=256, output=64
+        "agent-session": _made(agent, sessions=8, turns=8, system=2048, step=256, output=64),
+        "chat-serving-short": _made(_steady, 128, 32.0, (32, 128), (32, 128)),
+        "chat-serving-mid": _made(_steady, 128, 16.0, (256, 1024), (128, 256)),
+        "chat-serving-long": _made(_steady, 64, 4.0, (2048, 4096), (128, 512)),
+        "baseline": _made(_baseline, 10, 256, 128),
+        "continuous_batching": _made(_steady, 32, 4.0, (64, 512), (32, 256)),
+        "paged_attention": _made(_steady, 48, 0.0, (64, 1024), (32, 256)),
+        "chunked_prefill": _made(
+            _steady, 48, 6.0, (32, 128), (64, 192), long_length=3072, long_share=0.75
         ),
-        "chat-serving-short": lambda n, v: _steady(n, v, 128, 32.0, (32, 128), (32, 128)),
-        "chat-serving-mid": lambda n, v: _steady(n, v, 128, 16.0, (256, 1024), (128, 256)),
-        "chat-serving-long": lambda n, v: _steady(n, v, 64, 4.0, (2048, 4096), (128, 512)),
-        "baseline": lambda n, v: _baseline(n, v, 10, 256, 128),
-        "continuous_batching": lambda n, v: _steady(n, v, 32, 4.0, (64, 512), (32, 256)),
-        "paged_attention": lambda n, v: _steady(n, v, 48, 0.0, (64, 1024), (32, 256)),
-        "chunked_prefill": lambda n, v: _steady(
-            n, v, 48, 6.0, (32, 128), (64, 192), long_length=3072, long_share=0.75
-        ),
-        "prefix_caching": lambda n, v: _steady(
-            n, v, 48, 8.0, (32, 128), (32, 128), prefix_len=1024
-        ),
+        "prefix_caching": _made(_steady, 48, 8.0, (32, 128), (32, 128), prefix_len=1024),
     }
 
 
-_WORKLOADS: dict[str, Callable[[str, int], Workload]] = {
-    "offline-256": lambda n, v: _offline(n, v, 256, 100, 1024),
-    "single-512": lambda n, v: _single(n, v, 512),
-    "prefill-64x1024": lambda n, v: _prefill(n, v, 64, 1024),
-    "skewed-outputs": lambda n, v: _skewed(n, v, 256, 64, 1024),
+_WORKLOADS: dict[str, Make] = {
+    "offline-256": _made(_offline, 256, 100, 1024),
+    "single-512": _made(_alike, 1, 100, 512),
+    "prefill-64x1024": _made(_alike, 64, 1024, 1),
+    "skewed-outputs": _made(_skewed, 256, 64, 1024),
     **_serving(small=False),
-    "offline-256-small": lambda n, v: _offline(n, v, 16, 16, 96),
-    "single-512-small": lambda n, v: _single(n, v, 128),
-    "prefill-64x1024-small": lambda n, v: _prefill(n, v, 4, 256),
-    "skewed-outputs-small": lambda n, v: _skewed(n, v, 32, 12, 160),
+    "offline-256-small": _made(_offline, 16, 16, 96),
+    "single-512-small": _made(_alike, 1, 100, 128),
+    "prefill-64x1024-small": _made(_alike, 4, 256, 1),
+    "skewed-outputs-small": _made(_skewed, 32, 12, 160),
     **{name + SMALL: make for name, make in _serving(small=True).items()},
 }

@@ -40,6 +40,12 @@ def backend_named(name: str) -> Callable[[Spelling], Backend]:
     return BACKENDS[name]()
 
 
+def byte_vocabulary() -> Spelling:
+    """A token for every byte; token 0 ends a text."""
+    tokens = (b"", *(bytes([byte]) for byte in range(256)))
+    return Spelling(tokens, (0,), lambda text: [byte + 1 for byte in text.encode()])
+
+
 @cache
 def vocabulary() -> Spelling:
     return Spelling.of(tokenizer(), SIZE, (EOS,))

@@ -7,16 +7,12 @@ events.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.evidence import Metric, Roofline, Run
-from benchmarks.model_work import Ceilings
 from forward.attention import LayerSpec
 
 L2_BYTES = 60e6
@@ -152,35 +148,3 @@ def eager_seconds(
         if repeat:  # the first is a warm-up
             samples.append(begin.elapsed_time(end) * 1e-3 / count)
     return samples
-
-
-def read_once(
-    variant: str,
-    workload: str,
-    samples: Sequence[float],
-    work: int,
-    *,
-    model: str,
-    dtype: torch.dtype,
-    top: Ceilings,
-    options: Mapping[str, Any],
-) -> Run:
-    """Evidence of something whose roofline is to read `work` bytes once."""
-    seconds = Metric(tuple(samples))
-    floor = work / top.read_bytes_per_s
-    return Run(
-        variant=variant,
-        workload=workload,
-        workload_sha256=hashlib.sha256(
-            repr((workload, sorted(options.items()))).encode()
-        ).hexdigest(),
-        model=model,
-        weights="random",
-        dtype=str(dtype).removeprefix("torch."),
-        metrics={
-            "seconds": seconds,
-            "bandwidth_fraction": Metric(tuple(floor / one for one in samples)),
-        },
-        options=options,
-        roofline=Roofline(floor, floor / seconds.median),
-    )

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import cuda_graphs
+from benchmarks.pictures.driving import exactly, tiny
 from benchmarks.pictures.svg import LINE, SOFT, Kind, Picture
-from common.sampling.params import SamplingParams
 from common.sampling.sampler import SamplingFlags
 from cuda_graphs.decode_graph import DecodeGraph
 from cuda_graphs.executors import DecodeGraphExecutor
-from forward import load_model
 
 PROMPTS = (3, 5, 2, 4)
 OUTPUTS = (4, 2, 4, 4)
@@ -37,10 +36,9 @@ class Step:
 
 def record() -> list[Step]:
     """Three requests from their prompts to their ends: every step that one graph of four rows computes."""
-    model = load_model("random:tiny", device="cpu", dtype="float32")
     options: dict[str, Any] = {"kernels": True, "graphs": True, "sampling": "torch"}
     engine: Any = cuda_graphs.load(
-        model,
+        tiny(),
         overlap=False,
         max_rows=SIZE,
         max_len=32,
@@ -49,8 +47,7 @@ def record() -> list[Step]:
         **options,
     )
     for at, (prompt, output) in enumerate(zip(PROMPTS, OUTPUTS, strict=True)):
-        params = SamplingParams(max_tokens=output, ignore_eos=True)
-        engine.add([at + 1] * prompt, params, index=at)
+        engine.add([at + 1] * prompt, exactly(output), index=at)
     (executor,) = (
         one for one in engine.runner.executors if isinstance(one, DecodeGraphExecutor)
     )

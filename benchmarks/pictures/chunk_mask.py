@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 import chunked_prefill
+from benchmarks.pictures.driving import exactly, steps, tiny
 from benchmarks.pictures.svg import SOFT, STRONG, Kind, Picture
-from common.sampling.params import SamplingParams
-from forward import load_model
 from forward.attention import causal_mask
 
 BUDGET, PROMPT = 8, 20
@@ -33,17 +32,16 @@ class Part:
 
 def record() -> list[Part]:
     """The step that computes the second chunk of a prompt beside two decodes."""
-    model = load_model("random:tiny", device="cpu", dtype="float32")
-    engine: Any = chunked_prefill.load(model, step_tokens=BUDGET, max_rows=4, max_len=64)
+    engine: Any = chunked_prefill.load(tiny(), step_tokens=BUDGET, max_rows=4, max_len=64)
     for at in range(2):
-        engine.add([at + 1] * 2, SamplingParams(max_tokens=40, ignore_eos=True), index=at)
+        engine.add([at + 1] * 2, exactly(40), index=at)
     for _ in range(3):
         engine.step()
-    engine.add([9] * PROMPT, SamplingParams(max_tokens=3, ignore_eos=True), index=2)
+    engine.add([9] * PROMPT, exactly(3), index=2)
     for _ in range(CHUNK):
         engine.step()
-    engine.process_inbox()
-    return [_part(work.request.index, work.start, work.count) for work in engine.schedule()]
+    works = next(steps(engine))
+    return [_part(work.request.index, work.start, work.count) for work in works]
 
 
 def _part(index: int, start: int, count: int) -> Part:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import chunked_prefill
 import paged_cache
 from benchmarks.pictures import chunk_mask
+from benchmarks.pictures.driving import exactly, tiny
+from benchmarks.pictures.driving import steps as driven
 from benchmarks.pictures.svg import INK, SOFT, STRONG, WIDTH, Picture
 from common.request import Request
-from common.sampling.params import SamplingParams
-from forward import load_model
 
 BUDGET, PROMPT = 8, 20
 COLOURS = {"L": "c"}
@@ -22,22 +21,10 @@ Step = dict[str, int]
 """How many tokens of each request (a letter) a step computes, in the order in which they are served."""
 
 
-@cache
-def _model() -> Any:
-    return load_model("random:tiny", device="cpu", dtype="float32")
-
-
-def _greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=tokens, ignore_eos=True)
-
-
-def step(engine: Any, names: str) -> Step:
-    """Run one step, and say what it computes."""
-    engine.process_inbox()
-    works = engine.schedule()
-    engine.collect(engine.launch(works))
-    engine.take_outputs()
-    return {names[work.request.index]: work.count for work in works}
+def counts(engine: Any, names: str) -> Iterator[Step]:
+    """Run steps, and say what each computes."""
+    for works in driven(engine):
+        yield {names[work.request.index]: work.count for work in works}
 
 
 def record(budget: int | None, after: int = 2) -> list[Step]:
@@ -47,32 +34,37 @@ def record(budget: int | None, after: int = 2) -> list[Step]:
     """
     sizes: dict[str, Any] = {"max_rows": 4, "max_len": 64}
     if budget is None:
-        engine = paged_cache.load(_model(), **sizes)
+        engine = paged_cache.load(tiny(), **sizes)
     else:
-        engine = chunked_prefill.load(_model(), step_tokens=budget, **sizes)
+        engine = chunked_prefill.load(tiny(), step_tokens=budget, **sizes)
     for at in range(2):
-        engine.add([at + 1] * 2, _greedy(40), index=at)
-    step(engine, "abL")  # their prompts
-    steps = [step(engine, "abL") for _ in range(after)]
-    (long,) = engine.add([9] * PROMPT, _greedy(3), index=2)
-    while long.finish_reason is None:
-        steps.append(step(engine, "abL"))
-    return steps
+        engine.add([at + 1] * 2, exactly(40), index=at)
+    run = counts(engine, "abL")
+    next(run)  # their prompts
+    found = [next(run) for _ in range(after)]
+    (long,) = engine.add([9] * PROMPT, exactly(3), index=2)
+    for one in run:
+        if long.finish_reason is not None:
+            break
+        found.append(one)
+    return found
 
 
 def record_turns(count: int = 10) -> list[Step]:
     """So many decodes, and a prompt that arrives among them, until it is computed."""
-    engine = chunked_prefill.load(_model(), step_tokens=BUDGET, max_rows=16, max_len=128)
+    engine = chunked_prefill.load(tiny(), step_tokens=BUDGET, max_rows=16, max_len=128)
     decodes: list[Request] = [
-        engine.add([at + 1], _greedy(60), index=at)[0] for at in range(count)
+        engine.add([at + 1], exactly(60), index=at)[0] for at in range(count)
     ]
     while any(not request.output_ids for request in decodes):
         engine.step()
-    (prompt,) = engine.add([99] * PROMPT, _greedy(2), index=count)
-    steps = []
-    while not prompt.output_ids:
-        steps.append(step(engine, "abcdefghij"[:count] + "L"))
-    return steps
+    (prompt,) = engine.add([99] * PROMPT, exactly(2), index=count)
+    found = []
+    for one in counts(engine, "abcdefghij"[:count] + "L"):
+        if prompt.output_ids:
+            break
+        found.append(one)
+    return found
 
 
 def budget(lanes: Sequence[tuple[str, Sequence[Step]]], after: int = 2) -> Picture:

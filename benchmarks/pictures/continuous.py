@@ -8,12 +8,12 @@ from typing import Any
 
 import batching
 import continuous
+from benchmarks.pictures.driving import exactly, tiny
 from benchmarks.pictures.svg import SOFT, Kind, Picture
 from common.events import generate
 from common.sampling.params import SamplingParams
 from continuous.batch import HostBatch
 from continuous.work import Work
-from forward import load_model
 
 NAMES = "abcde"
 PROMPTS, OUTPUTS = (3, 2, 4, 1, 3), (2, 9, 3, 4, 2)
@@ -55,20 +55,15 @@ class Trace:
 
 def _requests() -> tuple[list[list[int]], list[SamplingParams]]:
     prompts = [[7 + at] * count for at, count in enumerate(PROMPTS)]
-    return prompts, [SamplingParams(max_tokens=most, ignore_eos=True) for most in OUTPUTS]
-
-
-def _tiny() -> Any:
-    return load_model("random:tiny", device="cpu", dtype="float32")
+    return prompts, [exactly(most) for most in OUTPUTS]
 
 
 def record() -> Trace:
     """Drive phase 04's engine by hand, three calls a step."""
-    engine: Any = continuous.load(_tiny(), max_rows=ROWS, max_len=32)
+    engine: Any = continuous.load(tiny(), max_rows=ROWS, max_len=32)
     asked = zip(*_requests(), strict=True)
     requests = [engine.add(*pair, index=at)[0] for at, pair in enumerate(asked)]
     one = requests[NAMES.index(WATCHED)]
-    steps = list[Step]()
     watched = list[Counts]()
 
     def note(moment: str, works: Sequence[Work] = ()) -> None:
@@ -86,6 +81,7 @@ def record() -> Trace:
 
     engine.runner.prepare = watch
     note("waits in line")
+    steps = list[Step]()
     while not engine.idle:
         engine.process_inbox()
         works = engine.schedule()
@@ -94,9 +90,7 @@ def record() -> Trace:
         }
         takes_part = one.finish_reason is None
         note(f"step {len(steps) + 1} is scheduled", works)
-        pending = engine.launch(works)
-        assert pending is not None
-        engine.collect(pending)
+        engine.collect(engine.launch(works))
         engine.take_outputs()
         steps.append(Step(rows, given[-1]))
         if takes_part:
@@ -106,7 +100,7 @@ def record() -> Trace:
 
 def record_static() -> list[dict[int, tuple[str, int, int, int]]]:
     """Phase 03's steps: of each row the request, padding, first token, count; no request: a wasted row."""
-    engine: Any = batching.load(_tiny(), batch_size=ROWS)
+    engine: Any = batching.load(tiny(), batch_size=ROWS)
     prompts, params = _requests()
     shapes: list[tuple[int, int]] = []
     step = engine._step

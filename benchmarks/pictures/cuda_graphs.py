@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import cuda_graphs
 from benchmarks.pictures import capture
+from benchmarks.pictures.driving import exactly, tiny
 from benchmarks.pictures.svg import LINE, SOFT, Kind, Picture
-from common.sampling.params import SamplingParams
-from forward import load_model
 
 PROMPT, OUTPUT = 3, 4
 PLAN = 2
@@ -29,13 +28,10 @@ class Event(NamedTuple):
 
 def record(overlap: bool) -> list[Event]:
     """One request from its prompt to its last token."""
-    model = load_model("random:tiny", device="cpu", dtype="float32")
-    engine: Any = cuda_graphs.load(model, overlap=overlap, max_rows=1, max_len=32)
+    engine: Any = cuda_graphs.load(tiny(), overlap=overlap, max_rows=1, max_len=32)
     events: list[Event] = []
     schedule, collect = engine.schedule, engine.collect
-    (request,) = engine.add(
-        [1, 2, 3][:PROMPT], SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
-    )
+    (request,) = engine.add([1, 2, 3][:PROMPT], exactly(OUTPUT))
 
     def note(what: str) -> None:
         number = sum(event.what == what for event in events)

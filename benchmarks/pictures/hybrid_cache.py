@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.pictures import snapshots
+from benchmarks.pictures.driving import exactly
 from benchmarks.pictures.svg import INK, LINE, SOFT, STRONG, Kind, Picture
 from chunked_prefill import ChunkedScheduler
 from common.models.config import DeltaConfig
 from common.request import Request
-from common.sampling.params import SamplingParams
 from continuous.rows import RequestRows
 from hybrid_cache import HybridCache, LayerGroups
 from prefix_cache.radix import RadixIndex
@@ -55,7 +55,7 @@ def record() -> list[Moment]:
     scheduler = ChunkedScheduler(RequestRows(3, 64), cache, step_tokens=STEP_TOKENS)
     requests: dict[str, Request] = {}
     for at, (name, length) in enumerate(PROMPTS.items()):
-        params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+        params = exactly(OUTPUT)
         requests[name] = Request(at, [at] * length, length, length + OUTPUT, params)
         scheduler.add([requests[name]])
     moments = []
@@ -177,7 +177,7 @@ def record_states() -> list[StateStep]:
     """Schedule one request, and note the slots of its pages at every step."""
     cache = HybridCache(1, 64, BLOCKS, P, RadixIndex(), STATES, step_tokens=STEP_TOKENS)
     scheduler = ChunkedScheduler(RequestRows(1, 64), cache, step_tokens=STEP_TOKENS)
-    params = SamplingParams(max_tokens=DECODES + 1, ignore_eos=True)
+    params = exactly(DECODES + 1)
     request = Request(0, list(range(PROMPT)), PROMPT, PROMPT + DECODES + 1, params)
     scheduler.add([request])
     assert cache.state_manager is not None

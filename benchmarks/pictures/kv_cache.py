@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.pictures.driving import exactly, tiny
 from benchmarks.pictures.svg import INK, SOFT, STRONG, Picture
 from common.events import generate
-from common.sampling.params import SamplingParams
-from forward import Generator, load_model
+from forward import Generator
 from kv_cache import CachedGenerator
 from kv_cache.cache import LayerCache
 
@@ -20,9 +20,9 @@ WINDOW, COLUMNS = 4, 9
 
 def record() -> dict[str, list[tuple[int, int]]]:
     """Of each phase its steps: how many tokens were kept before, and how many the model computed."""
-    model: Any = load_model("random:tiny", device="cpu", dtype="float32")
+    model = tiny()
     seen: list[int] = []
-    model.embed_tokens.register_forward_hook(
+    hook = model.embed_tokens.register_forward_hook(
         lambda module, inputs, output: seen.append(inputs[0].numel())
     )
     found = {}
@@ -32,10 +32,10 @@ def record() -> dict[str, list[tuple[int, int]]]:
     )
     for name, engine in engines:
         seen.clear()
-        params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
-        generate(engine, [[5, 6, 7][:PROMPT]], params)
+        generate(engine, [[5, 6, 7][:PROMPT]], exactly(OUTPUT))
         kept = [sum(seen[:at]) if name == "02" else 0 for at in range(len(seen))]
         found[name] = list(zip(kept, seen, strict=True))
+    hook.remove()
     return found
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import paged_cache
+from benchmarks.pictures.driving import blocks as in_blocks
+from benchmarks.pictures.driving import exactly, tiny
+from benchmarks.pictures.driving import steps as driven
 from benchmarks.pictures.svg import INK, SOFT, STRONG, Kind, Picture
 from common.request import Request
-from common.sampling.params import SamplingParams
-from forward import load_model
-from paged_cache import BlockPool
 
 P = 4
 """Tokens in a block."""
@@ -39,21 +38,13 @@ class Step:
     waiting: Sequence[str] = ()
 
 
-@cache
-def _model() -> Any:
-    return load_model("random:tiny", device="cpu", dtype="float32")
-
-
 def record(prompts: Sequence[int], output: int, blocks: int, n: int = 1) -> list[Step]:
     """Serve requests with prompts of these lengths, and note every step.
 
     blocks: in the pool. n: samples of each prompt.
     """
-    each = BlockPool.bytes_per_block(_model().config, P, _model().dtype)
-    engine = paged_cache.load(
-        _model(), block_size=P, cache_bytes=blocks * each, max_rows=4, max_len=64
-    )
-    params = SamplingParams(max_tokens=output, n=n, ignore_eos=True)
+    engine = paged_cache.load(tiny(), **in_blocks(blocks, P), max_rows=4, max_len=64)
+    params = exactly(output, n=n)
     requests = [
         request
         for at, length in enumerate(prompts)
@@ -61,9 +52,7 @@ def record(prompts: Sequence[int], output: int, blocks: int, n: int = 1) -> list
     ]
     names = dict(zip(requests, "abcdef", strict=False))
     steps: list[Step] = []
-    while not engine.idle:
-        engine.process_inbox()
-        works = engine.schedule()
+    for works in driven(engine):
         running: dict[str, Request] = {names[one]: one for one in engine.scheduler.running}
         steps.append(
             Step(
@@ -78,10 +67,6 @@ def record(prompts: Sequence[int], output: int, blocks: int, n: int = 1) -> list
                 [names[one] for one in engine.scheduler.waiting],
             )
         )
-        pending = engine.launch(works)
-        assert pending is not None
-        engine.collect(pending)
-        engine.take_outputs()
     return steps
 
 
@@ -271,12 +256,9 @@ GROWING: dict[str, Any] = {"prompts": (5, 3), "output": 6, "blocks": 8}
 
 
 def pictures() -> dict[str, Picture]:
-    """The lesson's four."""
-    # Here, since it imports phases up to 09, and `show` is called in phase 05's notebook.
-    from benchmarks.pictures import parts
-
+    """The lesson's three."""
     growing = record(**GROWING)
-    return parts.pictures() | {
+    return {
         "blocks": blocks(next(step for step in growing if step.stored["a"] == 9)),
         "copy": copied(record(prompts=(6,), output=4, blocks=3, n=2)[:3], prompt=6),
         "preempt": preempted(record(prompts=(5, 5), output=11, blocks=6)),

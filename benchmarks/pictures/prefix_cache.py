@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import prefix_cache
 from benchmarks.pictures import radix_trace
+from benchmarks.pictures.driving import blocks, exactly, tiny
 from benchmarks.pictures.svg import (
     GREY,
     INK,
@@ -21,9 +21,6 @@ from benchmarks.pictures.svg import (
     Picture,
 )
 from common.request import Request
-from common.sampling.params import SamplingParams
-from forward import load_model
-from paged_cache import BlockPool
 from prefix_cache.radix import Node
 
 P = 4
@@ -55,21 +52,12 @@ class Moment:
     found: Mapping[str, int]
 
 
-@cache
-def _model() -> Any:
-    return load_model("random:tiny", device="cpu", dtype="float32")
-
-
-def _load(blocks: int) -> Any:
-    each = BlockPool.bytes_per_block(_model().config, P, _model().dtype)
-    return prefix_cache.load(
-        _model(), block_size=P, cache_bytes=blocks * each, max_rows=4, max_len=128
-    )
+def _load(count: int) -> Any:
+    return prefix_cache.load(tiny(), **blocks(count, P), max_rows=4, max_len=128)
 
 
 def _add(engine: Any, prompt: str, output: int) -> Request:
-    params = SamplingParams(max_tokens=output, ignore_eos=True)
-    (request,) = engine.add([ord(letter) for letter in prompt], params)
+    (request,) = engine.add([ord(letter) for letter in prompt], exactly(output))
     assert isinstance(request, Request)
     return request
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import speculative
+from benchmarks.pictures.driving import exactly
 from benchmarks.pictures.svg import INK, SOFT, STRONG, Picture
 from common.models.checkpoint import assign
-from common.sampling.params import SamplingParams
 from continuous.work import Work
 from forward.loading import finish, random_tensors, skeleton
 from forward.model import Model
@@ -85,7 +85,7 @@ def record() -> list[Step]:
         return list(works)
 
     engine.runner.verifier.agree, engine.schedule = watch_agree, watch_schedule
-    params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+    params = exactly(OUTPUT)
     (request,) = engine.add([WORDS.index(word) for word in TEXT[:-1]], params)
     engine.step()  # the prompt; behind it the model says the last word of the text
     steps = []

@@ -7,21 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from matplotlib.axes import Axes
-
 import batching
 import benchmarks.bench
 import continuous
 from benchmarks.bench import evidence_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, time_generation
-from benchmarks.plotting import GREY, bars, colours, panels, save, tint
+from benchmarks.plotting import bars, panels, save
 from benchmarks.replay import time_replay
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
-from common.events import Completion, Streams, generate
-from continuous.batch import Batch
-from continuous.work import Work
+from common.events import Completion, Streams
 from kv_cache import KVCache
 
 PHASE = "04_continuous"
@@ -115,19 +111,16 @@ class Bench(benchmarks.bench.Bench):
         ]
 
     def traces(self) -> list[Run]:
-        """Requests that arrive over time: all at once, evenly, at random; and one after the other."""
+        """Requests that arrive over time: at random, all at once, and evenly."""
         poisson = workload(f"continuous_batching{self.small}")
-        base, rate = workload(f"baseline{self.small}"), 2.0 if self.on_cpu else 4.0
+        gap = 0.5 if self.on_cpu else 0.25
         if self.quick:
-            poisson, base = poisson.first(3), base.first(1)
-        elif not self.on_cpu:
-            base = base.first(4)  # a slow second each, and all are alike
+            poisson = poisson.first(3)
         runs = []
         for trace, work in {
             "poisson": poisson,
             "burst": arriving(poisson, "burst", 0.0),
-            "steady": arriving(poisson, "steady", 1 / rate),
-            "baseline": base,
+            "steady": arriving(poisson, "steady", gap),
         }.items():
             rows = {PHASE: 16}
             if trace == "poisson" and self.on_cpu:
@@ -176,76 +169,13 @@ def add_gains(before: Samples, after: Samples) -> None:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Throughput and mean time to first token when outputs are skewed, and the requests in rows over time."""
+    """Throughput and mean time to first token when outputs are skewed."""
     runs = [run for run in evidence.runs if run.workload.startswith("skewed-outputs")]
-    work = workload("skewed-outputs-small")
-    replayed = work.sha256 == runs[0].workload_sha256  # a quick run's requests are others
-    figure, (rate, first, *lanes) = panels(4 if replayed else 2, rows=1 + replayed, height=2.6)
+    figure, (rate, first) = panels(2, height=2.6)
     bars(runs, "output_tokens_per_s", axes=rate, gain=False, label=lambda run: run.variant)
     best, *_, worst = sorted((run.median("output_tokens_per_s") for run in runs), reverse=True)
     rate.set_title(f"{best / worst:.1f} times the tokens when rows are filled again at once")
     bars(runs, "ttft_ms_mean", axes=first, label=lambda run: "")
     late, *_, soon = sorted((run.median("ttft_ms_mean") for run in runs), reverse=True)
     first.set_title(f"The mean first token comes after {soon / late:.0%} of the time")
-    if replayed:
-        for axes, variant, lane in zip(
-            lanes, (BEFORE, PHASE), (static(work), stepped(work)), strict=True
-        ):
-            _rows(axes, variant, lane, max(len(static(work)), len(lane)))
     save(figure, out, evidence)
-
-
-def static(work: Workload) -> list[dict[int, int]]:
-    """The request that has each row, step by step, in batches that run until the longest is done."""
-    steps: list[dict[int, int]] = []
-    for begin in range(0, len(work.items), ROWS):
-        lengths = [item.max_tokens for item in work.items[begin : begin + ROWS]]
-        for step in range(max(lengths)):
-            steps.append(
-                {row: begin + row for row, length in enumerate(lengths) if step < length}
-            )
-    return steps
-
-
-def stepped(work: Workload) -> list[dict[int, int]]:
-    """The same as phase 04's engine decides it: its own steps, with a model too small to matter."""
-    max_len = max(len(item.prompt) + item.max_tokens for item in work.items)
-    engine = continuous.load(
-        "random:tiny",
-        device="cpu",
-        dtype="float32",
-        max_rows=ROWS,
-        max_len=max_len,
-        step_tokens=8192,
-    )
-    steps: list[dict[int, int]] = []
-    prepare = engine.runner.prepare
-
-    def watch(works: Sequence[Work]) -> Batch:
-        steps.append({part.row: part.request.index for part in works})
-        return prepare(works)
-
-    engine.runner.prepare = watch  # type: ignore[method-assign]
-    generate(engine, [[1] * len(item.prompt) for item in work.items], work.params)
-    return steps
-
-
-def _rows(axes: Axes, variant: str, steps: list[dict[int, int]], most: int) -> None:
-    """A line a row: a bar for each request that has it, and grey where a step computes it for none."""
-    base = colours([variant])[variant]
-    for row in range(ROWS):
-        axes.barh(row, len(steps), height=0.8, color=tint(GREY, 0.6))
-        begin = 0
-        for end in range(1, len(steps) + 1):
-            if end == len(steps) or steps[end].get(row) != steps[begin].get(row):
-                if row in steps[begin]:
-                    axes.barh(row, end - begin, left=begin, height=0.8, color=base, edgecolor="white",
-                              linewidth=0.5)  # fmt: skip
-                begin = end
-    used = sum(len(step) for step in steps) / (ROWS * len(steps))
-    axes.set_xlim(0, most)
-    axes.set_yticks(range(ROWS), [f"row {row}" for row in range(ROWS)], fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("step")
-    axes.grid(visible=False)
-    axes.set_title(f"{variant}: {len(steps)} steps, rows in use {used:.0%}")

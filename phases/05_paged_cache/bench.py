@@ -14,10 +14,9 @@ import torch
 import benchmarks.bench
 import continuous
 import paged_cache
-from benchmarks import scheduling_cost
 from benchmarks.bench import evidence_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
-from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
+from benchmarks.measure import Sample, Samples, alternate, time_generation
 from benchmarks.plotting import lines, panels, save
 from benchmarks.targets import targets
 from benchmarks.workloads import Workload, uniform, workload
@@ -52,12 +51,11 @@ MEMORY_MAX_LEN = 4096
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Requests in flight, the price of gathering (alone and end to end), memory, and the host's time."""
+    """Requests in flight, the price of gathering (alone and end to end), and memory."""
     runs = []
     for target in targets(options):
         bench = Bench(target)
         runs += bench.capacity() + bench.same_rows() + bench.attention() + bench.memory()
-        runs += bench.scheduling()
     return evidence_of(PHASE, runs, options)
 
 
@@ -251,35 +249,6 @@ class Bench(benchmarks.bench.Bench):
             assert cache.reserve(request, length)
         used = cache.allocator.count - cache.free
         return used * BlockPool.bytes_per_block(self.config, BLOCK, self.dtype)
-
-    # The host.
-
-    def scheduling(self) -> list[Run]:
-        """Python's time a step with a model that computes nothing: `benchmarks/scheduling_cost.py`."""
-        counts, contexts = ((1, 16), (64,)) if self.quick else ((1, 64, 256), (500, 4000))
-        runs = []
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        for context in contexts:
-            for running in counts:
-                engine = scheduling_cost.build(running, context)
-
-                def sample(repeat: int, engine: Engine = engine) -> Sample:
-                    cost = scheduling_cost.cost(engine, 20 if self.quick else 100)
-                    return {
-                        "scheduling_us_per_step": cost.total,
-                        "schedule_us": cost.schedule,
-                        "prepare_us": cost.prepare,
-                        "update_us": cost.update,
-                    }
-
-                kept = alternate({PHASE: sample}, self.options.repeats)[PHASE]
-                work = uniform("scheduling-only", running, context, 1, vocab=8)
-                facts = {"running": running, "context": context}
-                about: dict[str, Any] = {"model": "random:no model", "dtype": self.dtype}
-                runs.append(summarize(PHASE, work, kept, options=facts, **about))
-        torch.set_num_threads(threads)
-        return runs
 
     def sample(self, engines: Mapping[str, Engine], work: Workload) -> dict[str, Samples]:
         """Warm up, then measure in alternating order, with what the engines counted meanwhile."""

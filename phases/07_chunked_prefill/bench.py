@@ -252,11 +252,10 @@ class Bench(benchmarks.bench.Bench):
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """The budget moves waiting from the decodes to the prompts; all gaps; policies share it out."""
-    figure, (left, middle, right) = panels(3, height=3.6)
+    """The budget moves waiting from the decodes to the prompts; and all gaps."""
+    figure, (left, right) = panels(2, height=3.6)
     _sweep(evidence, left)
-    _gaps(evidence, middle)
-    _fairness(evidence, right)
+    _gaps(evidence, right)
     save(figure, out, evidence)
 
 
@@ -309,39 +308,3 @@ def _gaps(evidence: Evidence, axes: Axes) -> None:
     axes.set_ylabel("share of gaps that are longer (%)")
     axes.set_title("Gaps: few that are very long, or more that are less long")
     axes.legend()
-
-
-def _fairness(evidence: Evidence, axes: Axes) -> None:
-    runs = [run for run in evidence.runs if "policy" in run.options]
-    names = {run.options["policy"]: run for run in runs}
-    shown = colours((name for name, run in names.items() if run.variant == PHASE), PHASE)
-    shown |= colours([BEFORE])
-    for (name, run), marker in zip(names.items(), MARKERS, strict=False):
-        label = name + (
-            f" (budget {run.options['at_budget']})" if "at_budget" in run.options else ""
-        )
-        at = (run.median("ttft_ms_p50"), run.median("itl_ms_p99"))
-        axes.plot(
-            *at,
-            marker,
-            color=shown[name if run.variant == PHASE else BEFORE],
-            label=label,
-            markersize=8,
-        )
-    low = min(run.median("itl_ms_p99") for run in runs)
-    axes.set_ylim(
-        0.7 * low, 5 * max(run.median("itl_ms_p99") for run in runs)
-    )  # room for the legend
-    log_axis(axes, vertical=False)
-    log_axis(axes)
-    axes.set_xlabel("time to first token of the prompts, median (ms)")
-    axes.set_ylabel("gap of all, p99 (ms)")
-    first, smooth = (
-        min(names, key=lambda name: names[name].median(metric))
-        for metric in ("ttft_ms_p50", "itl_ms_p99")
-    )
-    words = f"{first} start first"
-    if smooth == first:
-        words += " and stall least"
-    axes.set_title(f"Prompts that come in one burst: {words}")
-    axes.legend(loc="upper left")

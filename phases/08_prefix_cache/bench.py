@@ -19,7 +19,7 @@ import prefix_cache
 from benchmarks.bench import evidence_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample
-from benchmarks.plotting import beside, colours, lines, number, panels, save
+from benchmarks.plotting import bars, lines, panels, save
 from benchmarks.replay import time_replay
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
@@ -34,6 +34,8 @@ INDEX_BLOCKS = (1_000, 10_000, 100_000)
 """Sizes of the index in the comparison of the two kinds."""
 SEQUENCE, BLOCK = 64, 16
 """Blocks of a sequence there, and tokens of a block."""
+
+FIRST = "ttft_ms_p50"
 
 Make = Callable[[], PagedEngine]
 
@@ -248,34 +250,13 @@ def draw(evidence: Evidence, out: Path) -> None:
 
 
 def _first_tokens(evidence: Evidence, axes: Axes) -> None:
-    names = list(dict.fromkeys(run.workload for run in evidence.find(BEFORE)))
-    names = [name for name in names if "unshared" not in name]
-    shown = colours((BEFORE, PHASE))
-    for place, variant in enumerate((BEFORE, PHASE)):
-        for row, name in enumerate(names):
-            found = evidence.one(variant, name)
-            value = found.median("ttft_ms_p50")
-            at = row + 0.38 * place - 0.19
-            label = variant if row == 0 else None
-            axes.barh(at, value, height=0.36, color=shown[variant], label=label)
-            text = number(value)
-            if variant == PHASE:
-                text += f"  ({found.median('cache_hit_fraction'):.0%} found)"
-            beside(axes, text, value, at)
-    axes.set_yticks(range(len(names)), [name.replace(" ", "\n") for name in names])
-    axes.invert_yaxis()
-    axes.margins(x=0.45)  # room for the texts
-    axes.set_xlabel("time to first token, median (ms)")
-    least = min(
-        (
-            evidence.one(PHASE, name).median("ttft_ms_p50")
-            / evidence.one(BEFORE, name).median("ttft_ms_p50"),
-            name,
-        )
-        for name in names
-    )
+    names = dict.fromkeys(run.workload for run in evidence.find(BEFORE))
+    shared = [name for name in names if "unshared" not in name]
+    runs = [evidence.one(variant, name) for name in shared for variant in (BEFORE, PHASE)]
+    bars(runs, FIRST, axes=axes, label=lambda run: f"{run.workload}, {run.variant[:2]}")
+    pairs = zip(runs[::2], runs[1::2], strict=True)
+    sooner = {new.workload: old.median(FIRST) / new.median(FIRST) for old, new in pairs}
+    most = max(sooner, key=sooner.__getitem__)
     axes.set_title(
-        f"What is found need not be computed: {1 / least[0]:.1f} times sooner in {least[1]}"
+        f"What is found need not be computed: {sooner[most]:.1f} times sooner in {most}"
     )
-    axes.grid(visible=False, axis="y")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)

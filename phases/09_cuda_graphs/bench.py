@@ -25,8 +25,7 @@ from benchmarks.compiled import Compiled
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, time_generation
-from benchmarks.plotting import bars, panels, save
-from benchmarks.recorded_peers import beside, versus
+from benchmarks.published import draw_beside_peers
 from benchmarks.replay import time_replay
 from benchmarks.workloads import Item, Workload, uniform, workload
 from chunked_prefill import Chunked
@@ -293,30 +292,7 @@ def draw(evidence: Evidence, out: Path) -> None:
     """The three workloads of every model: this phase, its variants, and other engines."""
     if evidence.machine["device"] == "cpu":
         return cpu_steps.draw(evidence, out)
-    models = list(dict.fromkeys(run.model for run in evidence.runs))
-    names = ("single-512", "offline-256", "prefill-64x1024")
-    shown = [
-        (model, name)
-        for model in models
-        for name in names
-        if evidence.find(model=model, workload=name)
-    ]
-    figure, panel = panels(len(shown), rows=len(models), height=3.8)
-    for axes, (model, name) in zip(panel, shown, strict=True):
-        metric = "prompt_tokens_per_s" if name.startswith("prefill") else "output_tokens_per_s"
-        others = beside(evidence, model=model, workload=name)
-        found = [
-            run for run in evidence.find(model=model, workload=name) if metric in run.metrics
-        ]
-        ordered = sorted([*found, *others], key=lambda run: run.median(metric))
-        bars(ordered, metric, axes=axes, gain=False, label=label)
-        best = max(others, key=lambda run: run.median(metric), default=None)
-        title = f"{model}, {name}"
-        if best is not None:
-            factor = versus(evidence.one(PHASE, name, model=model), best, metric)
-            title += f": {factor.replace('level', 'level with')} {best.variant}"
-        axes.set_title(title)
-    save(figure, out, evidence)
+    draw_beside_peers(evidence, out, PHASE, label)
 
 
 def label(run: Run) -> str:

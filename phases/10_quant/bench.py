@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,9 @@ import torch
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import alternate_engines, summarize
-from benchmarks.plotting import bars, panels, save, times
-from benchmarks.recorded_peers import beside
+from benchmarks.published import PUBLISHED, SIZES, draw_beside_peers, in_turns, one_by_one
 from benchmarks.targets import load_target
-from benchmarks.workloads import Workload, uniform, workload
+from benchmarks.workloads import uniform
 from paged_cache import PagedEngine
 
 PHASE, BEFORE = "10_quant", "09_cuda_graphs"
@@ -52,51 +51,29 @@ def on_cpu(options: BenchOptions) -> list[Run]:
         work = uniform(
             f"decode-{batch}x32+{output}", batch, 32, 4 if options.quick else output
         )
-        runs += timed(engines, work, options, {"batch": batch})
+        runs += in_turns(engines, work, options, roofline=False, batch=batch)
     long = uniform("prompt-1x384", 1, 64 if options.quick else 384, 1)
-    return runs + timed(engines, long, options, {"batch": 1})
+    return runs + in_turns(engines, long, options, roofline=False, batch=1)
 
 
 def on_gpu(options: BenchOptions) -> list[Run]:
     """The published workloads, on one engine after the other: each fills a good part of the memory."""
     model = load_target(options)
-    sizes = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384}
     ways: dict[str, dict[str, Any]] = {BEFORE: {}}
     ways |= {f"{PHASE} {scheme}": {"quantization": scheme} for scheme in SCHEMES_ON_GPU}
     keys = {"quantization": "fp8", "kv_cache": "fp8", "block_size": 128}
     ways |= {f"{PHASE} fp8, fp8 keys": keys}
-    ways |= {SMALL_HEAD: {"quantization": "int4", "head": "int4"}}
-    runs = []
-    for (way, given), ending in product(ways.items(), ("", APPENDIX)):
-        variant = way + ending
-        engines = {variant: engine_of(variant, model, **(sizes | given))}
-        alone = way == SMALL_HEAD  # many requests read a head as fast as one does
-        for name in ("single-512", *(() if alone else ("offline-256", "prefill-64x1024"))):
-            work = workload(name)
-            if options.quick:
-                work = work.first(8, tokens=8)
-            runs += timed(engines, work, options, {})
-        del engines
-        gc.collect()
-        torch.cuda.empty_cache()
-    return runs
+    head = {SMALL_HEAD: {"quantization": "int4", "head": "int4"}}
 
+    def made(ways: dict[str, dict[str, Any]]) -> dict[str, Callable[[], PagedEngine]]:
+        return {
+            way + ending: partial(engine_of, way + ending, model, **(SIZES | given))
+            for (way, given), ending in product(ways.items(), ("", APPENDIX))
+        }
 
-def timed(
-    engines: dict[str, PagedEngine],
-    work: Workload,
-    options: BenchOptions,
-    facts: dict[str, Any],
-) -> list[Run]:
-    """Every engine on one workload, in alternating order, after a few tokens of the same requests."""
-    kept = alternate_engines(engines, work, device=options.device, repeats=options.repeats)
-    for name, found in kept.items():
-        for sample in found.kept:
-            sample["weight_bytes"] = float(engines[name].memory_plan.weights)
-    about: dict[str, Any] = {"model": options.model or "", "dtype": options.dtype}
-    return [
-        summarize(name, work, found, options=facts, **about) for name, found in kept.items()
-    ]
+    runs = one_by_one(made(ways), options, roofline=False)
+    # Many requests read a head as fast as one does.
+    return runs + one_by_one(made(head), options, PUBLISHED[:1], roofline=False)
 
 
 # The figure.
@@ -104,31 +81,7 @@ def timed(
 
 def draw(evidence: Evidence, out: Path) -> None:
     """A panel of bars for each model and workload."""
-    shown = dict.fromkeys((run.model, run.workload) for run in evidence.runs)
-    figure, axes = panels(len(shown), rows=2 if len(shown) > 3 else 1)
-    for place, (model, work) in zip(axes, shown, strict=False):
-        found = evidence.find(model=model, workload=work)
-        metric = _metric(work)
-        bars(
-            [*found, *beside(evidence, model=model, workload=work)],
-            metric,
-            axes=place,
-            gain=False,
-            label=label,
-        )
-        before = evidence.one(BEFORE, work, model=model).median(metric)
-        best = max(
-            (run for run in found if run.variant.startswith(PHASE)),
-            key=lambda run: run.median(metric),
-        )
-        factor = times(best.median(metric) / before)
-        place.set_title(f"{model}, {work}: {label(best)} is best, {factor} phase 09")
-    save(figure, out, evidence)
-
-
-def _metric(work: str) -> str:
-    """What a workload is about."""
-    return "prompt_tokens_per_s" if work.startswith("pr") else "output_tokens_per_s"
+    draw_beside_peers(evidence, out, PHASE, label)
 
 
 def label(run: Run) -> str:

@@ -8,23 +8,20 @@ their variants are called so.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.ticker import NullFormatter
 
 import benchmarks.bench
-from benchmarks.agreement import agreement
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, alternate
-from benchmarks.plotting import BAD, GOOD, GREY, MARKERS, colours, number, panels, save
+from benchmarks.plotting import bars, lines, number, panels, save
 from benchmarks.replay import time_replay
 from benchmarks.synthetic_drafter import Synthetic
 from benchmarks.targets import load_target
@@ -47,10 +44,10 @@ TASKS = ("rewriting", "summarizing", "chat")
 LENGTH = 3
 """Drafts in the sweep, all of which count as right."""
 SYNTHETIC = f"{PHASE}, synthetic"
-ADAPTIVE = f"{PHASE}, synthetic, adaptive"
+RATE = "output_tokens_per_s"
 VAIN = f"{PHASE}, in vain"
 OFF, WAITING = f"{PHASE}, switched off", f"{BEFORE}, no overlap"
-MOST_ITEMS = 3
+MOST_ITEMS = 2
 """Requests of a task on a CPU."""
 
 
@@ -62,18 +59,17 @@ class Never(DraftController):
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Tasks with every drafter, the sweep over batch sizes, and how often two draws agree.
+    """Tasks with every drafter, and the sweep over batch sizes.
 
     A model with random weights (`--model random:SHAPE`) has no text to guess: it is swept, and no more.
     """
     cuda, quick = options.device.type == "cuda", options.quick
-    sizes = [1, 4] if quick else [1, 4, 16, 32, 64, 128, 256] if cuda else [1, 4, 16]
+    sizes = [1, 4] if quick else [1, 4, 16, 32, 64, 128, 256] if cuda else [1, 16]
     name = options.model or "smollm2"
     runs: list[Run] = []
     if not name.startswith("random:"):
         own = replace(options, model=name)
         runs += tasks(own, "") + tasks(own, APPENDIX)
-        runs += agreement(PHASE, own)
     swept = "random:qwen3-8b" if cuda and options.model is None else name
     room: dict[str, Any] = {"max_rows": max(sizes), "max_len": 512, "draft_length": LENGTH}
     runs += Bench(replace(options, model=swept), **room).sweep(sizes)
@@ -140,13 +136,12 @@ class Bench(benchmarks.bench.Bench):
         return SpeculativeRunner(source, self.length, adaptive=adaptive)
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:
-        """Batch sizes: three right drafts, as many as pay, drafts that are always wrong, and none."""
+        """Batch sizes: three right drafts, drafts that are always wrong, and none."""
         off = self.drafter(Synthetic(LENGTH))
         off.control = Never(LENGTH)
         contenders: dict[str, Contender] = {
             BEFORE: (self.engine, NO_DRAFTS),
             SYNTHETIC: (self.engine, self.drafter(Synthetic(LENGTH), adaptive=False)),
-            ADAPTIVE: (self.engine, self.drafter(Synthetic(LENGTH))),
             VAIN: (self.engine, self.drafter(Synthetic(0))),
             OFF: (self.engine, off),
         }
@@ -169,7 +164,6 @@ class Bench(benchmarks.bench.Bench):
         for name, samples in alternate(timed, self.options.repeats, warm=warm).items():
             right = {
                 SYNTHETIC: LENGTH,
-                ADAPTIVE: LENGTH,
                 VAIN: 0,
                 OFF: 0,
             }  # what is synthetic says so
@@ -224,121 +218,36 @@ def _short(work: Workload) -> Workload:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Tokens a step by drafter and task, speed over batch size, and acceptance."""
-    guessed = [
-        r for r in evidence.runs if "tokens_per_step" in r.metrics and "batch" not in r.options
+    """Tokens a step by drafter and task, and speed over the number of requests."""
+    guessed = [run for run in evidence.runs if "tokens_per_step" in run.metrics]
+    tasks = [run for run in guessed if "batch" not in run.options]
+    swept = [run for run in evidence.runs if "batch" in run.options]
+    figure, axes = panels(1 + bool(tasks), height=4.6)  # many labels
+    if tasks:
+        bars(tasks, "tokens_per_step", axes=axes[0], label=label, phase=PHASE)
+        axes[0].set_xlabel("tokens a step; 1: no draft is right")
+        most = max(tasks, key=lambda run: run.median("tokens_per_step"))
+        value = number(most.median("tokens_per_step"))
+        axes[0].set_title(f"A step yields up to {value} tokens: {task_of(most)}")
+    lines(swept, x="batch", metric=RATE, axes=axes[-1], log_x=True, log_y=True)
+    axes[-1].set_xlabel("requests")
+    gains = [
+        (batch, evidence.one(SYNTHETIC, batch=batch).median(RATE) / before.median(RATE))
+        for before in evidence.find(BEFORE)
+        if (batch := before.options.get("batch"))
     ]
-    tasks = {run.workload for run in guessed}
-    parts: dict[Callable[[list[Run], Axes], None], list[Run]] = {
-        _tasks: [*guessed, *(run for run in evidence.find(BEFORE) if run.workload in tasks)],
-        _synthetic: [run for run in evidence.runs if "batch" in run.options],
-        _agreement: [run for run in evidence.runs if "optimum" in run.metrics],
-    }
-    measured = {part: runs for part, runs in parts.items() if runs}
-    figure, axes = panels(len(measured), height=4.6)  # many labels
-    for (part, runs), place in zip(measured.items(), axes, strict=True):
-        part(runs, place)
+    said = ", ".join(
+        f"{gain:.1f} times the tokens at {batch}" for batch, gain in gains[:: len(gains) - 1]
+    )
+    axes[-1].set_title(f"{LENGTH} synthetic drafts a step: {said}")
     save(figure, out, evidence)
 
 
-def _synthetic(runs: list[Run], axes: Axes) -> None:
-    """Drafts of a known quality: what they bring in batches of all sizes."""
-    rates = {
-        (run.options["batch"], run.variant): run.median("output_tokens_per_s") for run in runs
-    }
-    gains = {
-        batch: rates[batch, f"{PHASE}, synthetic"] / rates[batch, BEFORE]
-        for batch in sorted({batch for batch, _ in rates})
-    }
-    kinds = {
-        f"{PHASE}, synthetic": "synthetic drafts",
-        f"{PHASE}, switched off": "no drafts",
-        f"{PHASE}, in vain": "drafts that are all rejected",
-    }
-    shown = (GOOD, GREY, BAD)
-    for (variant, label), colour, marker in zip(kinds.items(), shown, MARKERS, strict=False):
-        found = {
-            batch: rate / rates[batch, BEFORE]
-            for (batch, name), rate in rates.items()
-            if name == variant
-        }
-        if found:
-            batches = sorted(found)
-            axes.plot(
-                batches,
-                [found[batch] for batch in batches],
-                marker=marker,
-                color=colour,
-                label=label,
-            )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(gains), [str(batch) for batch in gains])
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylim(0, 1.4 * max(gains.values()))
-    axes.set_xlabel("requests")
-    axes.set_ylabel("times the tokens a second of phase 09")
-    axes.legend()
-    (first, one), *_, (last, many) = gains.items()
-    axes.set_title(
-        f"{LENGTH} synthetic drafts a step: {one:.1f} times the tokens at {first}, {many:.1f} times at {last}"
-    )
+def task_of(run: Run) -> str:
+    """Return the task of a run's workload: `rewriting` of `rewriting-96`."""
+    return run.workload.rsplit("-", 1)[0]
 
 
-def _label(run: Run) -> str:
-    return "ngram" if run.variant == PHASE else run.variant.removeprefix(f"{PHASE}, ")
-
-
-def _tasks(runs: list[Run], axes: Axes) -> None:
-    before = {
-        run.workload: run.median("output_tokens_per_s")
-        for run in runs
-        if run.variant == BEFORE
-    }
-    found = [run for run in runs if "tokens_per_step" in run.metrics]
-    tasks = list(dict.fromkeys(run.workload for run in found))
-    variants = list(dict.fromkeys(run.variant for run in found))
-    shown = colours(variants)
-    for place, variant in enumerate(variants):
-        for row, name in enumerate(tasks):
-            (one,) = (run for run in found if (run.variant, run.workload) == (variant, name))
-            value = one.median("tokens_per_step")
-            at = row + (place - (len(variants) - 1) / 2) * 0.8 / len(variants)
-            axes.barh(at, value, height=0.7 / len(variants), color=shown[variant])
-            gain = one.median("output_tokens_per_s") / before[name]
-            text = f"{_label(one)}: {value:.2f}, {gain:.2f}× the speed"
-            where: dict[str, Any] = {
-                "textcoords": "offset points",
-                "va": "center",
-                "fontsize": 7,
-            }
-            axes.annotate(text, (value, at), (4, 0), **where)
-    axes.axvline(1.0, color=GREY, linewidth=1.0)
-    axes.set_yticks(range(len(tasks)), [name.rsplit("-", 1)[0] for name in tasks])
-    axes.invert_yaxis()
-    axes.margins(x=0.8)  # labels
-    axes.set_xlabel("tokens a step; 1: no draft is right")
-    most = max(found, key=lambda run: run.median("tokens_per_step"))
-    task = most.workload.rsplit("-", 1)[0]
-    axes.set_title(
-        f"A step yields up to {number(most.median('tokens_per_step'))} tokens: {task}"
-    )
-    axes.grid(visible=False, axis="y")
-
-
-def _agreement(found: list[Run], axes: Axes) -> None:
-    runs = sorted(found, key=lambda run: run.median("optimum"))
-    best = [run.median("optimum") for run in runs]
-    axes.plot(best, best, color=GREY, label="optimum: classical rejection")
-    axes.fill_between(
-        best, [value - 0.03 for value in best], best, color=GREY, alpha=0.2, linewidth=0
-    )
-    kinds = {"coupled": "the same noise", "greedy": "greedy drafts"}
-    shown = colours(kinds, PHASE)
-    for (metric, label), marker in zip(kinds.items(), "os", strict=True):
-        values = [run.median(metric) for run in runs]
-        axes.plot(best, values, marker=marker, color=shown[metric], label=label)
-    axes.set_xlabel("1 - total variation; the band is 0.03 wide")
-    axes.set_ylabel("share of drafts accepted")
-    short = max(run.median("optimum") - run.median("coupled") for run in runs)
-    axes.set_title(f"Drafts with the same noise: at most {short:.2f} below the optimum")
-    axes.legend(loc="upper left")
+def label(run: Run) -> str:
+    """Return task and drafter."""
+    return f"{task_of(run)}, {run.variant.removeprefix(f'{PHASE}, ').replace(PHASE, 'ngram')}"

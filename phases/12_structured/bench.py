@@ -48,9 +48,7 @@ ONE, FREE = f"{PHASE}+one", f"{PHASE}+no grammar"
 """One request among many has a grammar; or none has."""
 FIELDS = f"{PHASE}+no strings"
 SHORT = f"{PHASE}+short strings"
-JUMP = f"{PHASE}+jump"
-"""All rows have a grammar without strings, or of nothing but short ones; or what is forced is drafted however
-many run."""
+"""All rows have a grammar without strings, or of nothing but short ones."""
 LARGE = "random:qwen3-8b"
 """A model whose steps take a GPU longer than their masks take the host; measured beside the usual one."""
 
@@ -101,7 +99,7 @@ class Bench(benchmarks.bench.Bench):
         if self.on_cpu or self.quick:
             return self.rates(short, (FREE, ONE, FIELDS, PHASE, SHORT))
         return self.rates(workload("offline-256"), (ONE, FIELDS, PHASE)) + self.rates(
-            short, (FREE, ONE, FIELDS, PHASE, SHORT, JUMP)
+            short, (FREE, ONE, FIELDS, PHASE, SHORT)
         )
 
     def rates(self, work: Workload, variants: Sequence[str]) -> list[Run]:
@@ -119,7 +117,6 @@ class Bench(benchmarks.bench.Bench):
             FIELDS: [replace(params, grammar=ORDERS) for params in free],
             PHASE: bound,
             SHORT: [replace(params, grammar=STRINGS) for params in free],
-            JUMP: bound,
         }
         lengths = [len(item.prompt) + item.max_tokens for item in work.items]
         sizes = self.sizes(
@@ -129,8 +126,7 @@ class Bench(benchmarks.bench.Bench):
             BEFORE: engine_of(BEFORE + APPENDIX, self.model, **sizes)
         }
         engine = self.engine(sizes)
-        for name in variants:
-            engines[name] = self.engine(sizes, jump_rows=count) if name == JUMP else engine
+        engines |= dict.fromkeys(variants, engine)
 
         def timed(name: str) -> Callable[[int], Sample]:
             return lambda repeat: time_generation(
@@ -247,22 +243,9 @@ class Bench(benchmarks.bench.Bench):
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """What a mask costs, by schema; steps saved; what is left of the throughput."""
-    figure, (left, middle, right) = panels(3, height=3.2)
+    """What a mask costs, by schema, and what is left of the throughput."""
+    figure, (left, right) = panels(2, height=3.2)
     _masks(evidence, left)
-    kinds = {
-        "no jump": "a token a step",
-        "jump": "forced tokens\nas drafts",
-    }
-    found = {kind: evidence.one(f"{PHASE}+{kind}", "schema sample") for kind in kinds}
-    bars(
-        list(found.values()),
-        "steps",
-        axes=middle,
-        label=lambda run: kinds[run.variant.split("+")[1]],
-    )
-    saved = 1 - found["jump"].median("steps") / found["no jump"].median("steps")
-    middle.set_title(f"Forced tokens as drafts save {saved:.0%} of the steps")
     names = {
         BEFORE: "phase 09",
         FREE: "no grammar",

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 
 from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
-from benchmarks.plotting import beside as name_value
-from benchmarks.plotting import colours, lines, log_axis, measured_once, number, panels, save
+from benchmarks.plotting import bars, lines, panels, save
 from benchmarks.recorded_peers import beside
 from benchmarks.server import Server
 from benchmarks.targets import targets
@@ -94,8 +92,8 @@ def on_cpu(options: BenchOptions) -> list[Run]:
             work = closed(max(4, users), QUESTION, 8 if options.quick else ANSWER)
             ask(PHASE, server, work, 1 if users == 1 else options.repeats, users=users)
             if users == many:
-                ask(ALONE, alone, work, options.repeats, users=users)
-        for length in PROMPTS[:1] if options.quick else PROMPTS:
+                ask(ALONE, alone, work, 1, users=users)  # minutes
+        for length in PROMPTS[:2] if options.quick else PROMPTS:
             ask(
                 LENGTHS,
                 server,
@@ -235,11 +233,15 @@ def draw(evidence: Evidence, out: Path) -> None:
     figure, (left, middle, right) = panels(3, height=3.4)
     own = [r for r in evidence.runs if "users" in r.options and r.variant != LENGTHS]
     found = beside(evidence, model=own[0].model)
-    others = [run for run in found if "users" in run.options]
-    runs = sorted([*own, *others], key=lambda run: -run.options["users"] if others else 0)
-    labels = [f"{_short(run.variant)}\n{_users(run)}" for run in runs]
-    _rates(left, runs, labels)
-    _waits(middle, runs)
+    runs = [*own, *(run for run in found if "users" in run.options)]
+    bars(runs, "output_tokens_per_s", axes=left, gain=False, label=_label)
+    most = max(runs, key=lambda run: run.median("output_tokens_per_s"))
+    left.set_title(
+        f"All users together: {most.median('output_tokens_per_s'):,.0f} tokens a second"
+    )
+    bars(runs, "ttft_ms_p50", axes=middle, gain=False, label=lambda run: "")
+    first = max(run.median("ttft_ms_p50") for run in runs if run.variant == PHASE)
+    middle.set_title(f"Each of them: half of the first tokens within {first:,.0f} ms")
     if by_clock:
         lines(
             by_clock,
@@ -252,6 +254,7 @@ def draw(evidence: Evidence, out: Path) -> None:
         )
         right.set_title("First token by the clock, p99")
         right.set_xlabel("requests a second")
+        right.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     else:
         found = evidence.find(LENGTHS)
         lines(found, "prompt", "ttft_ms_p50", axes=right, by=lambda run: PHASE)
@@ -264,49 +267,8 @@ def draw(evidence: Evidence, out: Path) -> None:
     save(figure, out, evidence)
 
 
-def _short(variant: str) -> str:
+def _label(run: Run) -> str:
     words = {PHASE: "served", ENGINE: "no server", ALONE: "phase 02 served"}
-    return words.get(variant, f"{variant.split(',')[0]} served")
-
-
-def _users(run: Run) -> str:
+    short = words.get(run.variant, f"{run.variant.split(',')[0]} served")
     users = run.options["users"]
-    return f"{users} user{'s' * (users > 1)}" + ", measured once" * measured_once(run)
-
-
-def _colour(variant: str) -> str:
-    name = {ALONE: "02_kv_cache", ENGINE: "09_cuda_graphs"}.get(variant, variant)
-    return colours([name])[name]
-
-
-def _rates(axes: Axes, runs: list[Run], labels: list[str]) -> None:
-    for place, run in enumerate(runs):
-        value = run.median("output_tokens_per_s")
-        axes.barh(place, value, color=_colour(run.variant))
-        name_value(axes, number(value), value, place)
-    axes.set_yticks(range(len(runs)), labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("output tokens a second")
-    most = max(runs, key=lambda run: run.median("output_tokens_per_s"))
-    axes.set_title(
-        f"All users together: {most.median('output_tokens_per_s'):,.0f} tokens a second"
-    )
-    axes.margins(x=0.25)
-
-
-def _waits(axes: Axes, runs: list[Run]) -> None:
-    for place, run in enumerate(runs):
-        for shift, name, alpha in ((-0.2, "ttft_ms", 1.0), (0.2, "itl_ms", 0.5)):
-            if f"{name}_p50" not in run.metrics:
-                continue
-            middle, last = run.median(f"{name}_p50"), run.median(f"{name}_p99")
-            # Points: a logarithmic axis has no zero that a bar could begin at.
-            colour = _colour(run.variant)
-            axes.plot([middle, last], [place + shift] * 2, color=colour, alpha=alpha)
-            axes.plot([middle], [place + shift], "o", color=colour, alpha=alpha)
-    axes.set_yticks([])
-    axes.invert_yaxis()
-    log_axis(axes, vertical=False)
-    axes.set_xlabel("ms: first token (full), gap (pale); point p50, line to p99")
-    first = max(run.median("ttft_ms_p50") for run in runs if run.variant == PHASE)
-    axes.set_title(f"Each of them: half of the first tokens within {first:,.0f} ms")
+    return f"{short}\n{users} user{'s' * (users > 1)}"

@@ -7,9 +7,9 @@ of Qwen3-30B-A3B's shape.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import serving
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import Sample, Samples, alternate_engines, summarize
+from benchmarks.measure import Sample, Samples, summarize
 from benchmarks.model_work import decode_work, layer_parameters
 from benchmarks.plotting import bars, lines, panels, save, times
-from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.workloads import Workload, uniform, workload
+from benchmarks.published import SIZES, in_turns, one_by_one
+from benchmarks.workloads import Workload, uniform
 from common.models.config import ExpertConfig, ModelConfig
 from experts.routing import route
 from forward.loading import random_model
@@ -90,28 +90,8 @@ def on_cpu(options: BenchOptions) -> list[Run]:
             4 if options.quick else output,
             vocab=SMALL.vocab_size,
         )
-        runs += timed(engines, work, options, SMALL_NAME, {"batch": batch})
+        runs += in_turns(engines, work, replace(options, model=SMALL_NAME), batch=batch)
     return runs
-
-
-def timed(
-    engines: dict[str, PagedEngine],
-    work: Workload,
-    options: BenchOptions,
-    model: str,
-    facts: dict[str, Any],
-) -> list[Run]:
-    """Every engine on one workload, in alternating order, after a few tokens of the same requests."""
-    samples = alternate_engines(engines, work, device=options.device, repeats=options.repeats)
-    top = ceilings(options.device, options.dtype)
-    return [
-        summarize_generation(
-            variant, work, samples[variant], model=model, config=engine.runner.model.config,
-            dtype=options.dtype, top=top, batch=min(len(work.items), engine.scheduler.rows.count),
-            options=facts,
-        )
-        for variant, engine in engines.items()
-    ]  # fmt: skip
 
 
 def fact(
@@ -172,31 +152,20 @@ def counted() -> list[Run]:
 def on_gpu(options: BenchOptions) -> list[Run]:
     """The published workloads, one model after the other: each fills a good part of the memory."""
     name = options.model or SHAPE
-    sizes = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384, "drafter": "none"}
-    make: dict[str, Callable[[str], PagedEngine]] = {
-        variant: lambda ending, config=config: engine_of(  # type: ignore[misc]
-            f"13{ending}",
-            random_model(config, device=options.device, dtype=options.dtype),
-            **sizes,
-        )
-        for variant, config in shapes(SHAPES[name.removeprefix("random:")]).items()
-    }
-    # By its name, so that no layer's experts are there twice.
-    make[PHASE] = lambda ending: engine_of(
-        f"16{ending}", name, device="cuda", dtype="bfloat16", **sizes
-    )
-    runs = []
-    for (variant, new), ending in product(make.items(), ("", APPENDIX)):
-        engine = new(ending)
-        for load in ("single-512", "offline-256", "prefill-64x1024"):
-            work = workload(load)
-            if options.quick:
-                work = work.first(8, tokens=8)
-            runs += timed({variant + ending: engine}, work, options, name, {})
-        del engine
-        gc.collect()
-        torch.cuda.empty_cache()
-    return runs
+    sizes = {**SIZES, "drafter": "none"}
+
+    def dense(config: ModelConfig, ending: str) -> PagedEngine:
+        model = random_model(config, device=options.device, dtype=options.dtype)
+        return engine_of(f"13{ending}", model, **sizes)
+
+    make: dict[str, Callable[[], PagedEngine]] = {}
+    kinds = shapes(SHAPES[name.removeprefix("random:")]).items()
+    for (variant, config), ending in product(kinds, ("", APPENDIX)):
+        make[variant + ending] = partial(dense, config, ending)
+        if variant == PHASE:  # by its name, so that no layer's experts are there twice
+            given = {"device": "cuda", "dtype": "bfloat16", **sizes}
+            make[variant + ending] = partial(engine_of, f"16{ending}", name, **given)
+    return one_by_one(make, replace(options, model=name))
 
 
 # The figure.

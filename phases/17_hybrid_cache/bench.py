@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import benchmarks.bench
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import (
-    Sample,
-    Samples,
-    alternate_engines,
-)
-from benchmarks.plotting import GREY, bars, colours, lines, number, panels, save
-from benchmarks.plotting import beside as name_value
-from benchmarks.recorded_peers import beside
-from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.workloads import uniform, workload
+from benchmarks.measure import Sample, Samples
+from benchmarks.plotting import bars, lines, panels, save
+from benchmarks.published import SIZES, draw_beside_peers, one_by_one
+from benchmarks.workloads import uniform
 from chunked_prefill import ChunkedScheduler
 from common.models.config import ModelConfig
 from common.request import Request
@@ -124,41 +115,12 @@ class Bench(benchmarks.bench.Bench):
 
 def published(options: BenchOptions) -> list[Run]:
     """One request, 256 and 64 long prompts through layers with states."""
-    sizes: dict[str, Any] = {
-        "max_rows": 256,
-        "max_len": 4096,
-        "step_tokens": 16_384,
-        "drafter": "none",
+    given = {**SIZES, "drafter": "none", "device": str(options.device), "dtype": "bfloat16"}
+    made = {
+        variant: partial(engine_of, variant, options.model, **given)
+        for variant in (PHASE, PHASE + APPENDIX)
     }
-    name, top = options.model or "", ceilings(options.device, options.dtype)
-    runs = []
-    for variant in (PHASE, PHASE + APPENDIX):
-        engine = engine_of(
-            variant, name, device=str(options.device), dtype="bfloat16", **sizes
-        )
-        for load in ("single-512", "offline-256", "prefill-64x1024"):
-            work = workload(load)
-            if options.quick:
-                work = work.first(8, tokens=8)
-            made = {variant: engine}
-            kept = alternate_engines(
-                made, work, device=options.device, repeats=options.repeats
-            )
-            found = summarize_generation(
-                variant,
-                work,
-                kept[variant],
-                model=name,
-                config=engine.runner.model.config,
-                dtype=options.dtype,
-                top=top,
-                batch=len(work.items),
-            )
-            runs.append(found)
-        del engine
-        gc.collect()
-        torch.cuda.empty_cache()
-    return runs
+    return one_by_one(made, options)
 
 
 def plain(context: int, blocks: int) -> PrefixCache:
@@ -216,7 +178,7 @@ def draw(evidence: Evidence, out: Path) -> None:
     """Requests in flight over the context, and tokens a second of equal batches; or of layers with states."""
     runs = evidence.find(same="bytes")
     if not runs:
-        _beside_peer(evidence, out)
+        draw_beside_peers(evidence, out, PHASE, lambda run: run.variant)
         return
     figure, (flight, speed) = panels(2)
     lines(runs, x="context", metric="requests_in_flight", axes=flight, log_x=True, log_y=True)
@@ -235,38 +197,4 @@ def draw(evidence: Evidence, out: Path) -> None:
         label=lambda run: f"{run.variant}\n{run.workload}",
     )
     speed.set_title("Output tokens a second of equal batches, prompts included")
-    save(figure, out, evidence)
-
-
-def _beside_peer(evidence: Evidence, out: Path) -> None:
-    """Draw each workload's tokens a second as a factor of the best other engine's; without one it is 1."""
-    figure, (axes,) = panels(1, height=2.6)
-    factors = dict[str, float]()
-    texts = []
-    for run in evidence.runs:
-        prefill = run.workload.startswith("prefill")
-        metric = "prompt_tokens_per_s" if prefill else "output_tokens_per_s"
-        others = [
-            each
-            for each in beside(evidence, model=run.model, workload=run.workload)
-            if metric in each.metrics
-        ]
-        best = max(others, key=lambda each: each.median(metric), default=run)
-        factors[run.workload] = run.median(metric) / best.median(metric)
-        texts.append(
-            f"{factors[run.workload]:.2f}×: {number(run.median(metric))} to {number(best.median(metric))} "
-            f"{'prompt' if prefill else 'output'} tokens/s ({best.variant})"
-        )
-    axes.barh(list(factors), list(factors.values()), height=0.6, color=colours([PHASE])[PHASE])
-    axes.axvline(1.0, color=GREY, linewidth=1.4)
-    for row, (factor, text) in enumerate(zip(factors.values(), texts, strict=True)):
-        name_value(axes, text, factor, row, 5)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 2.4 * max(factors.values()))
-    axes.set_xlabel("times the tokens a second of the other engine")
-    axes.grid(visible=False, axis="y")
-    low, high = min(factors.values()), max(factors.values())
-    axes.set_title(
-        f"{evidence.runs[0].model}: {low:.2f} to {high:.2f} times the other engine's tokens"
-    )
     save(figure, out, evidence)

@@ -62,9 +62,11 @@ def bench(given: SimpleNamespace) -> int:
     recorded = results().get(device_is, {}).get(name)
     _announce(name, options, recorded)
     begun, before = time.monotonic(), usage()
+    beside = measure.Beside()
     if quick:
         measure.TRIES = 1
-    measured = replace(module.run(options), seconds=time.monotonic() - begun)
+    seen = module.run(options)
+    measured = replace(seen, seconds=time.monotonic() - begun, beside=beside.seen())
     _show(measured, recorded, quick=quick)
     written = measured.write(folders[0] / f"{measured.phase}.json")
     out.out(str(written), highlight=False)

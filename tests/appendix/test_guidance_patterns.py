@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.json_schema_suite import byte_vocabulary
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from phases.appendix.guidance.patterns import rewrite_pattern
 from structured.matcher import Backend
-from tests.guidance_kit import backend_named
+from tests.guidance_kit import backend_named, byte_vocabulary
 from tests.structured_kit import EOS, mask
 
 BACKENDS = ("llguidance", "automata")

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import subprocess
+import time
 
 import pytest
 
-from benchmarks.measure import Noise, Sample, alternate, kept_out, request_metrics
+from benchmarks.measure import (
+    Beside,
+    Noise,
+    Sample,
+    alternate,
+    kept_out,
+    request_metrics,
+)
 from common.collector import SELDOM
 from common.events import Completion, TokenEvent
 
@@ -49,6 +60,25 @@ def recorder(calls: list[tuple[str, int]], name: str):
         return {"seconds": float(len(calls))}
 
     return run
+
+
+def test_evidence_names_what_ran_beside_it_and_not_its_own_processes(tmp_path):
+    for name in ("stranger", "child"):
+        (tmp_path / name).symlink_to("/usr/bin/yes")
+    orphan = ["sh", "-c", f"{tmp_path}/stranger > /dev/null 2> /dev/null & echo $!"]
+    stranger = int(subprocess.run(orphan, capture_output=True, check=True).stdout)
+    child = subprocess.Popen([tmp_path / "child"], stdout=subprocess.DEVNULL)
+    try:
+        beside = Beside()
+        time.sleep(1)
+        seen = beside.seen()
+    finally:
+        os.kill(stranger, signal.SIGKILL)
+        child.kill()
+        child.wait()
+    assert "stranger" in seen["busy"], seen
+    assert "child" not in seen["busy"], seen
+    assert len(seen["load"]) == 2
 
 
 def test_order_alternates_after_a_warm_up(noises):

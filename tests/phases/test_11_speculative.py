@@ -856,6 +856,7 @@ def test_acceptance_is_near_the_optimum(spread: float) -> None:
         found = coupling.coupled(p.float(), q.float(), 4000, seed)
         promised = best / (2 - best)
         assert promised - 0.03 <= found <= best + 0.03
+        assert abs(float(coupling.agreement(p, q)) - found) < 0.03, "the formula of the lesson"
         gaps.append(best - found)
     assert sum(gaps) / len(gaps) < (0.03 if spread < 0.4 else 0.06)
 
