@@ -18,11 +18,11 @@ from moving_blocks.cache import OffloadingCache
 from moving_blocks.connector import ConnectorWorker
 from moving_blocks.disk import BlockFiles
 from moving_blocks.disk_tier import DiskTier
+from moving_blocks.handover import HandoverConnector
 from moving_blocks.host import HostTier
 from moving_blocks.mover import CopyWorker, StreamWorker
 from moving_blocks.names import digest_of, namespace_of
 from moving_blocks.rule import LoadRule, PrefillCost, measure_rule
-from moving_blocks.tiers import TieredConnector
 from paged_cache import EngineBuilder, Feature, PagedAttention, PagedEngine
 from parallel import Parallel
 from prefix_cache import INDEXES, Prefix
@@ -129,7 +129,7 @@ class MovingBlocks(Feature):
         worker = make(pool, host.memory)
         rule = self._rule(engine, worker, len(host.memory), block_bytes)
         computed = self.offload == "computed" or (self.offload == "auto" and disk is not None)
-        connector = TieredConnector(
+        connector = HandoverConnector(
             cache, engine.scheduler, worker, host, disk, rule, save_computed=computed
         )
         # Host memory ends with this process, which has one model.
