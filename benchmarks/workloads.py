@@ -310,7 +310,7 @@ def _steady(
     return Workload(name, tuple(items), vocab=vocab)
 
 
-def _agent(
+def agent(
     name: str, vocab: int, sessions: int, turns: int, system: int, step: int, output: int
 ) -> Workload:
     """Sessions of an agent that calls tools: each turn's prompt is the whole of the last one and a bit more.
@@ -341,7 +341,7 @@ def _serving(small: bool) -> dict[str, Callable[[str, int], Workload]]:
     """The workloads with arrivals. Small ones are shorter and slower, so that two cores keep up."""
     if small:
         return {
-            "agent-session": lambda n, v: _agent(
+            "agent-session": lambda n, v: agent(
                 n, v, sessions=2, turns=4, system=192, step=48, output=8
             ),
             "chat-serving-short": lambda n, v: _steady(n, v, 12, 2.0, (16, 48), (8, 24)),
@@ -358,7 +358,7 @@ def _serving(small: bool) -> dict[str, Callable[[str, int], Workload]]:
             ),
         }
     return {
-        "agent-session": lambda n, v: _agent(
+        "agent-session": lambda n, v: agent(
             n, v, sessions=8, turns=8, system=2048, step=256, output=64
         ),
         "chat-serving-short": lambda n, v: _steady(n, v, 128, 32.0, (32, 128), (32, 128)),
