@@ -19,10 +19,10 @@ import pytest
 
 from common.events import Logprob
 from common.sampling.params import SamplingParams
-from moving_blocks.handover import HandoverConnector, HandoverObserver, SplitEngine
+from moving_blocks.handover import HandoverConnector, HandoverObserver
 from paged_cache import PagedEngine
 from phases.commands.served_engine import make_engine
-from phases.commands.served_split import DecodeObserver
+from phases.commands.served_split import DecodeObserver, SplitEngine
 from serving import messages
 from serving.client import EngineClient, Sink
 from serving.liveness import EngineProcess
@@ -82,7 +82,8 @@ class LocalSplit(SplitEngine):
     prefill: Loopback
 
     def __init__(self, prefill: PagedEngine, decode: PagedEngine) -> None:
-        super().__init__(object, Loopback(prefill), HandoverObserver, least=SIZE)
+        super().__init__(object, Loopback(prefill), HandoverObserver)
+        self.least = SIZE
         self.decode = Decoding(decode)
         self.decode.outer = self
         self.decode.worker = Worker(decode, self.decode, HandoverObserver(decode))
@@ -105,7 +106,7 @@ class LocalSplit(SplitEngine):
             assert engine.cache.free == engine.cache.allocator.count, "blocks are lost"
             connector = engine.cache.connector
             assert isinstance(connector, HandoverConnector)
-            assert not connector.expected and not connector.waiting
+            assert not connector.waiting
 
 
 def split(tmp_path: Path, **options: Any) -> LocalSplit:
@@ -274,7 +275,7 @@ async def test_an_abort_at_any_stage_of_a_handover_leaves_nothing(
         if stage == "prefill":
             return bool(engine.prefill.engine.inbox) or not engine.prefill.busy
         if stage == "files":
-            return bool(connector.expected)
+            return bool(connector.waiting)
         return len(sink.tokens) > 2 if stage == "decode" else bool(engine.handed)
 
     while not reached():
@@ -302,7 +303,7 @@ async def processes(tmp_path: Path) -> AsyncIterator[SplitEngine]:
     make = partial(make_engine, "random:tiny", str(tmp_path), "19", options, "cpu", "float32")
     engine = SplitEngine(make, EngineProcess(make), DecodeObserver)
     life = engine.start()
-    await until(lambda: engine.state == "ready" or life.done())
+    await until(lambda: engine.state == engine.prefill.state == "ready" or life.done())
     try:
         yield engine
     finally:
