@@ -1,7 +1,8 @@
 """Prefill and decode apart: two engine processes that look like one to the server.
 
-`ladder serve --prefill-device` starts them. The first computes prompts, and saves their blocks to a folder. The
-second finds them there, and decodes (phase 19, `moving_blocks.handover`). So no decode waits for a long prompt.
+`ladder serve --prefill-device` starts them. The first computes prompts, and saves their blocks to a folder.
+The second finds them there, and decodes (phase 19, `moving_blocks.handover`). So no decode waits for a long
+prompt.
 """
 
 from __future__ import annotations

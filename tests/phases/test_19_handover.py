@@ -110,7 +110,7 @@ class LocalSplit(SplitEngine):
 
 
 def split(tmp_path: Path, **options: Any) -> LocalSplit:
-    options = {"folder": tmp_path / "blocks", "prefill_rate": RATE, **options}
+    options = {"folder": tmp_path / "blocks", **options}
     prefill, decode = (engine_of(**options) for _ in range(2))
     return LocalSplit(prefill, decode)
 
@@ -142,7 +142,7 @@ async def test_one_engine_computes_the_prompt_and_another_one_goes_on(
     assert engine.prefill.engine.stats.computed_tokens == length
     computed = (
         length % SIZE + 5
-    )  # the last part of the prompt, and what follows on the first token
+    )  # the prompt's last part, and what goes on from the first token
     assert engine.decode.engine.stats.computed_tokens == computed
     assert not found.notes, "what one engine computed does not count as cached for the other"
     engine.check()
@@ -185,7 +185,7 @@ async def test_a_random_text_is_that_of_one_engine(
 async def test_many_requests_at_a_time_say_what_phase_01_says(tmp_path: Path) -> None:
     rng = random.Random(3)
     prompts = [prompt_of(rng.randrange(6), rng.randrange(2, 60)) for _ in range(24)]
-    engine = split(tmp_path, blocks=30, host=20)
+    engine = split(tmp_path, blocks=30, host=20, prefill_rate=RATE)
     found = await answers(engine, *prompts, params=greedy(7))
     assert [each.tokens for each in found] == [right(tuple(each), 7) for each in prompts]
     await idle(engine)
