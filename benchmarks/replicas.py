@@ -1,4 +1,4 @@
-"""Replicas: what routing finds, what it costs, how many replicas make how many tokens, and handing over.
+"""Replicas: what routing finds, what it costs, and how many replicas make how many tokens.
 
     ladder bench replicas
 
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,6 @@ import msgspec
 import torch
 from matplotlib.axes import Axes
 
-from benchmarks import handover
 from benchmarks.engines import engine_of
 from benchmarks.evidence import ROOT, BenchOptions, Evidence, Run, collect
 from benchmarks.loadtest.loops import LoadPlan
@@ -41,7 +40,6 @@ from benchmarks.plotting import beside, colours, number, over_one, panels, save
 from benchmarks.roofline import ceilings
 from benchmarks.server import Server, answered, bodies_of, import_path, measured
 from benchmarks.workloads import Item, Workload, uniform, workload
-from common.device import synchronize
 from common.request import Request
 from common.sampling.params import SamplingParams
 from forward import load_model
@@ -63,7 +61,7 @@ THROUGHPUT = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384}
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Routing counted, then timed; one user's way; handing over; on GPUs replicas by number and policy."""
+    """Routing counted, then timed; one user's way; on GPUs replicas by number and policy."""
     bench = Bench(options)
     runs = bench.found() + bench.deciding()
     with bench.servers(max(1, bench.gpus), **({} if bench.on_cpu else THROUGHPUT)) as targets:
@@ -72,7 +70,6 @@ def run(options: BenchOptions) -> Evidence:
             runs += bench.scaling(targets)
     if bench.gpus > 1:
         runs += bench.policies()
-    runs += bench.handing_over()  # the last, because its engines stay in this process
     return collect(
         PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
     )
@@ -177,43 +174,6 @@ class Bench:
             **size,
             **more,
         )
-
-    # Handing over.
-
-    def handing_over(self) -> list[Run]:
-        """A prompt's blocks through shared memory into another engine, against computing them there again."""
-        model = load_model(
-            "smollm2" if self.on_cpu else self.model,
-            device=self.options.device.type,
-            dtype=self.dtype,
-        )
-        name = "smollm2" if self.on_cpu else self.model
-        lengths = (
-            (256,)
-            if self.options.quick
-            else (256, 512, 1024)
-            if self.on_cpu
-            else (1024, 4096, 16_384)
-        )
-        bytes_each = 4 * max(lengths) * model.config.kv_bytes_per_token(model.dtype)
-        make = partial(
-            engine_of,
-            "09",
-            model,
-            max_rows=4,
-            max_len=2 * max(lengths),
-            cache_bytes=bytes_each,
-        )
-        there, here = make(), make()
-        runs = []
-        for length in lengths:
-            work = uniform(f"handover-{length}", 1, length, 1)
-            samples = [
-                handing_over(there, here, work.cold(repeat).prompts[0])
-                for repeat in range(self.options.repeats + 1)
-            ]
-            runs.append(self.summary(PHASE, work, samples[1:], {"prompt": length}, name))
-        return runs
 
     # Several GPUs.
 
@@ -470,46 +430,6 @@ def end(process: subprocess.Popen[Any]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-# Handing over.
-
-
-def handing_over(there: PagedEngine, here: PagedEngine, prompt: list[int]) -> Sample:
-    """Milliseconds of each part, for a prompt that neither engine knows."""
-    device = there.runner.model.device
-
-    def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-        synchronize(device)
-        begun = time.perf_counter()
-        found = call()
-        synchronize(device)
-        return (time.perf_counter() - begun) * 1e3, found
-
-    for engine in (there, here):
-        assert isinstance(engine.cache, PrefixCache)
-        engine.cache.forget()
-    computing, blocks = timed(lambda: handover.prefill(there, prompt))
-    exporting, (memory, placed) = timed(
-        lambda: handover.to_shared_memory(handover.export(there, prompt))
-    )
-    try:
-        entering, count = timed(partial(handover.enter, here, placed))
-        size = placed.blocks.numel() * placed.blocks.element_size()
-        last, _ = timed(lambda: handover.prefill(here, prompt))
-    finally:
-        del placed
-        memory.close()
-        memory.unlink()
-    assert count == len(blocks.keys)
-    return {
-        "seconds": (exporting + entering + last) / 1e3,
-        "prefill_ms": computing,
-        "export_ms": exporting,
-        "import_ms": entering,
-        "rest_ms": last,
-        "handover_bytes": float(size),
-    }
 
 
 # The figure.

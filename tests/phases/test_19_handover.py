@@ -28,7 +28,7 @@ from serving.client import EngineClient, Sink
 from serving.liveness import EngineProcess
 from serving.messages import Report
 from serving.worker import Worker
-from tests.phases.test_19_moving_blocks import engine_of, prompt_of, right
+from tests.phases.test_19_moving_blocks import engine_of, prompt_of, right, tiny
 from tests.schedules import greedy
 from tests.servers import Loopback, in_turns, tokenizer_for
 
@@ -180,6 +180,23 @@ async def test_a_random_text_is_that_of_one_engine(
     (found,) = await answers(engine, prompt, params=params)
     assert found.tokens == request.output_ids
     assert len(engine.handed) == (params.max_tokens > 1)
+
+
+async def test_a_first_token_that_is_handed_over_is_not_sampled_again(tmp_path: Path) -> None:
+    """Rounding may give the two engines other first tokens: the text goes on from what the client has."""
+    other = tiny(9)  # for other rounding
+    prompt = next(
+        each
+        for each in map(prompt_of, range(99))
+        if right(tuple(each), 1) != right(tuple(each), 1, other)
+    )
+    there, here = (
+        engine_of(model, folder=tmp_path / "blocks", prefill_rate=RATE)
+        for model in (other, tiny())
+    )
+    (found,) = await answers(LocalSplit(there, here), prompt, params=greedy(5))
+    first = right(tuple(prompt), 1, other)
+    assert found.tokens == first + right((*prompt, *first), 4)
 
 
 async def test_many_requests_at_a_time_say_what_phase_01_says(tmp_path: Path) -> None:
