@@ -32,11 +32,11 @@ class SplitCompletion(Sink):
     """One completion: its first token comes from the engine that prefills, the others from the one that
     decodes.
 
-    engine: has both. sink: receives the tokens. command: adds the completion to the engine that decodes.
-    decoding: whether that has been sent.
+    client: has both engines. sink: receives the tokens.
+    command: adds the completion to the engine that decodes. decoding: whether it has been sent.
     """
 
-    engine: SplitEngine
+    client: SplitEngine
     sink: Sink
     command: AddRequest
     decoding: bool = False
@@ -49,12 +49,12 @@ class SplitCompletion(Sink):
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
         """See `Sink.token`: after its first token, the completion goes to the engine that decodes."""
         if not self.decoding:
-            self.engine.now = self.engine.prefill.now
+            self.client.now = self.client.prefill.now
             if reason == "length" and self.command.params.max_tokens > 1:
                 reason = None
-                self.engine.hand_over(self, str(token))
+                self.client.hand_over(self, str(token))
             else:
-                del self.engine.prefilling[self.command.first]
+                del self.client.prefilling[self.command.first]
         self.sink.token(token, reason, logprob)
 
     def end(self, reason: str, message: str) -> None:
@@ -62,7 +62,7 @@ class SplitCompletion(Sink):
         if self.decoding:
             self.sink.end(reason, message)
         else:
-            self.engine.hand_over(self)
+            self.client.hand_over(self)
 
 
 class SplitEngine(EngineProcess):

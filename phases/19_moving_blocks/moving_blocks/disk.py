@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import mkstemp
 
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 MAGIC = b"ladder block 1\r\n\0"
 """Begins every file."""
 SUFFIX = ".kv"
+NAME = re.compile(rf"([0-9a-f]{{{2 * DIGEST_BYTES}}}){SUFFIX}")
+"""The name of a block's file: its digest."""
 TEMPORARY = ".tmp"
 STALE_SECONDS = 3600.0
 """Age of a temporary file that no living process writes any more."""
@@ -125,11 +129,10 @@ class BlockFiles:
         size = len(header) + DIGEST_BYTES + len(source)
         if name.digest in self.known or time.monotonic() < self._paused_until:
             return False
-        temporary = path
+        temporary = ""
         try:
             self._make_room(size)
-            descriptor, temporary_name = mkstemp(TEMPORARY, dir=self.folder)
-            temporary = Path(temporary_name)
+            descriptor, temporary = mkstemp(TEMPORARY, dir=self.folder)
             with open(descriptor, "wb") as file:
                 file.writelines((header, checksum_of(header, source), source))
                 file.flush()
@@ -138,8 +141,8 @@ class BlockFiles:
                 os.utime(descriptor, ns=(now, now))
             os.replace(temporary, path)
         except OSError as error:
-            if temporary != path:
-                remove(temporary)
+            if temporary:
+                remove(Path(temporary))
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             log.warning(
                 "blocks are not written for %d seconds: %s: %s",
@@ -166,12 +169,13 @@ class BlockFiles:
                 found = path.lstat()
             except OSError:
                 continue  # another process has just removed it
-            old = time.time() - found.st_mtime > STALE_SECONDS
-            if path.suffix == TEMPORARY and old and stat.S_ISREG(found.st_mode):
-                remove(path)
-            elif (digest := digest_in(path)) is not None and stat.S_ISREG(found.st_mode):
+            if not stat.S_ISREG(found.st_mode):
+                continue
+            if digest := digest_in(path):
                 names.add(digest)
                 files.append((found.st_mtime_ns, found.st_size, path))
+            elif path.suffix == TEMPORARY and time.time() - found.st_mtime > STALE_SECONDS:
+                remove(path)
         self.known = names
         self.used = sum(size for _, size, _ in files)
         return files
@@ -208,19 +212,16 @@ def own_folder(folder: Path) -> None:
     Raises:
         UserError: it is a link or no folder, of another user, or others may read it.
     """
+    why = "must be a folder of your own that no other user can read: chmod 700"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
+        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if mine and not stat.S_IMODE(found.st_mode) & 0o077:
+            return
     except OSError as error:
-        raise UserError(
-            f"disk_folder is {str(folder)!r}, but cannot be used: {error.strerror}"
-        ) from None
-    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not own or stat.S_IMODE(found.st_mode) & 0o077:
-        raise UserError(
-            f"disk_folder is {str(folder)!r}, but must be a folder of your own that no other user can read: "
-            "chmod 700"
-        )
+        why = f"cannot be used: {error.strerror}"
+    raise UserError(f"disk_folder is {str(folder)!r}, but {why}")
 
 
 def header_of(name: BlockName, size: int) -> bytes:
@@ -238,17 +239,11 @@ def checksum_of(header: bytes, content: memoryview) -> bytes:
 
 def digest_in(path: Path) -> bytes | None:
     """Return the digest that a file is named by; None if its name is not that of a block's file."""
-    if path.suffix != SUFFIX or len(path.stem) != 2 * DIGEST_BYTES:
-        return None
-    try:
-        return bytes.fromhex(path.stem)
-    except ValueError:
-        return None
+    found = NAME.fullmatch(path.name)
+    return bytes.fromhex(found[1]) if found else None
 
 
 def remove(path: Path) -> None:
     """Remove a file; do nothing if it does not exist or cannot be removed."""
-    try:
+    with suppress(OSError):
         path.unlink()
-    except OSError:
-        return

@@ -42,6 +42,7 @@ class DiskJob:
 
 Call = Callable[[], None]
 """What a thread does; None in its place ends the thread."""
+Queue = SimpleQueue[Call | None]
 
 
 class DiskTier:
@@ -54,9 +55,9 @@ class DiskTier:
         self.files = files
         self.pending = 0
         self._finished: deque[DiskJob] = deque()
-        self._reads: SimpleQueue[Call | None] = SimpleQueue()
-        self._writes: SimpleQueue[Call | None] = SimpleQueue()
-        self._threads: list[tuple[SimpleQueue[Call | None], Thread]] = []
+        self._reads: Queue = SimpleQueue()
+        self._writes: Queue = SimpleQueue()
+        self._threads: list[tuple[Queue, Thread]] = []
         for queue in [self._reads] * READERS + [self._writes]:
             # Python ends without waiting for a disk that does not answer.
             thread = Thread(target=work_on, args=(queue,), daemon=True)
@@ -69,18 +70,34 @@ class DiskTier:
 
         block: gets its result when the job is processed.
         """
-        self.pending += 1
-        job = DiskJob(block, reading=True)
-        self._reads.put(partial(run, job, self.files.read, name, view, self._finished))
+        self._begin(self._reads, DiskJob(block, reading=True), self.files.read, name, view)
 
     def write(self, name: BlockName, block: HostBlock, view: memoryview) -> None:
         """Begin to write the block `name` to its file from `view`, the bytes of its slot of host memory.
 
         block: its slot must not change until the job is finished.
         """
+        self._begin(self._writes, DiskJob(block, reading=False), self.files.write, name, view)
+
+    def _begin(
+        self, queue: Queue, job: DiskJob, action: Callable[..., bool], *what: object
+    ) -> None:
+        """Let a thread carry out a job: it sets the job's result, and appends it to those that have finished.
+
+        action: reads or writes a file, given `what`; returns whether that went well.
+        """
+
+        def run() -> None:
+            started = monotonic()
+            try:
+                job.ok = action(*what)
+            finally:
+                job.seconds = monotonic() - started
+                finished.append(job)
+
+        finished = self._finished  # not `self`, which a queue would keep alive
         self.pending += 1
-        job = DiskJob(block, reading=False)
-        self._writes.put(partial(run, job, self.files.write, name, view, self._finished))
+        queue.put(run)
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Record that blocks of one sequence, by digest, were used just now, after the writes so far; skipped
@@ -98,27 +115,7 @@ class DiskTier:
         return jobs
 
 
-def run(
-    job: DiskJob,
-    action: Callable[[BlockName, memoryview], bool],
-    name: BlockName,
-    view: memoryview,
-    finished: deque[DiskJob],
-) -> None:
-    """Carry out a job in a thread, set its result, and append it to `finished`.
-
-    action: reads or writes the file of the block `name`, given the name and the bytes `view` of host memory;
-        returns whether that went well.
-    """
-    started = monotonic()
-    try:
-        job.ok = action(name, view)
-    finally:
-        job.seconds = monotonic() - started
-        finished.append(job)
-
-
-def work_on(queue: SimpleQueue[Call | None]) -> None:
+def work_on(queue: Queue) -> None:
     """Call one function of the queue after the other, until None comes; a thread's main function."""
     while (call := queue.get()) is not None:
         try:
@@ -127,7 +124,7 @@ def work_on(queue: SimpleQueue[Call | None]) -> None:
             log.exception("a block could not be moved")
 
 
-def stop(threads: Sequence[tuple[SimpleQueue[Call | None], Thread]]) -> None:
+def stop(threads: Sequence[tuple[Queue, Thread]]) -> None:
     """End threads once they have done the jobs in their queues, or give up on a disk that does not answer.
 
     threads: (queue of a thread, the thread) pairs.
