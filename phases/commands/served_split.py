@@ -10,19 +10,23 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from common.errors import UserError
 from common.events import Logprob
-from moving_blocks.handover import HANDOVER, HandoverObserver
+from common.request import Request
+from moving_blocks.handover import HandoverConnector
+from paged_cache import PagedEngine
 from phases.appendix.embeddings.prompt_states import PromptObserver
 from serving.client import EngineClient, Sink
 from serving.liveness import EngineProcess
 from serving.messages import AddRequest, Command
 
+HANDOVER = "handover"
+"""What a command wants that hands a completion over; its first token follows, if it has one."""
 LEAST = 128
 """Tokens of a prompt below which it is computed where it is decoded: that takes a step or two."""
 
@@ -72,7 +76,7 @@ class SplitEngine(EngineProcess):
     completions, and those that want more than tokens; and all while `prefill` is not ready. The state and all
     statistics are those of the engine that decodes.
 
-    make, observer: of the engine that decodes, in its process; the observer is a `HandoverObserver`.
+    make, observer: of the engine that decodes, in its process; the observer is a `DecodeObserver`.
     least: tokens of the shortest prompt that `prefill` gets; may be set.
     prefilling: completions that `prefill` has: number here -> number there.
     """
@@ -150,8 +154,21 @@ class SplitEngine(EngineProcess):
         super().abort(mine)
 
 
-class DecodeObserver(HandoverObserver, PromptObserver):
-    """The observer of the engine that decodes: it hears what is handed over, and what others ask."""
+class DecodeObserver(PromptObserver):
+    """The observer of the engine that decodes, which hears what is handed over, besides what others ask."""
+
+    def hear(self, command: Command, requests: Sequence[Request]) -> None:
+        """See `Observer.hear`: give a request that was handed over its first token, and let it wait for its
+        blocks.
+        """
+        super().hear(command, requests)
+        wanted = command.wanted if isinstance(command, AddRequest) else []
+        if HANDOVER in wanted and wanted[1:]:
+            requests[0].tokens.append(int(wanted[1]))
+            assert isinstance(self.engine, PagedEngine)
+            connector = self.engine.cache.connector
+            assert isinstance(connector, HandoverConnector)
+            connector.expect(requests[0])
 
 
 def split_engine(

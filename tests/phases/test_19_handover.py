@@ -19,7 +19,7 @@ import pytest
 
 from common.events import Logprob
 from common.sampling.params import SamplingParams
-from moving_blocks.handover import HandoverConnector, HandoverObserver
+from moving_blocks.handover import HandoverConnector
 from paged_cache import PagedEngine
 from phases.commands.served_engine import make_engine
 from phases.commands.served_split import DecodeObserver, SplitEngine
@@ -82,11 +82,11 @@ class LocalSplit(SplitEngine):
     prefill: Loopback
 
     def __init__(self, prefill: PagedEngine, decode: PagedEngine) -> None:
-        super().__init__(object, Loopback(prefill), HandoverObserver)
+        super().__init__(object, Loopback(prefill), DecodeObserver)
         self.least = SIZE
         self.decode = Decoding(decode)
         self.decode.outer = self
-        self.decode.worker = Worker(decode, self.decode, HandoverObserver(decode))
+        self.decode.worker = Worker(decode, self.decode, DecodeObserver(decode))
         self.ready, self.state = self.decode.ready, "ready"
         self.handed: list[messages.AddRequest] = []
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 MAGIC = b"ladder block 1\r\n\0"
 """Begins every file."""
 SUFFIX = ".kv"
-NAME = re.compile(rf"([0-9a-f]{{{2 * DIGEST_BYTES}}}){SUFFIX}")
+NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}{SUFFIX}")
 """The name of a block's file: its digest."""
 TEMPORARY = ".tmp"
 STALE_SECONDS = 3600.0
@@ -163,20 +163,16 @@ class BlockFiles:
             Of each file: when it was last used, in ns, its bytes and its path.
         """
         files: list[tuple[int, int, Path]] = []
-        names: set[bytes] = set()
         for path in list(self.folder.iterdir()):
-            try:
+            with suppress(OSError):  # another process has just removed it
                 found = path.lstat()
-            except OSError:
-                continue  # another process has just removed it
-            if not stat.S_ISREG(found.st_mode):
-                continue
-            if digest := digest_in(path):
-                names.add(digest)
-                files.append((found.st_mtime_ns, found.st_size, path))
-            elif path.suffix == TEMPORARY and time.time() - found.st_mtime > STALE_SECONDS:
-                remove(path)
-        self.known = names
+                if not stat.S_ISREG(found.st_mode):
+                    continue
+                if NAME.fullmatch(path.name):
+                    files.append((found.st_mtime_ns, found.st_size, path))
+                elif path.suffix == TEMPORARY and time.time() - found.st_mtime > STALE_SECONDS:
+                    path.unlink()
+        self.known = {bytes.fromhex(path.stem) for _, _, path in files}
         self.used = sum(size for _, size, _ in files)
         return files
 
@@ -235,12 +231,6 @@ def checksum_of(header: bytes, content: memoryview) -> bytes:
     state = xxhash.xxh3_128(header)
     state.update(content)
     return bytes(state.digest())
-
-
-def digest_in(path: Path) -> bytes | None:
-    """Return the digest that a file is named by; None if its name is not that of a block's file."""
-    found = NAME.fullmatch(path.name)
-    return bytes.fromhex(found[1]) if found else None
 
 
 def remove(path: Path) -> None:

@@ -40,9 +40,8 @@ class DiskJob:
     seconds: float = 0.0
 
 
-Call = Callable[[], None]
-"""What a thread does; None in its place ends the thread."""
-Queue = SimpleQueue[Call | None]
+Queue = SimpleQueue[Callable[[], None] | None]
+"""What a thread is to do, one call after the other; None ends the thread."""
 
 
 class DiskTier:
@@ -65,39 +64,29 @@ class DiskTier:
             self._threads.append((queue, thread))
         weakref.finalize(self, stop, self._threads)
 
-    def read(self, name: BlockName, block: HostBlock, view: memoryview) -> None:
-        """Begin to read the block `name` from its file into `view`, the bytes of its slot of host memory.
-
-        block: gets its result when the job is processed.
-        """
-        self._begin(self._reads, DiskJob(block, reading=True), self.files.read, name, view)
-
-    def write(self, name: BlockName, block: HostBlock, view: memoryview) -> None:
-        """Begin to write the block `name` to its file from `view`, the bytes of its slot of host memory.
-
-        block: its slot must not change until the job is finished.
-        """
-        self._begin(self._writes, DiskJob(block, reading=False), self.files.write, name, view)
-
-    def _begin(
-        self, queue: Queue, job: DiskJob, action: Callable[..., bool], *what: object
+    def start(
+        self, name: BlockName, block: HostBlock, view: memoryview, *, reading: bool
     ) -> None:
-        """Let a thread carry out a job: it sets the job's result, and appends it to those that have finished.
+        """Begin to read the block `name` from its file into `view`, or to write it from there to its file.
 
-        action: reads or writes a file, given `what`; returns whether that went well.
+        block: in host memory; `view` are the bytes of its slot, which must not change until the job is done.
         """
+        files, finished = (
+            self.files,
+            self._finished,
+        )  # not `self`, which a queue would keep alive
+        job = DiskJob(block, reading)
 
         def run() -> None:
             started = monotonic()
             try:
-                job.ok = action(*what)
+                job.ok = files.read(name, view) if reading else files.write(name, view)
             finally:
                 job.seconds = monotonic() - started
                 finished.append(job)
 
-        finished = self._finished  # not `self`, which a queue would keep alive
         self.pending += 1
-        queue.put(run)
+        (self._reads if reading else self._writes).put(run)
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Record that blocks of one sequence, by digest, were used just now, after the writes so far; skipped
@@ -108,10 +97,8 @@ class DiskTier:
 
     def take_finished(self) -> list[DiskJob]:
         """Return the jobs (reads and writes of blocks) that have finished since the last call."""
-        jobs: list[DiskJob] = []
-        while self._finished:
-            jobs.append(self._finished.popleft())
-            self.pending -= 1
+        jobs = [self._finished.popleft() for _ in range(len(self._finished))]
+        self.pending -= len(jobs)
         return jobs
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from common.device import free_memory
 from common.errors import UserError, choice, integer, number, text
@@ -21,8 +22,8 @@ from moving_blocks.disk_tier import DiskTier
 from moving_blocks.handover import HandoverConnector
 from moving_blocks.host import HostTier
 from moving_blocks.mover import CopyWorker, StreamWorker
-from moving_blocks.names import digest_of, namespace_of
-from moving_blocks.rule import LoadRule, PrefillCost, measure_rule
+from moving_blocks.names import namespace_of
+from moving_blocks.rule import GENTLE, LoadRule, PrefillCost, measure_rule
 from paged_cache import EngineBuilder, Feature, PagedAttention, PagedEngine
 from parallel import Parallel
 from prefix_cache import INDEXES, Prefix
@@ -46,7 +47,8 @@ class MovingBlocks(Feature):
     disk_bytes: int = option(4 << 30, "most bytes of these files; the oldest go first")
     offload: str = option(
         "auto",
-        "when a block goes to host memory: evicted, computed, or auto (computed if there is a disk_folder)",
+        "when a block goes to host memory: evicted, computed, or auto (computed if there is a disk_folder, "
+        "or if host memory is as large as a GPU's cache)",
     )
     prefill_rate: float | None = option(
         None,
@@ -84,8 +86,7 @@ class MovingBlocks(Feature):
         builder.cache.decorate(self, lambda plain: partial(OffloadingCache, index))
         gate = AdmissionGate(builder.grammar_manager.part)
         builder.grammar_manager.decorate(self, lambda inner: gate)
-        loop = ConnectorLoop(builder.loop.part, gate)
-        builder.loop.decorate(self, lambda inner: loop)
+        builder.loop.decorate(self, lambda inner: ConnectorLoop(inner, gate))
         builder.warmups.append(partial(self._attach, gate))
 
     @staticmethod
@@ -96,9 +97,8 @@ class MovingBlocks(Feature):
         hybrid = builder.feature(Hybrid) is not None
         if hybrid and not LayerGroups.of(builder.model.config).full_attention_only:
             return "the model has layers with windows or states (hybrid_cache)"
-        if any(each.name == Parallel.name for each in builder.recipe.features):
-            parallel = builder.feature(Parallel)
-            if parallel is None or parallel.tensor_parallel > 1:
+        for each in builder.recipe.features:
+            if each.name == Parallel.name and each != Parallel():
                 return "the model is split over ranks (tensor_parallel)"
         return ""
 
@@ -127,15 +127,18 @@ class MovingBlocks(Feature):
         host = HostTier(self.slots(block_bytes, device), block_bytes, device)
         make = StreamWorker if device.type == "cuda" else CopyWorker
         worker = make(pool, host.memory)
-        rule = self._rule(engine, worker, len(host.memory), block_bytes)
-        computed = self.offload == "computed" or (self.offload == "auto" and disk is not None)
+        rule = self._rule(engine, worker, host.memory)
+        # At an eviction, a step of a GPU would wait for the copy.
+        larger = device.type == "cuda" and len(host.memory) >= cache.allocator.count
+        inclusive = larger or disk is not None
+        computed = self.offload == "computed" or (self.offload == "auto" and inclusive)
         connector = HandoverConnector(
             cache, engine.scheduler, worker, host, disk, rule, save_computed=computed
         )
-        # Host memory ends with this process, which has one model.
-        namespace = digest_of() if disk is None else namespace_of(engine.runner.model, pool)
-        cache.attach(connector, namespace)
-        gate.connector = connector
+        if disk is not None:  # host memory ends with this process, which has one model
+            kind = type(attention).__name__
+            cache.namespace = namespace_of(engine.runner.model, pool, kind)
+        cache.connector = gate.connector = connector
 
     def slots(self, block_bytes: int, device: torch.device) -> int:
         """Return how many blocks of `block_bytes` host memory has room for. Raises `UserError` if it has room
@@ -152,20 +155,19 @@ class MovingBlocks(Feature):
             )
         return wanted // block_bytes
 
-    def _rule(
-        self, engine: PagedEngine, worker: ConnectorWorker, slots: int, block_bytes: int
-    ) -> LoadRule:
+    def _rule(self, engine: PagedEngine, worker: ConnectorWorker, memory: Tensor) -> LoadRule:
         """Return the rule for loading or computing, with the options' rates; where one is missing, time a
         prompt and a copy.
 
-        worker: copies blocks. slots: number of them in host memory. block_bytes: of a block.
+        worker: copies blocks. memory: `[slots, bytes of a block]`, host memory.
         """
         if self.prefill_rate is None or self.load_rate is None:
-            rule = measure_rule(engine, worker, slots, block_bytes)
+            rule = measure_rule(engine, worker, memory)
         else:
-            rule = LoadRule(PrefillCost.of(engine.config), block_bytes, 1.0, 1.0)
+            rule = LoadRule(PrefillCost.of(engine.config), memory.shape[1], 1.0, 1.0)
         if self.prefill_rate is not None:
             rule.compute_rate = self.prefill_rate * rule.cost.per_token
         if self.load_rate is not None:
             rule.host_rate = self.load_rate * 1e9
+        worker.gentle_rate = GENTLE * rule.host_rate
         return rule

@@ -8,17 +8,9 @@ knows how to go on with those. Only its blocks are not computed again: they come
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from common.request import Request
 from moving_blocks.names import chain
 from moving_blocks.tiers import TieredConnector, WaitingRequest
-from paged_cache import PagedEngine
-from serving.messages import AddRequest, Command
-from serving.worker import Observer
-
-HANDOVER = "handover"
-"""What a command wants that hands a completion over; its first token follows, if it has one."""
 
 
 class ExpectedBlocks(WaitingRequest):
@@ -37,7 +29,7 @@ class HandoverConnector(TieredConnector):
         start = self._num_cached(request) * self.cache.block_size
         seconds = self.rule.compute_seconds(start, len(request.tokens))
         if names and self.rule.load_seconds(len(names), len(names)) < seconds:
-            wait = ExpectedBlocks(request, names[-1:], (), deadline=self.clock() + seconds)
+            wait = ExpectedBlocks(request, names[-1:], deadline=self.clock() + seconds)
             self.waiting[request] = wait
 
     def ready(self, request: Request) -> bool:
@@ -51,25 +43,3 @@ class HandoverConnector(TieredConnector):
             wait = self._begin(request)
             wait.deadline = min(wait.deadline, expected.deadline)
         return super().ready(request)
-
-
-class HandoverObserver(Observer):
-    """Lets the requests that another engine hands over go on after their first token.
-
-    engine: the one that decodes; its connector is a `HandoverConnector`.
-    """
-
-    def __init__(self, engine: PagedEngine) -> None:
-        self.engine = engine
-
-    def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """See `Observer.hear`: give a request that was handed over its first token, and let it wait for its
-        blocks.
-        """
-        super().hear(command, requests)
-        wanted = command.wanted if isinstance(command, AddRequest) else []
-        if HANDOVER in wanted and wanted[1:]:
-            requests[0].tokens.append(int(wanted[1]))
-            connector = self.engine.cache.connector
-            assert isinstance(connector, HandoverConnector)
-            connector.expect(requests[0])
