@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +19,9 @@ import psutil
 import pytest
 
 from common.events import Logprob
+from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
 from moving_blocks.handover import HandoverConnector
 from paged_cache import PagedEngine
 from phases.commands.served_engine import make_engine
@@ -347,6 +350,10 @@ async def test_either_process_may_be_killed_between_the_two_halves(tmp_path: Pat
         prefill = engine.prefill
         assert isinstance(prefill, EngineProcess)
         right, sink = (await answers(engine, LONG, params=greedy(8)))[0].tokens, Received()
+        masked = SamplingParams(max_tokens=40, seed=1, grammar=Grammar("regex", "x[ab]{20}y"))
+        (found,) = await answers(engine, LONG, params=masked)
+        text = Tokenizer(tmp_path).decode(found.tokens)
+        assert re.match("x[ab]{20}y", text), "the grammar goes on after the first token"
 
         def files() -> int:
             return len(list(folder.glob("*.kv")))
