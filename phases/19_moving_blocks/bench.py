@@ -170,6 +170,7 @@ class Bench(benchmarks.bench.Bench):
             "dtype": str(self.dtype).removeprefix("torch."),
             "max_len": 2 * max(work.prompt_lens),
             "max_rows": 64,
+            "step_tokens": 64 if self.on_cpu else 2048,
             "cache_bytes": self.kv_bytes(8 * max(work.prompt_lens)),
         }
         with ExitStack() as stack:
