@@ -1,8 +1,10 @@
 """Prefill and decode apart: two engine processes that look like one to the server.
 
 `ladder serve --prefill-device` starts them. The first computes prompts, and saves their blocks to a folder.
-The second finds them there, and decodes (phase 19, `moving_blocks.handover`). So no decode waits for a long
-prompt.
+The second finds them there, and decodes. So no decode waits for a long prompt.
+
+For the second engine, such a request is like one that was preempted: it has its prompt, a token and its seed,
+but no blocks. An engine knows how to go on with those. Only the blocks are not computed again (phase 19).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 from common.errors import UserError
 from common.events import Logprob
 from common.request import Request
-from moving_blocks.handover import HandoverConnector
+from moving_blocks.tiers import TieredConnector
 from paged_cache import PagedEngine
 from phases.appendix.embeddings.prompt_states import PromptObserver
 from serving.client import EngineClient, Sink
@@ -167,7 +169,7 @@ class DecodeObserver(PromptObserver):
             requests[0].tokens.append(int(wanted[1]))
             assert isinstance(self.engine, PagedEngine)
             connector = self.engine.cache.connector
-            assert isinstance(connector, HandoverConnector)
+            assert isinstance(connector, TieredConnector)
             connector.expect(requests[0])
 
 

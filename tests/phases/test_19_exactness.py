@@ -22,6 +22,7 @@ from forward.model import Model
 from moving_blocks.disk import BlockFiles
 from moving_blocks.names import chain, namespace_of
 from paged_cache import PagedEngine
+from tests.compiling import spilled
 from tests.phases.test_19_moving_blocks import (
     ALWAYS,
     check,
@@ -223,6 +224,14 @@ def test_kill_9_at_any_moment_leaves_whole_files(tmp_path: Path) -> None:
             assert target == bytes([number % 256]) * (1 << 20)
             whole_files += 1
     assert whole_files == len(files.known)
+
+
+# What the interpreter cannot run.
+
+
+@pytest.mark.slow
+def test_copies_with_pauses_compile_for_gpus() -> None:
+    assert spilled(80, "90", "--moves") == [0] * 8
 
 
 # The fault that makes a test above red.

@@ -22,7 +22,7 @@ from common.events import Logprob
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
-from moving_blocks.handover import HandoverConnector
+from moving_blocks.tiers import TieredConnector
 from paged_cache import PagedEngine
 from phases.commands.served_engine import make_engine
 from phases.commands.served_split import DecodeObserver, SplitEngine
@@ -108,7 +108,7 @@ class LocalSplit(SplitEngine):
             engine.check_integrity()
             assert engine.cache.free == engine.cache.allocator.count, "blocks are lost"
             connector = engine.cache.connector
-            assert isinstance(connector, HandoverConnector)
+            assert isinstance(connector, TieredConnector)
             assert not connector.waiting
 
 
@@ -282,7 +282,7 @@ async def test_an_abort_at_any_stage_of_a_handover_leaves_nothing(
 ) -> None:
     engine, sink = split(tmp_path), Received()
     connector = engine.decode.engine.cache.connector
-    assert isinstance(connector, HandoverConnector)
+    assert isinstance(connector, TieredConnector)
     engine.prefill.busy = stage != "prefill"
     engine.decode.busy = stage == "decode"
     if stage == "files":  # they are waited for, and do not come

@@ -25,8 +25,7 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"ladder block 1\r\n\0"
 """Begins every file."""
-SUFFIX = ".kv"
-NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}{SUFFIX}")
+NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}\.kv")
 """The name of a block's file: its digest."""
 TEMPORARY = ".tmp"
 STALE_SECONDS = 3600.0
@@ -39,7 +38,7 @@ NO_LINKS = os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags of `open`: a symbolic link is no block, and a pipe must not make the reader wait."""
 
 
-class DamagedFile(Exception):
+class DamagedFile(OSError):
     """Raised for a file whose content is not the block that its name says."""
 
 
@@ -48,7 +47,7 @@ class BlockFiles:
 
     folder: made if it does not exist. It must belong to this user alone, since its files become text.
     budget: most bytes of all files. The least recently used are removed for new ones.
-    block_bytes: keys and values of one block.
+    block_bytes: keys and values of one block, for which there must be room.
     used: bytes of all files. known: digests of blocks whose files were seen.
     Several processes may use a folder at the same time: files appear under their names only when they are
     complete, and each process finds out by looking that one was removed.
@@ -60,20 +59,17 @@ class BlockFiles:
     def __init__(self, folder: Path, budget: int, block_bytes: int) -> None:
         self.folder = folder
         self.budget = budget
-        self.block_bytes = block_bytes
         self._paused_until = 0.0
         own_folder(folder)
         if budget < block_bytes + 4096:
             raise UserError(
                 f"disk_bytes is {budget}, but one block takes {block_bytes + 4096} bytes"
             )
-        self.used = 0
-        self.known: set[bytes] = set()
         self.scan()
 
     def path(self, digest: bytes) -> Path:
         """Return the path of the file of the block with this digest."""
-        return self.folder / (digest.hex() + SUFFIX)
+        return self.folder / f"{digest.hex()}.kv"
 
     def contains(self, digest: bytes) -> bool:
         """Return True if there is a file for the block with this digest, whatever is in the file."""
@@ -91,7 +87,7 @@ class BlockFiles:
         path = self.path(name.digest)
         try:
             self._read(path, name, target)
-        except (OSError, DamagedFile) as error:
+        except OSError as error:
             self.known.discard(name.digest)
             log.warning("a block of the cache is computed again: %s: %s", path.name, error)
             if isinstance(error, DamagedFile):
@@ -141,8 +137,7 @@ class BlockFiles:
                 os.utime(descriptor, ns=(now, now))
             os.replace(temporary, path)
         except OSError as error:
-            if temporary:
-                remove(Path(temporary))
+            remove(temporary)
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             log.warning(
                 "blocks are not written for %d seconds: %s: %s",
@@ -233,7 +228,7 @@ def checksum_of(header: bytes, content: memoryview) -> bytes:
     return bytes(state.digest())
 
 
-def remove(path: Path) -> None:
+def remove(path: str | Path) -> None:
     """Remove a file; do nothing if it does not exist or cannot be removed."""
     with suppress(OSError):
-        path.unlink()
+        os.unlink(path)

@@ -56,13 +56,13 @@ class DiskTier:
         self._finished: deque[DiskJob] = deque()
         self._reads: Queue = SimpleQueue()
         self._writes: Queue = SimpleQueue()
-        self._threads: list[tuple[Queue, Thread]] = []
+        threads: list[tuple[Queue, Thread]] = []
         for queue in [self._reads] * READERS + [self._writes]:
             # Python ends without waiting for a disk that does not answer.
             thread = Thread(target=work_on, args=(queue,), daemon=True)
             thread.start()
-            self._threads.append((queue, thread))
-        weakref.finalize(self, stop, self._threads)
+            threads.append((queue, thread))
+        weakref.finalize(self, stop, threads)
 
     def start(
         self, name: BlockName, block: HostBlock, view: memoryview, *, reading: bool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,26 +19,25 @@ from moving_blocks.cache import OffloadingCache
 from moving_blocks.connector import ConnectorWorker
 from moving_blocks.disk import BlockFiles
 from moving_blocks.disk_tier import DiskTier
-from moving_blocks.handover import HandoverConnector
 from moving_blocks.host import HostTier
 from moving_blocks.mover import CopyWorker, StreamWorker
 from moving_blocks.names import namespace_of
 from moving_blocks.rule import GENTLE, LoadRule, PrefillCost, measure_rule
+from moving_blocks.tiers import TieredConnector
 from paged_cache import EngineBuilder, Feature, PagedAttention, PagedEngine
 from parallel import Parallel
 from prefix_cache import INDEXES, Prefix
 
 HOST_BYTES = {"cuda": 4 << 30, "cpu": 1 << 28, "mps": 1 << 28}
 """The second tier, unless the caller says otherwise, or a quarter of the free memory is less."""
-OFFLOAD = ("auto", "evicted", "computed")
 
 
 @dataclass(frozen=True)
 class MovingBlocks(Feature):
     """Blocks that leave the cache go to host memory and to files, and come back when they are wanted."""
 
-    name: ClassVar[str] = "moving_blocks"
-    phase: ClassVar[int] = 19
+    name = "moving_blocks"
+    phase = 19
 
     host_bytes: int | None = option(None, "bytes of host memory for blocks of the cache")
     disk_folder: str | None = option(
@@ -65,7 +64,7 @@ class MovingBlocks(Feature):
         if self.disk_folder is not None and not text("disk_folder", self.disk_folder):
             raise UserError("disk_folder is '', but must name a folder")
         integer("disk_bytes", self.disk_bytes, low=1)
-        choice("offload", self.offload, OFFLOAD)
+        choice("offload", self.offload, ("auto", "evicted", "computed"))
         for name, rate in (("prefill_rate", self.prefill_rate), ("load_rate", self.load_rate)):
             if rate is not None:
                 number(name, rate, low=0.0, high=1e12, above_low=True)
@@ -78,7 +77,12 @@ class MovingBlocks(Feature):
             UserError: the engine has parts whose blocks cannot be moved, and an option asks for it.
         """
         if why := self.why_not(builder):
-            self._refuse(why)
+            for item in fields(self):
+                value = vars(self)[item.name]
+                if value != item.default:
+                    raise UserError(
+                        f"{item.name} is {value!r}, but blocks cannot be moved: {why}"
+                    )
             return
         prefix = builder.feature(Prefix)
         assert prefix is not None
@@ -102,12 +106,6 @@ class MovingBlocks(Feature):
                 return "the model is split over ranks (tensor_parallel)"
         return ""
 
-    def _refuse(self, why: str) -> None:
-        for item in fields(self):
-            value = vars(self)[item.name]
-            if value != item.default:
-                raise UserError(f"{item.name} is {value!r}, but blocks cannot be moved: {why}")
-
     def _attach(self, gate: AdmissionGate, engine: PagedEngine) -> None:
         """Make host memory, files and their connector for a complete engine, and let its cache and `gate` use
         them.
@@ -128,11 +126,12 @@ class MovingBlocks(Feature):
         make = StreamWorker if device.type == "cuda" else CopyWorker
         worker = make(pool, host.memory)
         rule = self._rule(engine, worker, host.memory)
-        # At an eviction, a step of a GPU would wait for the copy.
-        larger = device.type == "cuda" and len(host.memory) >= cache.allocator.count
-        inclusive = larger or disk is not None
-        computed = self.offload == "computed" or (self.offload == "auto" and inclusive)
-        connector = HandoverConnector(
+        computed = self.offload == "computed"
+        if self.offload == "auto":
+            # At an eviction, a step of a GPU would wait for the copy.
+            larger = device.type == "cuda" and len(host.memory) >= cache.allocator.count
+            computed = larger or disk is not None
+        connector = TieredConnector(
             cache, engine.scheduler, worker, host, disk, rule, save_computed=computed
         )
         if disk is not None:  # host memory ends with this process, which has one model
@@ -170,4 +169,6 @@ class MovingBlocks(Feature):
         if self.load_rate is not None:
             rule.host_rate = self.load_rate * 1e9
         worker.gentle_rate = GENTLE * rule.host_rate
+        for to_host, gently in product((True, False), repeat=2):  # compiles the kernels
+            worker.wait_for(worker.start_copy([0], [0], to_host=to_host, gently=gently))
         return rule

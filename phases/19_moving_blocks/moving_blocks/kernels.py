@@ -23,7 +23,7 @@ def nanoseconds():
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "pause"])
 def move_kernel(
     pool,  # [parts, N, width]
     host,  # [slots, parts, width], pinned

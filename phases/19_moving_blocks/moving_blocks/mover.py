@@ -92,9 +92,7 @@ class StreamWorker(ConnectorWorker):
             index = index.to(self.device, non_blocking=True)
             rate = self.gentle_rate if gently else math.inf
             move(self.pool, self.host, index, to_host=to_host, rate=rate)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-        return StreamTransfer(event)
+            return StreamTransfer(stream.record_event())
 
     def wait_for(self, transfer: Transfer) -> None:
         """Let the current stream wait for the copy `transfer`; the host does not wait."""
