@@ -119,26 +119,25 @@ class Bench(benchmarks.bench.Bench):
 
     def sessions(self) -> list[Run]:
         """Serve agents' sessions in turn, with a cache of a quarter of what they need, and with enough."""
-        if self.on_cpu:
-            work = agent("agent-session-6x4", VOCAB, 6, 4, system=48, step=48, output=4)
-        else:
-            work = agent("agent-session-8x8", VOCAB, 8, 8, system=2048, step=1500, output=4)
-        longest = max(len(item.prompt) + item.max_tokens for item in work.items)
-        distinct = len(
-            {item.prompt[:at] for item in work.items for at in range(len(item.prompt))}
+        count, system, step = (6, 48, 48) if self.on_cpu else (8, 2048, 1500)
+        turns = 4 if self.on_cpu else 8
+        work = agent(
+            f"agent-session-{count}x{turns}", VOCAB, count, turns, system, step, output=4
         )
+        longest = max(work.prompt_lens)
+        distinct = system + count * turns * step
         runs: list[Run] = []
         for share in (0.25, 1.25):
             sizes = {
-                "max_len": longest + 16,
+                "max_len": longest + 32,
                 "cache_bytes": self.kv_bytes(int(share * distinct)),
                 "host_bytes": self.kv_bytes(int(1.25 * distinct)),
             }
-            turns = {
-                BEFORE: partial(self.turns, self.engine("08", **sizes), work),
-                PHASE: partial(self.turns, self.engine("19", **sizes), work),
+            variants = {
+                name: partial(self.turns, self.engine(name[:2], **sizes), work)
+                for name in (BEFORE, PHASE)
             }
-            runs += self.compare(turns, work, after="agents", cache_share=share)
+            runs += self.compare(variants, work, after="agents", cache_share=share)
         return runs
 
     def turns(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
