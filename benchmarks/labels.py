@@ -7,7 +7,6 @@ LABELS = {
     "prompt_tokens_per_s": "prompt tokens per second",
     "peak_memory_bytes": "peak memory (GB)",
     "kv_cache_bytes": "KV cache (GB)",
-    "handover_bytes": "handed over (GB)",
     "memory_grown_bytes": "memory grown (GB)",
     "requests_in_flight": "requests in flight",
     "bandwidth_fraction": "share of the read bandwidth",

@@ -281,6 +281,13 @@ def serve(
     generation_config: Annotated[str, flag(a.DEFAULTS_HELP)] = "model",
     phase: Annotated[str, flag(f"phase of the engine: {PHASE_HELP}")] = "13",
     device: a.DeviceName = "auto",
+    prefill_device: Annotated[
+        str | None,
+        flag(
+            "device of a second engine that computes prompts, from phase 19 on; their blocks go through "
+            "--disk-folder"
+        ),
+    ] = None,
     dtype: a.DtypeName = "auto",
     **options: Any,
 ) -> None:

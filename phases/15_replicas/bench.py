@@ -2,7 +2,7 @@
 
 Engines of this process take turns, a step each, and tokens are counted: no clock is part of it. Then one
 user's first token on each way to a server. `ladder bench replicas` measures more: throughput by the number of
-GPUs, and blocks that are handed over.
+GPUs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,23 @@
-"""Phase 19 against phase 08: the first token of a prefix that was evicted, and after a restart."""
+"""Phase 19 against phase 08: first tokens after an eviction and after a restart, and sessions of agents.
+
+Then one engine with chunked prefill against two engines, one for prompts and one that decodes.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import benchmarks.bench
 from benchmarks.bench import evidence_of
@@ -16,8 +25,10 @@ from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample
 from benchmarks.plotting import bars, lines, panels, save
-from benchmarks.workloads import Workload, uniform
+from benchmarks.server import Server
+from benchmarks.workloads import VOCAB, Item, Workload, agent, uniform
 from common.device import synchronize
+from common.events import generate
 from common.sampling.params import SamplingParams
 from moving_blocks.cache import OffloadingCache
 from moving_blocks.tiers import TieredConnector
@@ -31,14 +42,21 @@ RESTART = 2000
 """Tokens of the conversation that a restarted server answers."""
 BLOCKS = 2.5
 """Room of the cache and of host memory, in prompts of the longest length."""
+CHUNKED = "19_moving_blocks, one engine"
+APART = "19_moving_blocks, prefill apart"
+LOADED = "19_moving_blocks, prefill apart, always loaded"
+SHARED = Path("/dev/shm")
+SHARED_BYTES = 1 << 30
+"""Least room in shared memory; with less, blocks go through the folder for temporary files."""
 
 
 def run(options: BenchOptions) -> Evidence:
-    """First tokens of evicted prompts of many lengths; on a CPU also those of a server that has restarted."""
+    """Evicted prompts, sessions of agents, prompts apart; on a CPU also a server that has restarted."""
     bench = Bench(replace(options, model=options.model or "smollm2"))
-    runs = bench.evicted()
+    runs = bench.evicted() + bench.sessions()
     if bench.on_cpu:
         runs += bench.restarted()
+    runs += bench.apart()
     return evidence_of(PHASE, runs, options)
 
 
@@ -69,7 +87,9 @@ class Bench(benchmarks.bench.Bench):
         if self.options.device.type == "cuda":
             sizes["step_tokens"] = 8192
         if number == "19":
-            sizes["host_bytes"] = room
+            sizes.setdefault("host_bytes", room)
+        else:
+            sizes.pop("host_bytes", None)
         return engine_of(number, self.model, **sizes)
 
     # A prompt whose blocks had to leave the cache.
@@ -94,6 +114,82 @@ class Bench(benchmarks.bench.Bench):
         finish_copies(engine)
         synchronize(self.options.device)
         return first_token(engine, prompt)
+
+    # Sessions whose prompts grow.
+
+    def sessions(self) -> list[Run]:
+        """Serve agents' sessions in turn, with a cache of a quarter of what they need, and with enough."""
+        count, system, step = (6, 48, 48) if self.on_cpu else (8, 2048, 1500)
+        turns = 4 if self.on_cpu else 8
+        work = agent(
+            f"agent-session-{count}x{turns}", VOCAB, count, turns, system, step, output=4
+        )
+        longest = max(work.prompt_lens)
+        distinct = system + count * turns * step
+        runs: list[Run] = []
+        for share in (0.25, 1.25):
+            sizes = {
+                "max_len": longest + 32,
+                "cache_bytes": self.kv_bytes(int(share * distinct)),
+                "host_bytes": self.kv_bytes(int(1.25 * distinct)),
+            }
+            variants = {
+                name: partial(self.turns, self.engine(name[:2], **sizes), work)
+                for name in (BEFORE, PHASE)
+            }
+            runs += self.compare(variants, work, after="agents", cache_share=share)
+        return runs
+
+    def turns(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
+        """Return the requests a second of all sessions, in which each turn waits for the one before."""
+        cold = work.cold(repeat)
+        requests = sorted(zip(cold.prompts, cold.params, strict=True), key=prompt_length)
+        engine.cache.forget()
+        started = time.perf_counter()
+        for _, turn in groupby(requests, key=prompt_length):
+            prompts, params = zip(*turn, strict=True)
+            generate(engine, prompts, params)
+        seconds = time.perf_counter() - started
+        return {"requests_per_s": len(requests) / seconds, "seconds": seconds}
+
+    # Long prompts beside chats.
+
+    def apart(self) -> list[Run]:
+        """Serve chats and long prompts by one engine with chunked prefill, and by two engines.
+
+        On a CPU each of the two gets half of the processors; of several GPUs each gets its own. On a GPU the
+        rule may find that files are slower than computing; the last variant is told that they are not.
+        """
+        work = mixed(self.on_cpu, self.quick)
+        cores = os.cpu_count() or 1
+        half, device = max(1, cores // 2), self.options.device.type
+        sizes = {
+            "phase": 19,
+            "device": device,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_len": 2 * max(work.prompt_lens),
+            "max_rows": 64,
+            "step_tokens": 64 if self.on_cpu else 2048,
+            "cache_bytes": self.kv_bytes(8 * max(work.prompt_lens)),
+        }
+        with ExitStack() as stack:
+            folder = stack.enter_context(shared_folder())
+            shared = sizes | {
+                "disk_folder": f"{folder}/blocks",
+                "disk_bytes": shutil.disk_usage(folder).free // 4,
+                "prefill_device": "cuda:1" if torch.cuda.device_count() > 1 else device,
+            }
+            variants = {
+                CHUNKED: Server(self.name, env=threads(cores), moving_blocks=False, **sizes),
+                APART: Server(self.name, env=threads(half), **shared),
+            }
+            if not self.on_cpu:
+                told = shared | {"disk_folder": f"{folder}/told", "prefill_rate": 1000}
+                variants[LOADED] = Server(self.name, env=threads(half), **told)
+            for server in variants.values():
+                stack.enter_context(server)
+            sample = {name: partial(served, each, work) for name, each in variants.items()}
+            return self.compare(sample, work, after="apart")
 
     # A conversation that an earlier process has had.
 
@@ -133,6 +229,43 @@ def first_token(engine: PagedEngine, prompt: list[int]) -> Sample:
         "ttft_ms_p50": 1e3 * (request.first_token - started),
         "cache_hit_fraction": request.cached_tokens / len(prompt),
     }
+
+
+def prompt_length(request: tuple[list[int], SamplingParams]) -> int:
+    """Return the tokens of a request's prompt, which say its turn."""
+    return len(request[0])
+
+
+def mixed(small: bool, quick: bool) -> Workload:
+    """Chats, a few of them at a time, and now and then a long prompt."""
+    count, gap, short, long, output = (
+        (12, 1.0, 24, 512, 48) if small else (64, 0.1, 128, 8192, 128)
+    )
+    every = 3 if small else 4
+    count = 2 * every if quick else count
+    chats = uniform("chats", count, short, output).prompts
+    prompts = uniform("prompts", count // every, long, 8).prompts
+    items = [Item(tuple(chat), output, gap * at) for at, chat in enumerate(chats)]
+    for at, prompt in enumerate(prompts):
+        items.append(Item(tuple(prompt), 8, gap * (every * at + every / 2)))
+    items.sort(key=lambda item: item.arrival)
+    return Workload(f"chats-{count}+{len(prompts)}x{long}", tuple(items), vocab=VOCAB)
+
+
+def served(server: Server, work: Workload, repeat: int) -> Sample:
+    """Return the metrics of a workload, by its own clock, with prompts that the server does not know."""
+    return server.sample(work.cold(repeat), processes=1)
+
+
+def shared_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a new folder in shared memory, or where temporary files are if that has too little room."""
+    room = shutil.disk_usage(SHARED).free if SHARED.is_dir() else 0
+    return tempfile.TemporaryDirectory(dir=SHARED if room > SHARED_BYTES else None)
+
+
+def threads(count: int) -> dict[str, str]:
+    """Return the environment of a server whose engines have so many threads each."""
+    return {"OMP_NUM_THREADS": str(count)}
 
 
 def finish_copies(engine: PagedEngine) -> None:

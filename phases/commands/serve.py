@@ -56,7 +56,7 @@ def run(given: SimpleNamespace) -> int:
         copies = replica_options(others)
         if copies is not None:
             folder = _folder_of(given.model, made)  # fetched once, before all of them ask
-            make = partial(engine_process, given.model, folder, made)
+            make = partial(engine_process, given.model, folder, made, given.prefill_device)
             return serve_replicas(given, folder, make, copies, made)
     listening = listen(given.host, given.port)  # before anything slow: the port may be taken
     try:
@@ -80,7 +80,7 @@ async def _serve(
     folder: of the tokenizer. made: phase, engine options, device and dtype. listening: the socket.
     given: the arguments of the command line. begun: counters of the processors when the command began.
     """
-    engine = engine_process(given.model, folder, made)
+    engine = engine_process(given.model, folder, made, given.prefill_device)
     engine.start()
     await asyncio.sleep(0)  # until its process runs
     from phases.commands.served_app import serve
@@ -88,16 +88,22 @@ async def _serve(
     return await serve(engine, folder, given, listening, begun)
 
 
-def engine_process(model: str, folder: Path, made: tuple[Any, ...]) -> EngineProcess:
+def engine_process(
+    model: str, folder: Path, made: tuple[Any, ...], prefill_device: str | None = None
+) -> EngineProcess:
     """Return the engine's process, which is not started yet.
 
     folder: of the tokenizer and, unless they are random, of the weights.
     made: phase, engine options, device and dtype.
+    prefill_device: of a second engine, which computes prompts (phase 19); None: there is none.
     """
     source = model if model.startswith(RANDOM) else str(folder)
-    return EngineProcess(
-        partial(make_engine, source, str(folder), *made), observer=make_observer
-    )
+    make = partial(make_engine, source, str(folder))
+    if prefill_device is not None:  # its import takes seconds
+        from phases.commands.served_split import split_engine
+
+        return split_engine(make, made, prefill_device)
+    return EngineProcess(partial(make, *made), observer=make_observer)
 
 
 def _folder_of(model: str, made: tuple[Any, ...]) -> Path:

@@ -16,9 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuda_graphs
-from benchmarks import handover
 from common.errors import UserError
-from common.sampling.params import SamplingParams
 from forward.loading import load_model
 from phases import ROOT
 from replicas import gate, heartbeats
@@ -798,43 +796,3 @@ def test_wishes_and_what_is_to_be_avoided(router):
         "who avoids all gets nobody"
     )
     assert chosen(router, pending("4", None), both) in "ab"
-
-
-# Blocks that change hands.
-
-
-def engines(**more: Any) -> list[Any]:
-    model = load_model("random:tiny")
-    return [
-        cuda_graphs.load(model, max_rows=4, cache_bytes=2_000_000, block_size=16, **more)
-        for _ in range(2)
-    ]
-
-
-def tokens(engine: Any, prompt: list[int], salt: str = "") -> list[int]:
-    engine.add(
-        prompt,
-        SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True),
-        salt=salt,
-    )
-    found = []
-    while not engine.idle:
-        found += [output.token_id for output in engine.step() if output.token_id is not None]
-    return found
-
-
-def test_blocks_that_are_known_are_not_taken_twice():
-    there, here = engines()
-    prompt = list(range(1, 101))
-    tokens(here, prompt[:50])
-    assert handover.enter(here, handover.prefill(there, prompt)) == 3, (
-        "3 of 6 blocks were here already"
-    )
-    assert handover.enter(here, handover.prefill(there, prompt)) == 0
-    here.check_integrity()
-    assert here.cache.free == here.cache.allocator.count, (
-        "blocks that came from outside stay pinned"
-    )
-    assert tokens(here, prompt) == tokens(there, prompt), (
-        "a block from outside is in another's place"
-    )

@@ -959,7 +959,7 @@ def written(files: BlockFiles, count: int, seed: int = 0) -> list[BlockName]:
     keys = [bytes([seed, number, 0, 0]) for number in range(count)]
     names = list(chain(b"n", "", keys))
     for name in names:
-        assert files.write(name, memoryview(bytes(files.block_bytes)))
+        assert files.write(name, memoryview(bytes(1000)))
     return names
 
 

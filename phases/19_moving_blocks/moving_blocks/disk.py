@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import mkstemp
 
@@ -23,7 +25,8 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"ladder block 1\r\n\0"
 """Begins every file."""
-SUFFIX = ".kv"
+NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}\.kv")
+"""The name of a block's file: its digest."""
 TEMPORARY = ".tmp"
 STALE_SECONDS = 3600.0
 """Age of a temporary file that no living process writes any more."""
@@ -35,7 +38,7 @@ NO_LINKS = os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags of `open`: a symbolic link is no block, and a pipe must not make the reader wait."""
 
 
-class DamagedFile(Exception):
+class DamagedFile(OSError):
     """Raised for a file whose content is not the block that its name says."""
 
 
@@ -44,7 +47,7 @@ class BlockFiles:
 
     folder: made if it does not exist. It must belong to this user alone, since its files become text.
     budget: most bytes of all files. The least recently used are removed for new ones.
-    block_bytes: keys and values of one block.
+    block_bytes: keys and values of one block, for which there must be room.
     used: bytes of all files. known: digests of blocks whose files were seen.
     Several processes may use a folder at the same time: files appear under their names only when they are
     complete, and each process finds out by looking that one was removed.
@@ -56,20 +59,17 @@ class BlockFiles:
     def __init__(self, folder: Path, budget: int, block_bytes: int) -> None:
         self.folder = folder
         self.budget = budget
-        self.block_bytes = block_bytes
         self._paused_until = 0.0
         own_folder(folder)
         if budget < block_bytes + 4096:
             raise UserError(
                 f"disk_bytes is {budget}, but one block takes {block_bytes + 4096} bytes"
             )
-        self.used = 0
-        self.known: set[bytes] = set()
         self.scan()
 
     def path(self, digest: bytes) -> Path:
         """Return the path of the file of the block with this digest."""
-        return self.folder / (digest.hex() + SUFFIX)
+        return self.folder / f"{digest.hex()}.kv"
 
     def contains(self, digest: bytes) -> bool:
         """Return True if there is a file for the block with this digest, whatever is in the file."""
@@ -87,7 +87,7 @@ class BlockFiles:
         path = self.path(name.digest)
         try:
             self._read(path, name, target)
-        except (OSError, DamagedFile) as error:
+        except OSError as error:
             self.known.discard(name.digest)
             log.warning("a block of the cache is computed again: %s: %s", path.name, error)
             if isinstance(error, DamagedFile):
@@ -125,11 +125,10 @@ class BlockFiles:
         size = len(header) + DIGEST_BYTES + len(source)
         if name.digest in self.known or time.monotonic() < self._paused_until:
             return False
-        temporary = path
+        temporary = ""
         try:
             self._make_room(size)
-            descriptor, temporary_name = mkstemp(TEMPORARY, dir=self.folder)
-            temporary = Path(temporary_name)
+            descriptor, temporary = mkstemp(TEMPORARY, dir=self.folder)
             with open(descriptor, "wb") as file:
                 file.writelines((header, checksum_of(header, source), source))
                 file.flush()
@@ -138,8 +137,7 @@ class BlockFiles:
                 os.utime(descriptor, ns=(now, now))
             os.replace(temporary, path)
         except OSError as error:
-            if temporary != path:
-                remove(temporary)
+            remove(temporary)
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             log.warning(
                 "blocks are not written for %d seconds: %s: %s",
@@ -160,19 +158,16 @@ class BlockFiles:
             Of each file: when it was last used, in ns, its bytes and its path.
         """
         files: list[tuple[int, int, Path]] = []
-        names: set[bytes] = set()
         for path in list(self.folder.iterdir()):
-            try:
+            with suppress(OSError):  # another process has just removed it
                 found = path.lstat()
-            except OSError:
-                continue  # another process has just removed it
-            old = time.time() - found.st_mtime > STALE_SECONDS
-            if path.suffix == TEMPORARY and old and stat.S_ISREG(found.st_mode):
-                remove(path)
-            elif (digest := digest_in(path)) is not None and stat.S_ISREG(found.st_mode):
-                names.add(digest)
-                files.append((found.st_mtime_ns, found.st_size, path))
-        self.known = names
+                if not stat.S_ISREG(found.st_mode):
+                    continue
+                if NAME.fullmatch(path.name):
+                    files.append((found.st_mtime_ns, found.st_size, path))
+                elif path.suffix == TEMPORARY and time.time() - found.st_mtime > STALE_SECONDS:
+                    path.unlink()
+        self.known = {bytes.fromhex(path.stem) for _, _, path in files}
         self.used = sum(size for _, size, _ in files)
         return files
 
@@ -208,19 +203,16 @@ def own_folder(folder: Path) -> None:
     Raises:
         UserError: it is a link or no folder, of another user, or others may read it.
     """
+    why = "must be a folder of your own that no other user can read: chmod 700"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
+        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if mine and not stat.S_IMODE(found.st_mode) & 0o077:
+            return
     except OSError as error:
-        raise UserError(
-            f"disk_folder is {str(folder)!r}, but cannot be used: {error.strerror}"
-        ) from None
-    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not own or stat.S_IMODE(found.st_mode) & 0o077:
-        raise UserError(
-            f"disk_folder is {str(folder)!r}, but must be a folder of your own that no other user can read: "
-            "chmod 700"
-        )
+        why = f"cannot be used: {error.strerror}"
+    raise UserError(f"disk_folder is {str(folder)!r}, but {why}")
 
 
 def header_of(name: BlockName, size: int) -> bytes:
@@ -236,19 +228,7 @@ def checksum_of(header: bytes, content: memoryview) -> bytes:
     return bytes(state.digest())
 
 
-def digest_in(path: Path) -> bytes | None:
-    """Return the digest that a file is named by; None if its name is not that of a block's file."""
-    if path.suffix != SUFFIX or len(path.stem) != 2 * DIGEST_BYTES:
-        return None
-    try:
-        return bytes.fromhex(path.stem)
-    except ValueError:
-        return None
-
-
-def remove(path: Path) -> None:
+def remove(path: str | Path) -> None:
     """Remove a file; do nothing if it does not exist or cannot be removed."""
-    try:
-        path.unlink()
-    except OSError:
-        return
+    with suppress(OSError):
+        os.unlink(path)

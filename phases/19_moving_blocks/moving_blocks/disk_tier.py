@@ -40,8 +40,8 @@ class DiskJob:
     seconds: float = 0.0
 
 
-Call = Callable[[], None]
-"""What a thread does; None in its place ends the thread."""
+Queue = SimpleQueue[Callable[[], None] | None]
+"""What a thread is to do, one call after the other; None ends the thread."""
 
 
 class DiskTier:
@@ -54,33 +54,39 @@ class DiskTier:
         self.files = files
         self.pending = 0
         self._finished: deque[DiskJob] = deque()
-        self._reads: SimpleQueue[Call | None] = SimpleQueue()
-        self._writes: SimpleQueue[Call | None] = SimpleQueue()
-        self._threads: list[tuple[SimpleQueue[Call | None], Thread]] = []
+        self._reads: Queue = SimpleQueue()
+        self._writes: Queue = SimpleQueue()
+        threads: list[tuple[Queue, Thread]] = []
         for queue in [self._reads] * READERS + [self._writes]:
             # Python ends without waiting for a disk that does not answer.
             thread = Thread(target=work_on, args=(queue,), daemon=True)
             thread.start()
-            self._threads.append((queue, thread))
-        weakref.finalize(self, stop, self._threads)
+            threads.append((queue, thread))
+        weakref.finalize(self, stop, threads)
 
-    def read(self, name: BlockName, block: HostBlock, view: memoryview) -> None:
-        """Begin to read the block `name` from its file into `view`, the bytes of its slot of host memory.
+    def start(
+        self, name: BlockName, block: HostBlock, view: memoryview, *, reading: bool
+    ) -> None:
+        """Begin to read the block `name` from its file into `view`, or to write it from there to its file.
 
-        block: gets its result when the job is processed.
+        block: in host memory; `view` are the bytes of its slot, which must not change until the job is done.
         """
-        self.pending += 1
-        job = DiskJob(block, reading=True)
-        self._reads.put(partial(run, job, self.files.read, name, view, self._finished))
+        files, finished = (
+            self.files,
+            self._finished,
+        )  # not `self`, which a queue would keep alive
+        job = DiskJob(block, reading)
 
-    def write(self, name: BlockName, block: HostBlock, view: memoryview) -> None:
-        """Begin to write the block `name` to its file from `view`, the bytes of its slot of host memory.
+        def run() -> None:
+            started = monotonic()
+            try:
+                job.ok = files.read(name, view) if reading else files.write(name, view)
+            finally:
+                job.seconds = monotonic() - started
+                finished.append(job)
 
-        block: its slot must not change until the job is finished.
-        """
         self.pending += 1
-        job = DiskJob(block, reading=False)
-        self._writes.put(partial(run, job, self.files.write, name, view, self._finished))
+        (self._reads if reading else self._writes).put(run)
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Record that blocks of one sequence, by digest, were used just now, after the writes so far; skipped
@@ -91,34 +97,12 @@ class DiskTier:
 
     def take_finished(self) -> list[DiskJob]:
         """Return the jobs (reads and writes of blocks) that have finished since the last call."""
-        jobs: list[DiskJob] = []
-        while self._finished:
-            jobs.append(self._finished.popleft())
-            self.pending -= 1
+        jobs = [self._finished.popleft() for _ in range(len(self._finished))]
+        self.pending -= len(jobs)
         return jobs
 
 
-def run(
-    job: DiskJob,
-    action: Callable[[BlockName, memoryview], bool],
-    name: BlockName,
-    view: memoryview,
-    finished: deque[DiskJob],
-) -> None:
-    """Carry out a job in a thread, set its result, and append it to `finished`.
-
-    action: reads or writes the file of the block `name`, given the name and the bytes `view` of host memory;
-        returns whether that went well.
-    """
-    started = monotonic()
-    try:
-        job.ok = action(name, view)
-    finally:
-        job.seconds = monotonic() - started
-        finished.append(job)
-
-
-def work_on(queue: SimpleQueue[Call | None]) -> None:
+def work_on(queue: Queue) -> None:
     """Call one function of the queue after the other, until None comes; a thread's main function."""
     while (call := queue.get()) is not None:
         try:
@@ -127,7 +111,7 @@ def work_on(queue: SimpleQueue[Call | None]) -> None:
             log.exception("a block could not be moved")
 
 
-def stop(threads: Sequence[tuple[SimpleQueue[Call | None], Thread]]) -> None:
+def stop(threads: Sequence[tuple[Queue, Thread]]) -> None:
     """End threads once they have done the jobs in their queues, or give up on a disk that does not answer.
 
     threads: (queue of a thread, the thread) pairs.

@@ -82,6 +82,7 @@ class WaitingRequest:
     budget: seconds that it may still wait for blocks; computing them would take as long.
     deadline: when it stops waiting for files, and then for its load; 0: it waits for room.
     load: its copy; None: none yet.
+    expected: its last full block, while it waits until another process has written that to a file.
     """
 
     request: Request
@@ -90,6 +91,7 @@ class WaitingRequest:
     budget: float = 0.0
     deadline: float = 0.0
     load: Load | None = None
+    expected: BlockName | None = None
 
 
 @dataclass(eq=False)
@@ -139,8 +141,14 @@ class TieredConnector(ConnectorScheduler):
         A request waits for its blocks no longer than they would take to compute. Then it enters the waiting
         line, and what has not come is computed.
         """
-        wait = self.waiting.get(request) or self._begin(request)
         now = self.clock()
+        wait = self.waiting.get(request) or self._begin(request)
+        if wait.expected:
+            if now < wait.deadline and not self._is_on_disk(wait.expected):
+                return False
+            deadline = wait.deadline
+            wait = self._begin(request)
+            wait.deadline = min(wait.deadline, deadline)
         if wait.load:
             if not wait.load.finished and now < wait.deadline:
                 return False
@@ -173,6 +181,19 @@ class TieredConnector(ConnectorScheduler):
         self._finish_load(wait.load)
         return self._enter_line(wait)
 
+    def expect(self, request: Request) -> None:
+        """Let a new request wait for files that another process is about to write, until its last full block
+        is there.
+
+        It waits no longer than computing takes, and not at all if loading would be slower.
+        """
+        names = [*chain(self.cache.namespace, request.salt, self.cache.keys_of(request))]
+        start = self._num_cached(request) * self.cache.block_size
+        seconds = self.rule.compute_seconds(start, len(request.tokens))
+        if names and self.rule.load_seconds(len(names), len(names)) < seconds:
+            wait = self.waiting[request] = WaitingRequest(request, names, expected=names[-1])
+            wait.deadline = self.clock() + seconds
+
     def _begin(self, request: Request) -> WaitingRequest:
         """Find a request's blocks in host memory and files, and begin to read those on a disk if that is
         faster.
@@ -196,7 +217,7 @@ class TieredConnector(ConnectorScheduler):
             elif self.disk and (block := self.host.allocate(name.digest)):
                 block.loadable = False
                 self.host.pin([block])  # once more: the thread outlives the request
-                self.disk.read(name, block, self.host.view(block))
+                self.disk.start(name, block, self.host.view(block), reading=True)
             else:
                 break
             wait.pinned.append(block)
@@ -394,7 +415,7 @@ class TieredConnector(ConnectorScheduler):
             # Blocks that are still to be written must leave room for others.
             if self.disk and self.disk.pending <= len(self.host.memory) // 2:
                 self.host.pin([block])
-                self.disk.write(name, block, self.host.view(block))
+                self.disk.start(name, block, self.host.view(block), reading=False)
         self.host.unpin(save.targets)
 
     def _finish_job(self, job: DiskJob) -> None:

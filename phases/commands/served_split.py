@@ -1,0 +1,194 @@
+"""Prefill and decode apart: two engine processes that look like one to the server.
+
+`ladder serve --prefill-device` starts them. The first computes prompts, and saves their blocks to a folder.
+The second finds them there, and decodes. So no decode waits for a long prompt.
+
+For the second engine, such a request is like one that was preempted: it has its prompt, a token and its seed,
+but no blocks. An engine knows how to go on with those. Only the blocks are not computed again (phase 19).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from common.errors import UserError
+from common.events import Logprob
+from common.request import Request
+from moving_blocks.tiers import TieredConnector
+from paged_cache import PagedEngine
+from phases.appendix.embeddings.prompt_states import PromptObserver
+from serving.client import EngineClient, Sink
+from serving.liveness import EngineProcess
+from serving.messages import AddRequest, Command
+
+HANDOVER = "handover"
+"""What a command wants that hands a completion over; its first token follows, if it has one."""
+LEAST = 128
+"""Tokens of a prompt below which it is computed where it is decoded: that takes a step or two."""
+
+
+@dataclass
+class SplitCompletion(Sink):
+    """One completion: its first token comes from the engine that prefills, the others from the one that
+    decodes.
+
+    client: has both engines. sink: receives the tokens.
+    command: adds the completion to the engine that decodes. decoding: whether it has been sent.
+    """
+
+    client: SplitEngine
+    sink: Sink
+    command: AddRequest
+    decoding: bool = False
+
+    def note(self, kind: str, values: list[Any]) -> None:
+        """See `Sink.note`; what the engine that decodes found cached is what the other one computed."""
+        if not self.decoding:
+            self.sink.note(kind, values)
+
+    def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
+        """See `Sink.token`: after its first token, the completion goes to the engine that decodes."""
+        if not self.decoding:
+            self.client.now = self.client.prefill.now
+            if reason == "length" and self.command.params.max_tokens > 1:
+                reason = None
+                self.client.hand_over(self, str(token))
+            else:
+                del self.client.prefilling[self.command.first]
+        self.sink.token(token, reason, logprob)
+
+    def end(self, reason: str, message: str) -> None:
+        """See `Sink.end`: if the first engine fails, the other one computes the prompt as well."""
+        if self.decoding:
+            self.sink.end(reason, message)
+        else:
+            self.client.hand_over(self)
+
+
+class SplitEngine(EngineProcess):
+    """An `EngineProcess` that decodes, and beside it another one, `prefill`, that computes the prompts.
+
+    Both have the same model and the same folder. Short prompts come here at once, those of several
+    completions, and those that want more than tokens; and all while `prefill` is not ready. The state and all
+    statistics are those of the engine that decodes.
+
+    make, observer: of the engine that decodes, in its process; the observer is a `DecodeObserver`.
+    least: tokens of the shortest prompt that `prefill` gets; may be set.
+    prefilling: completions that `prefill` has: number here -> number there.
+    """
+
+    least: int = LEAST
+
+    def __init__(
+        self, make: Callable[[], Any], prefill: EngineClient, observer: Callable[..., Any]
+    ) -> None:
+        super().__init__(make, observer=observer)
+        self.prefill = prefill
+        self.prefilling: dict[int, int] = {}
+
+    async def run(self) -> None:
+        """See `EngineProcess.run`: both engines start side by side."""
+        await asyncio.gather(self.prefill.run(), super().run())
+
+    async def stop(self) -> None:
+        """End both engines for good."""
+        await self.prefill.stop()
+        await super().stop()
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many completions have not ended, in both engines."""
+        return len(self._sinks) + len(self.prefilling)
+
+    def tell(self, command: Command) -> None:
+        """See `EngineClient.tell`: a new completion with a long prompt goes to `prefill` instead.
+
+        It gets a seed, so that both engines draw the same random numbers.
+        """
+        if not isinstance(command, AddRequest) or not self._is_split(command):
+            super().tell(command)
+            return
+        if command.params.seed is None:
+            command.params = replace(command.params, seed=random.getrandbits(62))
+        params = replace(
+            command.params, max_tokens=1, min_tokens=min(1, command.params.min_tokens)
+        )
+        completion = SplitCompletion(self, self._sinks.pop(command.first), command)
+        self.prefilling[command.first] = self.prefill.submit(
+            command.prompt,
+            params,
+            [completion],
+            priority=command.priority,
+            salt=command.salt,
+        ).start
+
+    def _is_split(self, command: AddRequest) -> bool:
+        params, ready = command.params, self.prefill.ready
+        if ready is None or self.prefill.state != "ready" or command.wanted or params.n > 1:
+            return False
+        return self.least <= len(command.prompt) < ready.max_len - 1 and params.max_tokens > 0
+
+    def hand_over(self, completion: SplitCompletion, *tokens: str) -> None:
+        """Send a completion to the engine that decodes, to go on after `tokens`: one, or none if the other
+        engine has failed.
+        """
+        command = completion.command
+        del self.prefilling[command.first]
+        completion.decoding = True
+        if not self._sinks:
+            self._heard = time.monotonic()  # it had no reason to speak before
+        self._sinks[command.first] = completion
+        command.wanted = [HANDOVER, *tokens]
+        self.tell(command)
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        """See `EngineClient.abort`: in whichever engine the completions are."""
+        mine = [*numbers]
+        self.prefill.abort(
+            [self.prefilling.pop(each) for each in mine if each in self.prefilling]
+        )
+        super().abort(mine)
+
+
+class DecodeObserver(PromptObserver):
+    """The observer of the engine that decodes, which hears what is handed over, besides what others ask."""
+
+    def hear(self, command: Command, requests: Sequence[Request]) -> None:
+        """See `Observer.hear`: give a request that was handed over its first token, and let it wait for its
+        blocks.
+        """
+        super().hear(command, requests)
+        wanted = command.wanted if isinstance(command, AddRequest) else []
+        if HANDOVER in wanted and wanted[1:]:
+            requests[0].tokens.append(int(wanted[1]))
+            assert isinstance(self.engine, PagedEngine)
+            connector = self.engine.cache.connector
+            assert isinstance(connector, TieredConnector)
+            connector.expect(requests[0])
+
+
+def split_engine(
+    make: Callable[..., Any], made: tuple[Any, ...], prefill_device: str
+) -> SplitEngine:
+    """Return the processes of two engines of one model, which are not started yet.
+
+    make: makes one of them, given `made`: phase, engine options, device and dtype.
+    prefill_device: of the one that computes prompts; the other is on the device in `made`.
+
+    Raises:
+        UserError: the options name no folder through which blocks could go.
+    """
+    phase, options, _, dtype = made
+    if options.get("disk_folder") is None:
+        raise UserError(
+            "prefill_device needs a disk_folder, through which blocks go from one engine to the other; in "
+            "shared memory: --disk-folder /dev/shm/blocks"
+        )
+    prefill = EngineProcess(partial(make, phase, options, prefill_device, dtype))
+    return SplitEngine(partial(make, *made), prefill, DecodeObserver)
