@@ -163,8 +163,11 @@ class EngineProcess(EngineClient):
                 case StepReport():
                     self._route_tokens(message)
                 case Ready():
+                    first = self.ready is None
                     self.ready, self.stats = message, StepStats(free_blocks=message.blocks)
                     self.state = "stopped" if self._stopping else "ready"
+                    if first:
+                        self.on_ready()
                 case Failed():
                     return (UserError if message.wrong_input else StartupError)(message.reason)
 
