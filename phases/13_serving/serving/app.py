@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -139,9 +140,8 @@ class App:
             ApiError: 503; the engine takes none now.
         """
         if self.engine.ready is None or self.state != "ready":
-            engine = f"engine is {self.state}; try again"
-            what = "server is shutting down" if self.draining else engine
-            raise ApiError(503, f"the {what}", retry=RETRY_SECONDS, code=self.state)
+            words = f"the engine is {self.state}; try again"
+            raise ApiError(503, words, retry=RETRY_SECONDS, code=self.state)
         return self.engine.ready
 
     async def _ready(self, http: HttpRequest) -> None:
@@ -238,5 +238,5 @@ class App:
 
 def listed(names: list[str]) -> bytes:
     """Return the value of a header: these names with commas between them, as many as fit."""
-    text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
-    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)
+    text = ", ".join(name[:100] for name in names[:16])
+    return re.sub("[^ -~]", "?", text).encode()

@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from itertools import starmap
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from common.events import FinishReason, Logprob
 from common.text.text_stream import TextStream
@@ -22,9 +22,8 @@ from serving.parsed import Delta, ParsedRequest
 LONG_ANSWER = 250
 """Tokens of a prompt and its whole answer above which a thread writes it, so that no stream waits."""
 
-Failure = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
-"""Why a request ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it
-took too long, its reader took too long, its reader left."""
+LOOKED_AT = 64
+"""Tokens at the end of a prompt in which the text is sought that a completion goes on from."""
 
 
 class Piece(NamedTuple):
@@ -38,8 +37,7 @@ class Piece(NamedTuple):
 class Choice:
     """One of a request's completions: a `Sink` that makes text of tokens and looks for stop strings.
 
-    group: all completions of the request. index: among them. last_tokens: the end of the prompt, which the
-        text goes on from. number: the engine's, -1 before it has one.
+    group: all completions of the request. index: among them. number: the engine's, -1 before it has one.
     tokens, texts: each token id, and what it adds to the text; perhaps one more text at the end.
     times, logprobs: when each token came, and log-probabilities of each if they were asked for.
     notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
@@ -51,7 +49,6 @@ class Choice:
         self,
         group: ChoiceGroup,
         index: int,
-        last_tokens: list[int],
         request: ParsedRequest,
         tokenizer: Tokenizer,
     ) -> None:
@@ -66,10 +63,11 @@ class Choice:
         self.notes: dict[str, list[Any]] = defaultdict(list)
         self.sent = 0
         self.reason: str | None = None
-        self.reasoning = None if request.reasoning is None else request.reasoning()
-        self.calls = None if request.calls is None else request.calls()
-        answer = None if self.reasoning is None else self.reasoning.read
-        self.stream = TextStream(tokenizer, request.params, last_tokens, request.shown, answer)
+        self.reasoning = request.reasoning and request.reasoning()
+        self.calls = request.calls and request.calls()
+        answer = self.reasoning.read if self.reasoning else None
+        last = self.prompt[-LOOKED_AT:]
+        self.stream = TextStream(tokenizer, request.params, last, request.shown, answer)
         self.begins = self.stream.begins
 
     @property
@@ -125,7 +123,7 @@ class Choice:
             sentence.
         """
         if reason in ("refused", "error", "nan", "died"):
-            self.group.give_up(reason, message)  # type: ignore[arg-type]
+            self.group.give_up(reason, message)
             return
         self.texts.append(self.stream.advance(None, "length")[1])
         self.reason = "length" if reason == "abort" else reason
@@ -156,7 +154,7 @@ class ChoiceGroup:
     """The completions (`choices`) of one HTTP request.
 
     most_unsent: unsent texts of a stream after which its reader counts as too slow.
-    failure: why they cannot be completed, and a sentence about it; None until then.
+    failure: why they cannot be completed, a key of `STATUS`, and a sentence about it; None until then.
     first_token: when one of them got its first token.
     """
 
@@ -172,11 +170,10 @@ class ChoiceGroup:
         self.streamed = bool(request.generation.stream)
         self.most_unsent = most_unsent
         self.arrived = time.perf_counter()
-        self.failure: tuple[Failure, str] | None = None
-        n = request.params.n
+        self.failure: tuple[str, str] | None = None
         self.choices = [
-            Choice(self, index, request.last_tokens[index // n], request, tokenizer)
-            for index in range(len(request.prompts) * n)
+            Choice(self, index, request, tokenizer)
+            for index in range(len(request.prompts) * request.params.n)
         ]
         self.left = len(self.choices)
         self.first_token: float | None = None
@@ -216,7 +213,7 @@ class ChoiceGroup:
         if self.streamed or self.left == 0:
             self._updated.set()
 
-    def give_up(self, failure: Failure, message: str) -> None:
+    def give_up(self, failure: str, message: str) -> None:
         """Abort the completions that have not ended, and set `self.failure` to the kind of failure and the
         message, a sentence. The engine frees them at its next step.
         """
@@ -334,7 +331,7 @@ def _events(
 def _error(kind: str, message: str, request: ParsedRequest) -> ApiError | ClientDisconnected:
     """Return the error that a failed group ends with.
 
-    kind: why it failed, a `Failure`; "left" gives `ClientDisconnected`. message: a sentence about it.
+    kind: why it failed; "left" gives `ClientDisconnected`. message: a sentence about it.
     """
     if kind in ("left", "slow"):
         return ClientDisconnected()
@@ -346,12 +343,10 @@ def _error(kind: str, message: str, request: ParsedRequest) -> ApiError | Client
 
 def check_admission(request: ParsedRequest, limits: Limits, in_flight: int) -> None:
     """Raise `ApiError` if `in_flight` completions and those of this request are more than `limits` allow."""
-    ready, more = request.ready, len(request.prompts) * request.params.n
-    if more > limits.max_choices:
-        raise too_many("n", more, limits.max_choices, "completions in all")
-    most = min(limits.max_requests, ready.max_rows + limits.max_queue)
-    if more > most:  # it would be told to try again for ever
-        raise too_many("n", more, most, "completions")
+    more = len(request.prompts) * request.params.n
+    most = min(limits.max_requests, request.ready.max_rows + limits.max_queue)
+    if more > min(most, limits.max_choices):  # it would be told to try again for ever
+        raise too_many("n", more, min(most, limits.max_choices), "completions in all")
     if in_flight + more > most:
         words = f"{in_flight} completions are in flight, and the server takes at most {most}"
         raise ApiError(429, words, retry=RETRY_SECONDS, code="queue_full")

@@ -13,7 +13,6 @@ from common.json_text import convert_fields
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
 from common.text.chat_template import count_characters
-from common.text.detokenizer import last_visible
 from common.text.tokenizer import Tokenizer
 from common.text.turns import join_turns
 from serving.formatter import ChatFormatter, ResponseFormatter
@@ -95,17 +94,12 @@ class ServedModel:
         self.check(generation.model)
         if generation.stream_options is not None and not generation.stream:
             raise wrong("stream_options", "stream_options needs stream to be true")
-        bounds = {
-            "stop": (self.limits.max_stops, "strings"),
-            "logit_bias": (self.limits.max_bias, "entries"),
-        }
-        sampling = {name: getattr(generation, name) for name in COPIED}
-        for name, (most, what) in bounds.items():
-            value = sampling[name]
-            if isinstance(value, list | dict) and len(value) > most:
-                raise too_many(name, len(value), most, what)
-        said = {name: value for name, value in sampling.items() if value is not None}
-        return ParsedRequest(generation, fields, said, ready, source)
+        sampling = dict[str, Any]()
+        for name in COPIED:
+            value = getattr(generation, name)
+            if value is not None:
+                sampling[name] = value
+        return ParsedRequest(generation, fields, sampling, ready, source)
 
     def check_length(self, characters: int, ready: Ready, param: str) -> None:
         """Raise `ApiError` if a text of so many characters is too long whatever its tokens are.
@@ -132,7 +126,7 @@ class ServedModel:
         given = [given] if isinstance(given, str) else given
         if not given:
             raise wrong(param, f"the {param} is empty, but must have at least 1 token")
-        kind, most = type(given[0]), self.limits.max_prompts
+        kind, most = type(given[0]), self.limits.max_choices
         most = max(ready.max_len, most) if kind is int else most
         if len(given) > most:  # it need not be looked through to be refused
             raise too_many(param, len(given), most, "tokens" if kind is int else "prompts")
@@ -170,18 +164,6 @@ class ServedModel:
                 )
         except UserError as error:
             raise request.refusal(str(error)) from None
-        known, skipped = self.tokenizer.token_bytes, self.tokenizer.special_ids - request.shown
-        request.last_tokens = [
-            last_visible(prompt, known, skipped) for prompt in request.prompts
-        ]
-
-
-def check_temperature(request: ParsedRequest) -> None:
-    """Raise `ApiError` for a temperature above the limit of OpenAI's routes."""
-    heat = request.generation.temperature
-    if heat is not None and heat > MOST_TEMPERATURE:
-        limit = f"between 0 and {MOST_TEMPERATURE:g}"
-        raise wrong("temperature", f"temperature is {heat}, but must be {limit}")
 
 
 class TextEndpoint:
@@ -216,7 +198,10 @@ class TextEndpoint:
             `UserError` if it could never be served.
         """
         request = self.read(fields, ready)
-        check_temperature(request)
+        heat = request.generation.temperature or 0.0
+        if heat > MOST_TEMPERATURE:
+            limit = f"between 0 and {MOST_TEMPERATURE:g}"
+            raise wrong("temperature", f"temperature is {heat}, but must be {limit}")
         self.model.finish(request, self.default_tokens)
         request.formatter = self.formatter(
             f"{self.prefix}-{http.short_id}", self.model.name, request

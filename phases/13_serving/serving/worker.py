@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import NotANumber, UserError
 from common.request import Request
@@ -27,6 +27,9 @@ from serving.messages import (
     StepStats,
     Stop,
 )
+
+if TYPE_CHECKING:
+    from serving.process import Pipe
 
 log = logging.getLogger(__name__)
 
@@ -64,18 +67,6 @@ def ending(
     return messages.End(number, reason, FAILED, place)
 
 
-class Channel(Protocol):
-    """Interface of the engine process's connection to the API process: it receives commands and sends
-    reports.
-    """
-
-    def receive(self, seconds: float) -> list[Command]:
-        """Return all commands that have come; wait for the first at most `seconds`."""
-
-    def send(self, report: messages.Report) -> None:
-        """Send a report to the API process."""
-
-
 class Observer(Protocol):
     """Watches the engine's steps in its process, and adds extra data to reports.
 
@@ -108,7 +99,7 @@ class Worker:
     """
 
     def __init__(
-        self, engine: Engine, channel: Channel, observer: Observer | None = None
+        self, engine: Engine, channel: Pipe, observer: Observer | None = None
     ) -> None:
         self.engine = engine
         self.channel = channel

@@ -2,8 +2,8 @@
 
 A connection waits for a request, receives one, owes an answer, or closes, when its client has to read what is
 left. One clock runs in all states, in the third only while the client does not read, and no byte that arrives
-moves it. What arrives while an answer is owed is kept aside unread, up to the limit of a request's headers: so
-reading goes on, and a client that leaves is noticed.
+moves it. What arrives while an answer is owed is kept aside unread, up to the limit of a request's headers:
+so reading goes on, and a client that leaves is noticed.
 """
 
 from __future__ import annotations
