@@ -58,9 +58,9 @@ def check_json(data: bytes, most_parts: int) -> None:
         piece = text[start : start + PIECE]
         outside = ~(np.bitwise_xor.accumulate(piece == _QUOTE) ^ inside)
         inside = ~outside[-1]
-        parts += np.count_nonzero(_PARTS[piece] & outside)
+        parts += int(np.count_nonzero(_PARTS[piece] & outside))
         depths = depth + np.cumsum(_STEPS[piece] * outside)
-        depth = depths[-1]
+        depth = int(depths[-1])
         if parts > most_parts:
             what = f"has more than {most_parts:,} objects, lists and keys"
             raise FieldError(None, f"the body {what}, which is the limit")

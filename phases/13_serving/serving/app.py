@@ -21,7 +21,7 @@ from common.text.tokenizer import LONG, Tokenizer
 from serving.client import EngineClient
 from serving.completion import ChoiceGroup, serve
 from serving.endpoints import ChatEndpoint, CompletionEndpoint, Endpoint, ServedModel
-from serving.http.errors import RETRY_SECONDS, ApiError, ErrorForm, wrong
+from serving.http.errors import ApiError, ErrorForm, wrong
 from serving.http.limits import Limits
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 from serving.messages import Ready
@@ -29,6 +29,8 @@ from serving.parsed import FieldHandler, ParsedRequest
 
 log = logging.getLogger(__name__)
 
+UNREAD = (408, 413, 415)
+"""Statuses of bodies that are not worth reading to their end."""
 Route = Callable[[HttpRequest], Awaitable[None]]
 T = TypeVar("T")
 
@@ -87,7 +89,7 @@ class App:
             try:
                 await self._answer(http)
             except ApiError as error:
-                if not error.close:
+                if error.status not in UNREAD:
                     await http.drain()
                 await http.fail(error)
         except ClientDisconnected:
@@ -140,8 +142,7 @@ class App:
             ApiError: 503; the engine takes none now.
         """
         if self.engine.ready is None or self.state != "ready":
-            words = f"the engine is {self.state}; try again"
-            raise ApiError(503, words, retry=RETRY_SECONDS, code=self.state)
+            raise ApiError(503, f"the engine is {self.state}; try again", code=self.state)
         return self.engine.ready
 
     async def _ready(self, http: HttpRequest) -> None:

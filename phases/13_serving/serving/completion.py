@@ -14,7 +14,7 @@ from common.events import FinishReason, Logprob
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.http.errors import RETRY_SECONDS, STATUS, ApiError, too_many
+from serving.http.errors import STATUS, ApiError, too_many
 from serving.http.limits import Limits
 from serving.http.request import ClientDisconnected, HttpRequest
 from serving.parsed import Delta, ParsedRequest
@@ -337,8 +337,7 @@ def _error(kind: str, message: str, request: ParsedRequest) -> ApiError | Client
         return ClientDisconnected()
     if kind == "refused":
         return request.refusal(message)
-    retry = RETRY_SECONDS if kind == "died" else None
-    return ApiError(STATUS[kind], message, retry=retry, code=kind)
+    return ApiError(STATUS[kind], message, code=kind)
 
 
 def check_admission(request: ParsedRequest, limits: Limits, in_flight: int) -> None:
@@ -349,4 +348,4 @@ def check_admission(request: ParsedRequest, limits: Limits, in_flight: int) -> N
         raise too_many("n", more, min(most, limits.max_choices), "completions in all")
     if in_flight + more > most:
         words = f"{in_flight} completions are in flight, and the server takes at most {most}"
-        raise ApiError(429, words, retry=RETRY_SECONDS, code="queue_full")
+        raise ApiError(429, words, code="queue_full")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from serving.http.errors import ApiError, ErrorForm, too_large
+from serving.http.errors import RETRY, ApiError, ErrorForm, too_large
 from serving.http.limits import Limits
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class HttpRequest:
         coding = self.headers.get(b"content-encoding") or b"identity"
         if kind != b"application/json" or coding != b"identity":
             words = "the content-type must be application/json, and the body not compressed"
-            raise ApiError(415, words, close=True)
+            raise ApiError(415, words)
         most = self.limits.max_body_bytes
         if self.content_length.isdigit() and int(self.content_length[:20]) > most:
             raise too_large(most)
@@ -117,15 +117,13 @@ class HttpRequest:
                     body += message.get("body", b"")
                     more = self.unread = message.get("more_body", False)
         except TimeoutError:
-            raise ApiError(408, f"no whole body after {seconds:g} s", close=True) from None
+            raise ApiError(408, f"no whole body after {seconds:g} s") from None
         if len(body) > most:
             raise too_large(most)
         return bytes(body)
 
     async def drain(self) -> None:
-        """Read and drop the rest of a small body, so that a client which still sends it gets to read the
-        response.
-        """
+        """Read and drop the rest of a small body: a client that still sends it reads the response."""
         if self.unread:
             with suppress(ApiError):
                 await self._read(DRAINED_BYTES, DRAIN_SECONDS)
@@ -167,6 +165,6 @@ class HttpRequest:
         """Send an error: as the response, or as the last event of a stream that has begun."""
         body = self.form.body(error)
         if not self.status:
-            await self.json(body, error.status, error.headers)
+            await self.json(body, error.status, RETRY.get(error.status, ()))
         else:
             await self.write(self.form.event.replace(b"%s", encode_json(body)), more=False)
