@@ -33,7 +33,14 @@ COPIED = [
 """Fields that are settings of the sampler."""
 MOST_TEMPERATURE = 2.0
 """Of OpenAI's routes; an engine takes more."""
-RESERVED = {"messages", "add_generation_prompt", "add_special_tokens", "tools", "self"}
+RESERVED = {
+    "messages",
+    "add_generation_prompt",
+    "add_special_tokens",
+    "ignored",
+    "tools",
+    "self",
+}
 """Variables of a template that are not a client's."""
 
 
@@ -291,17 +298,13 @@ class ChatEndpoint(TextEndpoint):
         Messages of one role are joined if the template does not take them in a row.
         """
         tokenizer, messages = self.model.tokenizer, request.messages
+        ignored = set[str]()
         try:
-            ids = tokenizer.chat(messages, **request.variables)
+            ids = tokenizer.chat(messages, ignored=ignored, **request.variables)
         except UserError:
             joined = join_turns(messages)
             if joined == messages:
                 raise
             ids = tokenizer.chat(joined, **request.variables)
         request.prompts = [ids]
-        template = (
-            tokenizer.tool_template
-            if request.variables.get("tools")
-            else tokenizer.chat_template
-        )
-        request.ignored += [f"messages.{name}" for name in sorted(template.ignored(messages))]
+        request.ignored += [f"messages.{name}" for name in sorted(ignored)]
