@@ -218,10 +218,9 @@ class App:
         def make() -> T:
             try:
                 return parse(decode_object(body, self.limits.max_parts), ready)
-            except FieldError as error:
-                raise wrong(error.field, str(error)) from None
             except UserError as error:
-                raise wrong(source, str(error)) from None
+                field = error.field if isinstance(error, FieldError) else source
+                raise wrong(field, str(error)) from None
 
         if len(body) <= LONG and not threaded:
             return make()

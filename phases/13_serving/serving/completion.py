@@ -122,7 +122,7 @@ class Choice:
         reason: "stop", "length", "abort", or of failures "refused", "error", "nan", "died". message: a
             sentence.
         """
-        if reason in ("refused", "error", "nan", "died"):
+        if reason in STATUS:
             self.group.give_up(reason, message)
             return
         self.texts.append(self.stream.advance(None, "length")[1])
@@ -154,8 +154,9 @@ class ChoiceGroup:
     """The completions (`choices`) of one HTTP request.
 
     most_unsent: unsent texts of a stream after which its reader counts as too slow.
-    failure: why they cannot be completed, a key of `STATUS`, and a sentence about it; None until then.
-    first_token: when one of them got its first token.
+    failure: why they cannot be completed (a key of `STATUS`, "slow" or "left"), and a sentence about it; None
+        until then.
+    first_token: when one of them got its first token. prompt_tokens: of all prompts.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class ChoiceGroup:
             for index in range(len(request.prompts) * request.params.n)
         ]
         self.left = len(self.choices)
+        self.prompt_tokens = sum(map(len, request.prompts))
         self.first_token: float | None = None
         self._updated = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
@@ -234,18 +236,11 @@ class ChoiceGroup:
         self._updated.clear()
 
     @property
-    def prompt_tokens(self) -> int:
-        """Return the number of tokens of all prompts."""
-        return sum(map(len, self.request.prompts))
-
-    @property
     def output_tokens(self) -> int:
         """Return the number of tokens generated so far, without those that no client sees."""
-        return (
-            0
-            if self.request.prompt_only
-            else sum(len(choice.tokens) for choice in self.choices)
-        )
+        if self.request.prompt_only:
+            return 0
+        return sum(len(choice.tokens) for choice in self.choices)
 
 
 # The life of a request.
@@ -304,7 +299,7 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
         pieces = [
             (choice, choice.take(), choice.reason is not None)
             for choice in waiting
-            if choice.reason is not None or len(choice.texts) > choice.sent
+            if choice.reason or len(choice.texts) > choice.sent
         ]
         waiting = [choice for choice in waiting if choice.reason is None]
         write = partial(_events, group, pieces, end=not waiting)

@@ -199,11 +199,7 @@ class TextEndpoint:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return an HTTP request for tokens, parsed and checked.
-
-        http: for its headers. fields: the decoded body. ready: the engine's sizes. Raises `ApiError` or
-            `UserError` if it could never be served.
-        """
+        """See `Endpoint.parse`."""
         request = self.read(fields, ready)
         heat = request.generation.temperature or 0.0
         if heat > MOST_TEMPERATURE:
@@ -246,10 +242,7 @@ class CompletionEndpoint(TextEndpoint):
     formatter = ResponseFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a parsed request with its fields and the token ids of its prompts, one or several.
-
-        fields: the decoded body, where `prompt` is text or token ids. ready: the engine's sizes.
-        """
+        """See `TextEndpoint.read`: `prompt` is one prompt or several, as text or token ids."""
         request = self.model.begin(fields, ready, self.source)
         given = convert_fields(CompletionFields, fields)
         self.read_fields(request)
@@ -266,11 +259,7 @@ class ChatEndpoint(TextEndpoint):
     formatter = ChatFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a parsed request with its fields, and the prompt that the chat template makes of its
-        messages.
-
-        fields: the decoded body. ready: the engine's sizes.
-        """
+        """See `TextEndpoint.read`: the chat template makes the prompt of `messages`."""
         request = self.model.begin(fields, ready, self.source)
         given = convert_fields(ChatFields, fields)
         request.messages = [

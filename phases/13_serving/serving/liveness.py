@@ -96,7 +96,7 @@ class EngineProcess(EngineClient):
             await asyncio.sleep(pause)
 
     async def stop(self) -> None:
-        """End the engine for good; clients of completions that have not ended get an error."""
+        """See `EngineClient.stop`: the process gets five seconds to end by itself."""
         rounds = 50 if self.state == "ready" else 0
         self._stopping, self.state = True, "stopped"
         self.tell(Stop())

@@ -23,10 +23,8 @@ STATUS = {
     "nan": 500,
     "died": 503,
     "deadline": 504,
-    "slow": 408,
-    "left": 499,
 }
-"""HTTP status and code of each kind of failure of a group of choices."""
+"""HTTP status of each kind of failure of a group of choices whose client is there to read of it."""
 RETRY = {429: [(b"retry-after", b"1")], 503: [(b"retry-after", b"1")]}
 """Headers of statuses that say when a request may be tried again: it was refused for the server's state."""
 MAX_MESSAGE = 1000
