@@ -275,8 +275,7 @@ async def serve(
 
 async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
     """Wait until all completions of a group have ended, and send them as one response."""
-    while group.left and group.failure is None:
-        await group.wait_for_updates()
+    await group.wait_for_updates()  # there is none before the last, or a failure
     if group.failure is not None:
         return
     write = group.request.formatter.body

@@ -145,10 +145,10 @@ class ServedModel:
         self.check_length(max(map(len, given)), ready, param)
         return [self.tokenizer.encode(text, special) for text in given]
 
-    def finish(self, request: ParsedRequest, default_tokens: int | None = None) -> None:
+    def finish(self, request: ParsedRequest, default_tokens: int = MAX_INT) -> None:
         """Set a request's sampling settings, once its prompts are known.
 
-        default_tokens: `max_tokens` where the request does not say; None: as many as there is room for.
+        default_tokens: `max_tokens` where the request does not say, if there is room for so many.
 
         Raises:
             ApiError: it could never be served.
@@ -160,9 +160,7 @@ class ServedModel:
         if "max_tokens" not in given:
             cache = ready.blocks * ready.block_size + 1 if ready.blocks else MAX_INT
             room = max(1, min(ready.max_len, cache) - max(map(len, request.prompts)))
-            given["max_tokens"] = max(
-                room if default_tokens is None else default_tokens, given.get("min_tokens", 0)
-            )
+            given["max_tokens"] = max(min(room, default_tokens), given.get("min_tokens", 0))
         try:
             request.params = SamplingParams(**given)
             for prompt in request.prompts:
@@ -179,13 +177,13 @@ class TextEndpoint:
     model: the served one. handlers: read further fields of its requests.
     kind: the struct of its own fields. formatter: makes its responses.
     prefix: the beginning of the ids of responses.
-    default_tokens: `max_tokens` where a request does not set it; None: as many as there is room for.
+    default_tokens: `max_tokens` where a request does not set it, if there is room for so many.
     """
 
     kind: type[Struct]
     source: str
     prefix: str
-    default_tokens: int | None = None
+    default_tokens = MAX_INT
     formatter: type[ResponseFormatter]
     form = ErrorForm()
     threaded = False

@@ -41,13 +41,13 @@ FAILED = "the step that computed this request failed; the server's log says why"
 def ready(engine: Engine) -> Ready:
     """Return the report of the engine's sizes, with which its process says that it is ready."""
     found = Ready(engine.max_len, engine.config.vocab_size)
-    if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
+    if isinstance(engine.cache, PagedCache):
         found.max_rows = engine.scheduler.rows.count
         found.memory_plan = str(engine.memory_plan)
         found.blocks = engine.cache.allocator.count
         found.block_size = engine.cache.block_size
         found.device = engine.runner.model.device.type
-        found.policy = getattr(engine.scheduler.policy, "__name__", "")
+        found.policy = engine.scheduler.policy.__name__
     return found
 
 
@@ -59,12 +59,10 @@ def ending(
     number: of the completion. reason: "stop", "length", "abort", or "error" with the exception `error`.
     place: index of its last token in the step's report.
     """
-    if reason != "error":
-        return messages.End(number, reason, "", place)
-    for kind, name in ((UserError, "refused"), (NotANumber, "nan")):
-        if isinstance(error, kind):
-            return messages.End(number, name, str(error), place)
-    return messages.End(number, reason, FAILED, place)
+    message = FAILED if reason == "error" else ""
+    if isinstance(error, UserError | NotANumber):
+        reason, message = "refused" if isinstance(error, UserError) else "nan", str(error)
+    return messages.End(number, reason, message, place)
 
 
 class Observer(Protocol):
@@ -194,7 +192,7 @@ class Worker:
     def _stats(self, seconds: float) -> StepStats:
         engine = self.engine
         stats = StepStats(self._steps, len(self.live), step_seconds=seconds)
-        if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
+        if isinstance(engine.cache, PagedCache):
             stats.running = len(engine.scheduler.running)
             stats.preemptions = engine.scheduler.preemptions
             stats.free_blocks = engine.cache.free

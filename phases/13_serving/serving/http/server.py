@@ -25,9 +25,7 @@ TERMINATED = 143
 KEEP_ALIVE_SECONDS = 75
 """That a connection may wait for its next request."""
 CONFIG: dict[str, Any] = {
-    "http": "httptools",
     "ws": "none",
-    "loop": "uvloop",
     "lifespan": "off",
     "server_header": False,
     "log_config": None,
