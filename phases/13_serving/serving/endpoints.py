@@ -130,18 +130,17 @@ class ServedModel:
         Raises:
             ApiError: a prompt has the wrong type or is too long.
         """
-        given = [given] if isinstance(given, str) else given
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
         if not given:
             raise wrong(param, f"the {param} is empty, but must have at least 1 token")
-        kind, most = type(given[0]), self.limits.max_choices
-        most = max(ready.max_len, most) if kind is int else most
-        if len(given) > most:  # it need not be looked through to be refused
-            raise too_many(param, len(given), most, "tokens" if kind is int else "prompts")
-        if {type(item) for item in given} != {kind}:
+        if len(given) > self.limits.max_choices:
+            raise too_many(param, len(given), self.limits.max_choices, "prompts")
+        if len({type(item) for item in given}) > 1:
             words = "is a mixed list, but must hold only texts, only token ids, or only lists"
             raise wrong(param, f"{param} {words}")
-        if kind is not str:
-            return [given] if kind is int else given
+        if not isinstance(given[0], str):
+            return given
         self.check_length(max(map(len, given)), ready, param)
         return [self.tokenizer.encode(text, special) for text in given]
 

@@ -117,8 +117,8 @@ class EngineProcess(EngineClient):
             undo.callback(delete_folder, folder)
             socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
             undo.callback(socket.close)
-            socket.setsockopt(zmq.SNDHWM, 0)  # what may be in flight has limits of its own
-            socket.setsockopt(zmq.LINGER, 0)
+            socket.sndhwm = 0  # what may be in flight has limits of its own
+            socket.linger = 0
             address = f"ipc://{folder}/engine"
             socket.bind(address)
             arguments = (self.make, address, self.observer)
