@@ -53,7 +53,8 @@ def check_json(data: bytes, most_parts: int) -> None:
     if opened <= MAX_DEPTH and opened + data.count(b":") <= most_parts:
         return
     text = np.frombuffer(data.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    inside, parts, depth = np.False_, 0, 0
+    inside = np.False_
+    parts = depth = 0
     for start in range(0, len(text), PIECE):
         piece = text[start : start + PIECE]
         outside = ~(np.bitwise_xor.accumulate(piece == _QUOTE) ^ inside)
