@@ -26,7 +26,7 @@ LARGER = {
 """Packages with more to teach."""
 OVER = {
     "structured": 11_550,
-    "serving": 13_020,
+    "serving": 12_980,
 }
 """Packages that are over their budget still: they may only shrink."""
 WIDTH, WIDE = 95, 0.03

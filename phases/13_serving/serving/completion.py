@@ -22,6 +22,7 @@ from serving.parsed import Delta, ParsedRequest
 LONG_ANSWER = 250
 """Tokens of a prompt and its whole answer above which a thread writes it, so that no stream waits."""
 
+LATE = "the request was not done by its deadline, or within the server's --max-seconds"
 LOOKED_AT = 64
 """Tokens at the end of a prompt in which the text is sought that a completion goes on from."""
 
@@ -180,13 +181,9 @@ class ChoiceGroup:
         self.prompt_tokens = sum(map(len, request.prompts))
         self.first_token: float | None = None
         self._updated = asyncio.Event()
-        self._deadline: asyncio.TimerHandle | None = None
 
-    def submit(self, seconds: float) -> None:
-        """Send all completions to the engine, without their stop strings, which are looked for here.
-
-        seconds: the engine's time limit for them.
-        """
+    def submit(self) -> None:
+        """Send all completions to the engine, without their stop strings, which are looked for here."""
         request = self.request
         params = replace(request.params, stop=()) if request.params.stop else request.params
         for place, prompt in enumerate(request.prompts):
@@ -201,11 +198,6 @@ class ChoiceGroup:
             )
             for choice, number in zip(mine, numbers, strict=True):
                 choice.number = number
-        loop = asyncio.get_running_loop()
-        message = (
-            "the request was not done by its deadline, or within the server's --max-seconds"
-        )
-        self._deadline = loop.call_later(seconds, self.give_up, "deadline", message)
 
     def hear(self, ended: bool) -> None:
         """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
@@ -226,8 +218,6 @@ class ChoiceGroup:
 
     def close(self) -> None:
         """Abort the completions that have not ended; does nothing once all have."""
-        if self._deadline is not None:
-            self._deadline.cancel()
         self.engine.abort(choice.number for choice in self.choices if choice.reason is None)
 
     async def wait_for_updates(self) -> None:
@@ -264,13 +254,16 @@ async def serve(
     leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
     passed = time.perf_counter() - http.started
     try:
-        group.submit(min(request.seconds, limits.max_seconds) - passed)
-        await (_stream(http, group) if group.streamed else _answer(http, group))
-        if group.failure is not None:
-            raise _error(*group.failure, request)
+        async with asyncio.timeout(min(request.seconds, limits.max_seconds) - passed):
+            group.submit()
+            await (_stream(http, group) if group.streamed else _answer(http, group))
+    except TimeoutError:
+        group.give_up("deadline", LATE)
     finally:
         leaving.cancel()
         group.close()
+    if group.failure is not None:
+        raise _error(*group.failure, request)
 
 
 async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
