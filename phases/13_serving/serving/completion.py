@@ -22,9 +22,7 @@ from serving.parsed import Delta, ParsedRequest
 LONG_ANSWER = 250
 """Tokens of a prompt and its whole answer above which a thread writes it, so that no stream waits."""
 
-PAST_DEADLINE = (
-    "the request was not done by its deadline, or within the server's --max-seconds"
-)
+OVERDUE = "the request was not done by its deadline, or within the server's --max-seconds"
 LOOKED_AT = 64
 """Tokens at the end of a prompt in which the text is sought that a completion goes on from."""
 
@@ -260,7 +258,7 @@ async def serve(
             group.submit()
             await (_stream(http, group) if group.streamed else _answer(http, group))
     except TimeoutError:
-        group.give_up("deadline", PAST_DEADLINE)
+        group.give_up("deadline", OVERDUE)
     finally:
         leaving.cancel()
         group.close()
