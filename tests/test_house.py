@@ -25,12 +25,12 @@ LARGER = {
 }
 """Packages with more to teach."""
 OVER = {
-    "serving": 13_790,
+    "serving": 12_980,
 }
 """Packages that are over their budget still: they may only shrink."""
 BENCHES = 104_500
-"""Tokens of all that measures, draws and fills in tables: `benchmarks` and each phase's `bench.py`. The aim is
-85,000, so it may only shrink."""
+"""Tokens of all that measures, draws and fills in tables: `benchmarks` and each phase's `bench.py`. The aim
+is 85,000, so it may only shrink."""
 WIDTH, WIDE = 95, 0.03
 """Columns of a line of code, and the share of a room's lines that may have more."""
 TWICE = set[str]()

@@ -6,7 +6,7 @@ Chat templates are described at https://huggingface.co/docs/transformers/chat_te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import UserError, brief, choice, text
@@ -59,13 +59,16 @@ class ChatTemplate:
             found["names"]
         )  # and so the fields of messages that it can look at
 
-    def conversation(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def conversation(
+        self, messages: Sequence[Message], ignored: set[str] | None = None
+    ) -> list[dict[str, Any]]:
         """Check messages, and return them in the form that templates expect.
 
-        A message keeps the fields of the OpenAI API and those that the template names; `ignored` lists the
-        others. A content that is a list of texts stays a list for a template that reads lists; for other
-        templates the texts are joined by newlines. Only a user must have a content. One that is null or
-        missing becomes None; for an assistant without tool calls it becomes an empty text.
+        A message keeps the fields of the OpenAI API and those that the template names; the names of others
+        that have a value are added to `ignored`. A content that is a list of texts stays a list for a
+        template that reads lists; for other templates the texts are joined by newlines. Only a user must have
+        a content. One that is null or missing becomes None; for an assistant without tool calls it becomes an
+        empty text.
 
         Raises:
             UserError: there is no message, or one is not of this form.
@@ -74,18 +77,11 @@ class ChatTemplate:
             raise UserError(f"messages is a {type(messages).__name__}, but must be a list")
         if not messages:
             raise UserError("messages is empty, but a chat needs at least one message")
+        unread = set[str]() if ignored is None else ignored
         return [
-            self._message(f"messages[{index}]", message)
+            self._message(f"messages[{index}]", message, unread)
             for index, message in enumerate(messages)
         ]
-
-    def ignored(self, messages: Sequence[Message]) -> set[str]:
-        """Return the names of fields that messages use and the template does not read."""
-        contents = (message.get("content") for message in messages)
-        parts = (part for content in contents if isinstance(content, list) for part in content)
-        of_parts = _said(part for part in parts if isinstance(part, Mapping))
-        said = _said(messages) - _FIELDS - self._named - set(_REASONING)
-        return said | (of_parts - {"type", *_TEXTS.values()})
 
     def render(
         self,
@@ -114,7 +110,7 @@ class ChatTemplate:
                 f"the model's chat template does not take these messages ({error})"
             ) from error
 
-    def _message(self, name: str, message: Message) -> dict[str, Any]:
+    def _message(self, name: str, message: Message, ignored: set[str]) -> dict[str, Any]:
         if not isinstance(message, Mapping):
             raise UserError(
                 f"{name} is {brief(message)}, but must be an object with a role and a content"
@@ -134,12 +130,12 @@ class ChatTemplate:
                 )
             if field in _FIELDS or field in self._named:
                 checked.setdefault(field, value)
-        reasoning = next(
-            (message[field] for field in _REASONING if isinstance(message.get(field), str)),
-            None,
-        )
-        if reasoning is not None:  # a template reads it by one name or the other
-            checked |= {field: reasoning for field in _REASONING if field in self._named}
+            elif field not in _REASONING:
+                ignored.add(field)
+        for reasoning in (message.get(field) for field in _REASONING):
+            if isinstance(reasoning, str):  # a template reads it by one name or the other
+                checked |= {field: reasoning for field in _REASONING if field in self._named}
+                break
         calls, said = checked.get("tool_calls"), checked.pop("refusal", None)
         if calls is not None and not isinstance(calls, list):
             raise UserError(f"{name}.tool_calls is {brief(calls)}, but must be a list")
@@ -148,7 +144,8 @@ class ChatTemplate:
             content = text(f"{name}.refusal", said)
         if isinstance(content, list):
             texts = [
-                _part(f"{name}.content[{place}]", part) for place, part in enumerate(content)
+                _part(f"{name}.content[{place}]", part, ignored)
+                for place, part in enumerate(content)
             ]
             parts = [{"type": "text", "text": each} for each in texts]
             checked["content"] = parts if self._takes_parts else "\n".join(texts)
@@ -170,14 +167,9 @@ def count_characters(value: Any) -> int:
     return sum(map(count_characters, value)) if isinstance(value, list) else 0
 
 
-def _said(parts: Iterable[Message]) -> set[str]:
-    """Return the set of fields that at least one of `parts` (messages) has with a value that is not empty."""
-    return {field for part in parts for field, value in part.items() if value not in _NOTHING}
-
-
-def _part(name: str, part: Any) -> str:
+def _part(name: str, part: Any, ignored: set[str]) -> str:
     """Return the text of one part, `{"type": "text", "text": ...}`, of a message's content. Raises
-    `UserError`, naming it `name`, unless it is a text.
+    `UserError`, naming it `name`, unless it is a text. ignored: gets the names of other fields.
     """
     if not isinstance(part, Mapping):
         raise UserError(
@@ -186,5 +178,7 @@ def _part(name: str, part: Any) -> str:
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _TEXTS:
         raise UserError(f"{name}.type is {brief(kind)}, but must be 'text'")
+    others = part.keys() - {"type", *_TEXTS.values()}
+    ignored |= {other for other in others if part[other] not in _NOTHING}
     field = _TEXTS[kind]
     return text(f"{name}.{field}", part.get(field, None))

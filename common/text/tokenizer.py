@@ -99,6 +99,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         add_special_tokens: bool = False,
+        ignored: set[str] | None = None,
         **variables: Any,
     ) -> list[int]:
         """Return the ids of a conversation in the form the model was trained on.
@@ -107,6 +108,7 @@ class Tokenizer:
             messages: dictionaries with `role` and `content`.
             add_generation_prompt: whether to end with the words that open the assistant's turn.
             add_special_tokens: add the token that begins a text, if the template has not.
+            ignored: gets the names of fields of messages that the template does not read.
             variables: passed on to the template, such as `tools` or `enable_thinking=False`.
 
         Raises:
@@ -116,7 +118,7 @@ class Tokenizer:
             self.tool_template if variables.get("tools") else self.chat_template,
             self._guard,
         )
-        conversation = template.conversation(messages)
+        conversation = template.conversation(messages, ignored)
         guarded, variables = guard.hide([conversation, plain := variables])
         text = template.render(
             guarded,

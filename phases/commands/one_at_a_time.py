@@ -21,8 +21,10 @@ from continuous.work import Output
 class OneAtATime:
     """Serves requests one after the other with an engine of phases 01 to 03, which cannot batch new ones.
 
-    It has the methods that the server's worker calls on an engine of phase 04 or later.
+    It has the methods that the server's worker calls on an engine of phase 04 or later, and no blocks.
     """
+
+    cache = None
 
     def __init__(self, engine: Any) -> None:
         self.engine: Streams = engine

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from common.json_text import MAX_DEPTH, decode_written
+from common.json_text import MAX_DEPTH
 from phases.appendix.api.reasoning import ThinkReader
 from phases.appendix.protocols.ollama import capabilities
+from phases.appendix.tools.written import decode_written
 from serving.app import App
 from tests.scripted_server import ALTERNATING, TEMPLATE, THINKING, TOOLS, scripted
 from tests.servers import Client
@@ -540,3 +542,20 @@ async def test_a_refusal_is_short_whatever_is_refused(tmp_path: Path, what: str)
     assert asked.status in (400, 404), asked.status
     data = b"".join(asked.chunks)
     assert len(data) < 800 and b"x" * 101 not in data, data[:500]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": 1e999, "b": [-1e999, NaN]}', '{"a": ' + "9" * 5000 + "}", '{"a": "\\ud800x\\udc00"}',
+     '{"\\ud83d\\ude00": "\\ud83d\\ude00"}', '{"a": "x\ty"}', '{"a": -9223372036854775809}'],
+)  # fmt: skip
+def test_what_a_model_has_written_can_be_written_again(text: str) -> None:
+    found = decode_written(text)
+    assert found is not None
+    assert msgspec.json.decode(msgspec.json.encode(found)) == found
+
+
+@pytest.mark.parametrize("text", ["[]", "7", '{"a', '{"a": 1} x', "null", "{" * 300])
+def test_what_is_no_object_is_none(text: str) -> None:
+    assert decode_written(text) is None
+    assert decode_written("") == {}

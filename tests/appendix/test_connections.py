@@ -165,6 +165,34 @@ def test_a_connection_that_closes_is_not_held_by_a_client_that_does_not_read(
         assert wire.written.startswith(b"HTTP/1.1 400")
 
 
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_who_does_not_read_an_answer_is_dropped(pipelined: bool, reads: bool) -> None:
+    place = Place()
+    connection, wire = place.connect()
+    connection.data_received(GET)
+    connection.pause_writing()
+    if pipelined:
+        answer(connection)
+        connection.data_received(GET)
+    place.clock.wait(LIMITS.slow_seconds / 2)
+    if reads:
+        connection.resume_writing()
+    place.clock.wait(LIMITS.slow_seconds)
+    assert wire.aborted != reads
+
+
+def test_reading_late_does_not_stop_the_clock_of_an_idle_connection() -> None:
+    place = Place()
+    connection, wire = place.connect()
+    connection.data_received(GET)
+    connection.pause_writing()
+    answer(connection)
+    connection.resume_writing()
+    place.clock.wait(KEEP_ALIVE_SECONDS)
+    assert wire.closed
+
+
 @pytest.mark.parametrize(
     "pieces", [[GET + GET], [GET, GET], [GET, GET[:9]], [GET + GET[:9], GET[9:]]]
 )

@@ -329,7 +329,9 @@ def test_reasoning_reaches_the_template_under_its_name(field: str) -> None:
         "cache_control": {"type": "ephemeral"},
         "annotations": [],
     }
-    assert template.ignored([message, {**USER, "content": [part]}]) == {"cache_control"}
+    ignored = set[str]()
+    template.conversation([message, {**USER, "content": [part]}], ignored)
+    assert ignored == {"cache_control"}
 
 
 def test_a_message_may_have_what_the_template_names() -> None:
@@ -341,7 +343,9 @@ def test_a_message_may_have_what_the_template_names() -> None:
         template.render(template.conversation([message]), add_generation_prompt=True)
         == "gladred"
     )
-    assert template.ignored([{**message, "weight": 1, "id": None}]) == {"weight"}
+    ignored = set[str]()
+    template.conversation([{**message, "weight": 1, "id": None}], ignored)
+    assert ignored == {"weight"}
     calls = {"role": "assistant", "content": None, "tool_calls": [{}]}
     assert template.conversation([calls]) == [calls]
 

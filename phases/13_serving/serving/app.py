@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from common.text.tokenizer import LONG, Tokenizer
 from serving.client import EngineClient
 from serving.completion import ChoiceGroup, serve
 from serving.endpoints import ChatEndpoint, CompletionEndpoint, Endpoint, ServedModel
-from serving.http.errors import RETRY_SECONDS, ApiError, ErrorForm, wrong
+from serving.http.errors import ApiError, ErrorForm, wrong
 from serving.http.limits import Limits
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 from serving.messages import Ready
@@ -28,6 +29,8 @@ from serving.parsed import FieldHandler, ParsedRequest
 
 log = logging.getLogger(__name__)
 
+UNREAD = (408, 413, 415)
+"""Statuses of bodies that are not worth reading to their end."""
 Route = Callable[[HttpRequest], Awaitable[None]]
 T = TypeVar("T")
 
@@ -86,7 +89,7 @@ class App:
             try:
                 await self._answer(http)
             except ApiError as error:
-                if not error.close:
+                if error.status not in UNREAD:
                     await http.drain()
                 await http.fail(error)
         except ClientDisconnected:
@@ -139,9 +142,7 @@ class App:
             ApiError: 503; the engine takes none now.
         """
         if self.engine.ready is None or self.state != "ready":
-            engine = f"engine is {self.state}; try again"
-            what = "server is shutting down" if self.draining else engine
-            raise ApiError(503, f"the {what}", retry=RETRY_SECONDS, code=self.state)
+            raise ApiError(503, f"the engine is {self.state}; try again", code=self.state)
         return self.engine.ready
 
     async def _ready(self, http: HttpRequest) -> None:
@@ -217,10 +218,9 @@ class App:
         def make() -> T:
             try:
                 return parse(decode_object(body, self.limits.max_parts), ready)
-            except FieldError as error:
-                raise wrong(error.field, str(error)) from None
             except UserError as error:
-                raise wrong(source, str(error)) from None
+                field = error.field if isinstance(error, FieldError) else source
+                raise wrong(field, str(error)) from None
 
         if len(body) <= LONG and not threaded:
             return make()
@@ -238,5 +238,5 @@ class App:
 
 def listed(names: list[str]) -> bytes:
     """Return the value of a header: these names with commas between them, as many as fit."""
-    text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
-    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)
+    text = ", ".join(name[:100] for name in names[:16])
+    return re.sub("[^ -~]", "?", text).encode()

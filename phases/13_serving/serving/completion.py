@@ -8,13 +8,13 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from itertools import starmap
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from common.events import FinishReason, Logprob
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.http.errors import RETRY_SECONDS, STATUS, ApiError, too_many
+from serving.http.errors import STATUS, ApiError, too_many
 from serving.http.limits import Limits
 from serving.http.request import ClientDisconnected, HttpRequest
 from serving.parsed import Delta, ParsedRequest
@@ -22,9 +22,9 @@ from serving.parsed import Delta, ParsedRequest
 LONG_ANSWER = 250
 """Tokens of a prompt and its whole answer above which a thread writes it, so that no stream waits."""
 
-Failure = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
-"""Why a request ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it
-took too long, its reader took too long, its reader left."""
+OVERDUE = "the request was not done by its deadline, or within the server's --max-seconds"
+LOOKED_AT = 64
+"""Tokens at the end of a prompt in which the text is sought that a completion goes on from."""
 
 
 class Piece(NamedTuple):
@@ -38,8 +38,7 @@ class Piece(NamedTuple):
 class Choice:
     """One of a request's completions: a `Sink` that makes text of tokens and looks for stop strings.
 
-    group: all completions of the request. index: among them. last_tokens: the end of the prompt, which the
-        text goes on from. number: the engine's, -1 before it has one.
+    group: all completions of the request. index: among them. number: the engine's, -1 before it has one.
     tokens, texts: each token id, and what it adds to the text; perhaps one more text at the end.
     times, logprobs: when each token came, and log-probabilities of each if they were asked for.
     notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
@@ -51,7 +50,6 @@ class Choice:
         self,
         group: ChoiceGroup,
         index: int,
-        last_tokens: list[int],
         request: ParsedRequest,
         tokenizer: Tokenizer,
     ) -> None:
@@ -66,10 +64,11 @@ class Choice:
         self.notes: dict[str, list[Any]] = defaultdict(list)
         self.sent = 0
         self.reason: str | None = None
-        self.reasoning = None if request.reasoning is None else request.reasoning()
-        self.calls = None if request.calls is None else request.calls()
-        answer = None if self.reasoning is None else self.reasoning.read
-        self.stream = TextStream(tokenizer, request.params, last_tokens, request.shown, answer)
+        self.reasoning = request.reasoning and request.reasoning()
+        self.calls = request.calls and request.calls()
+        answer = self.reasoning.read if self.reasoning else None
+        last = self.prompt[-LOOKED_AT:]
+        self.stream = TextStream(tokenizer, request.params, last, request.shown, answer)
         self.begins = self.stream.begins
 
     @property
@@ -124,8 +123,8 @@ class Choice:
         reason: "stop", "length", "abort", or of failures "refused", "error", "nan", "died". message: a
             sentence.
         """
-        if reason in ("refused", "error", "nan", "died"):
-            self.group.give_up(reason, message)  # type: ignore[arg-type]
+        if reason in STATUS:
+            self.group.give_up(reason, message)
             return
         self.texts.append(self.stream.advance(None, "length")[1])
         self.reason = "length" if reason == "abort" else reason
@@ -156,8 +155,9 @@ class ChoiceGroup:
     """The completions (`choices`) of one HTTP request.
 
     most_unsent: unsent texts of a stream after which its reader counts as too slow.
-    failure: why they cannot be completed, and a sentence about it; None until then.
-    first_token: when one of them got its first token.
+    failure: why they cannot be completed (a key of `STATUS`, "slow" or "left"), and a sentence about it; None
+        until then.
+    first_token: when one of them got its first token. prompt_tokens: of all prompts.
     """
 
     def __init__(
@@ -172,22 +172,18 @@ class ChoiceGroup:
         self.streamed = bool(request.generation.stream)
         self.most_unsent = most_unsent
         self.arrived = time.perf_counter()
-        self.failure: tuple[Failure, str] | None = None
-        n = request.params.n
+        self.failure: tuple[str, str] | None = None
         self.choices = [
-            Choice(self, index, request.last_tokens[index // n], request, tokenizer)
-            for index in range(len(request.prompts) * n)
+            Choice(self, index, request, tokenizer)
+            for index in range(len(request.prompts) * request.params.n)
         ]
         self.left = len(self.choices)
+        self.prompt_tokens = sum(map(len, request.prompts))
         self.first_token: float | None = None
         self._updated = asyncio.Event()
-        self._deadline: asyncio.TimerHandle | None = None
 
-    def submit(self, seconds: float) -> None:
-        """Send all completions to the engine, without their stop strings, which are looked for here.
-
-        seconds: the engine's time limit for them.
-        """
+    def submit(self) -> None:
+        """Send all completions to the engine, without their stop strings, which are looked for here."""
         request = self.request
         params = replace(request.params, stop=()) if request.params.stop else request.params
         for place, prompt in enumerate(request.prompts):
@@ -202,11 +198,6 @@ class ChoiceGroup:
             )
             for choice, number in zip(mine, numbers, strict=True):
                 choice.number = number
-        loop = asyncio.get_running_loop()
-        message = (
-            "the request was not done by its deadline, or within the server's --max-seconds"
-        )
-        self._deadline = loop.call_later(seconds, self.give_up, "deadline", message)
 
     def hear(self, ended: bool) -> None:
         """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
@@ -216,7 +207,7 @@ class ChoiceGroup:
         if self.streamed or self.left == 0:
             self._updated.set()
 
-    def give_up(self, failure: Failure, message: str) -> None:
+    def give_up(self, failure: str, message: str) -> None:
         """Abort the completions that have not ended, and set `self.failure` to the kind of failure and the
         message, a sentence. The engine frees them at its next step.
         """
@@ -227,8 +218,6 @@ class ChoiceGroup:
 
     def close(self) -> None:
         """Abort the completions that have not ended; does nothing once all have."""
-        if self._deadline is not None:
-            self._deadline.cancel()
         self.engine.abort(choice.number for choice in self.choices if choice.reason is None)
 
     async def wait_for_updates(self) -> None:
@@ -237,18 +226,11 @@ class ChoiceGroup:
         self._updated.clear()
 
     @property
-    def prompt_tokens(self) -> int:
-        """Return the number of tokens of all prompts."""
-        return sum(map(len, self.request.prompts))
-
-    @property
     def output_tokens(self) -> int:
         """Return the number of tokens generated so far, without those that no client sees."""
-        return (
-            0
-            if self.request.prompt_only
-            else sum(len(choice.tokens) for choice in self.choices)
-        )
+        if self.request.prompt_only:
+            return 0
+        return sum(len(choice.tokens) for choice in self.choices)
 
 
 # The life of a request.
@@ -272,19 +254,21 @@ async def serve(
     leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
     passed = time.perf_counter() - http.started
     try:
-        group.submit(min(request.seconds, limits.max_seconds) - passed)
-        await (_stream(http, group) if group.streamed else _answer(http, group))
-        if group.failure is not None:
-            raise _error(*group.failure, request)
+        async with asyncio.timeout(min(request.seconds, limits.max_seconds) - passed):
+            group.submit()
+            await (_stream(http, group) if group.streamed else _answer(http, group))
+    except TimeoutError:
+        group.give_up("deadline", OVERDUE)
     finally:
         leaving.cancel()
         group.close()
+    if group.failure is not None:
+        raise _error(*group.failure, request)
 
 
 async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
     """Wait until all completions of a group have ended, and send them as one response."""
-    while group.left and group.failure is None:
-        await group.wait_for_updates()
+    await group.wait_for_updates()  # there is none before the last, or a failure
     if group.failure is not None:
         return
     write = group.request.formatter.body
@@ -307,7 +291,7 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
         pieces = [
             (choice, choice.take(), choice.reason is not None)
             for choice in waiting
-            if choice.reason is not None or len(choice.texts) > choice.sent
+            if choice.reason or len(choice.texts) > choice.sent
         ]
         waiting = [choice for choice in waiting if choice.reason is None]
         write = partial(_events, group, pieces, end=not waiting)
@@ -334,24 +318,21 @@ def _events(
 def _error(kind: str, message: str, request: ParsedRequest) -> ApiError | ClientDisconnected:
     """Return the error that a failed group ends with.
 
-    kind: why it failed, a `Failure`; "left" gives `ClientDisconnected`. message: a sentence about it.
+    kind: why it failed; "left" gives `ClientDisconnected`. message: a sentence about it.
     """
     if kind in ("left", "slow"):
         return ClientDisconnected()
     if kind == "refused":
         return request.refusal(message)
-    retry = RETRY_SECONDS if kind == "died" else None
-    return ApiError(STATUS[kind], message, retry=retry, code=kind)
+    return ApiError(STATUS[kind], message, code=kind)
 
 
 def check_admission(request: ParsedRequest, limits: Limits, in_flight: int) -> None:
     """Raise `ApiError` if `in_flight` completions and those of this request are more than `limits` allow."""
-    ready, more = request.ready, len(request.prompts) * request.params.n
-    if more > limits.max_choices:
-        raise too_many("n", more, limits.max_choices, "completions in all")
-    most = min(limits.max_requests, ready.max_rows + limits.max_queue)
-    if more > most:  # it would be told to try again for ever
-        raise too_many("n", more, most, "completions")
+    more = len(request.prompts) * request.params.n
+    most = min(limits.max_requests, request.ready.max_rows + limits.max_queue)
+    if more > min(most, limits.max_choices):  # it would be told to try again for ever
+        raise too_many("n", more, min(most, limits.max_choices), "completions in all")
     if in_flight + more > most:
         words = f"{in_flight} completions are in flight, and the server takes at most {most}"
-        raise ApiError(429, words, retry=RETRY_SECONDS, code="queue_full")
+        raise ApiError(429, words, code="queue_full")

@@ -13,7 +13,6 @@ from common.json_text import convert_fields
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
 from common.text.chat_template import count_characters
-from common.text.detokenizer import last_visible
 from common.text.tokenizer import Tokenizer
 from common.text.turns import join_turns
 from serving.formatter import ChatFormatter, ResponseFormatter
@@ -34,7 +33,14 @@ COPIED = [
 """Fields that are settings of the sampler."""
 MOST_TEMPERATURE = 2.0
 """Of OpenAI's routes; an engine takes more."""
-RESERVED = {"messages", "add_generation_prompt", "add_special_tokens", "tools", "self"}
+RESERVED = {
+    "messages",
+    "add_generation_prompt",
+    "add_special_tokens",
+    "ignored",
+    "tools",
+    "self",
+}
 """Variables of a template that are not a client's."""
 
 
@@ -95,17 +101,12 @@ class ServedModel:
         self.check(generation.model)
         if generation.stream_options is not None and not generation.stream:
             raise wrong("stream_options", "stream_options needs stream to be true")
-        bounds = {
-            "stop": (self.limits.max_stops, "strings"),
-            "logit_bias": (self.limits.max_bias, "entries"),
-        }
-        sampling = {name: getattr(generation, name) for name in COPIED}
-        for name, (most, what) in bounds.items():
-            value = sampling[name]
-            if isinstance(value, list | dict) and len(value) > most:
-                raise too_many(name, len(value), most, what)
-        said = {name: value for name, value in sampling.items() if value is not None}
-        return ParsedRequest(generation, fields, said, ready, source)
+        sampling = dict[str, Any]()
+        for name in COPIED:
+            value = getattr(generation, name)
+            if value is not None:
+                sampling[name] = value
+        return ParsedRequest(generation, fields, sampling, ready, source)
 
     def check_length(self, characters: int, ready: Ready, param: str) -> None:
         """Raise `ApiError` if a text of so many characters is too long whatever its tokens are.
@@ -129,25 +130,24 @@ class ServedModel:
         Raises:
             ApiError: a prompt has the wrong type or is too long.
         """
-        given = [given] if isinstance(given, str) else given
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
         if not given:
             raise wrong(param, f"the {param} is empty, but must have at least 1 token")
-        kind, most = type(given[0]), self.limits.max_prompts
-        most = max(ready.max_len, most) if kind is int else most
-        if len(given) > most:  # it need not be looked through to be refused
-            raise too_many(param, len(given), most, "tokens" if kind is int else "prompts")
-        if {type(item) for item in given} != {kind}:
+        if len(given) > self.limits.max_choices:
+            raise too_many(param, len(given), self.limits.max_choices, "prompts")
+        if len({type(item) for item in given}) > 1:
             words = "is a mixed list, but must hold only texts, only token ids, or only lists"
             raise wrong(param, f"{param} {words}")
-        if kind is not str:
-            return [given] if kind is int else given
+        if not isinstance(given[0], str):
+            return given
         self.check_length(max(map(len, given)), ready, param)
         return [self.tokenizer.encode(text, special) for text in given]
 
-    def finish(self, request: ParsedRequest, default_tokens: int | None = None) -> None:
+    def finish(self, request: ParsedRequest, default_tokens: int = MAX_INT) -> None:
         """Set a request's sampling settings, once its prompts are known.
 
-        default_tokens: `max_tokens` where the request does not say; None: as many as there is room for.
+        default_tokens: `max_tokens` where the request does not say, if there is room for so many.
 
         Raises:
             ApiError: it could never be served.
@@ -159,9 +159,7 @@ class ServedModel:
         if "max_tokens" not in given:
             cache = ready.blocks * ready.block_size + 1 if ready.blocks else MAX_INT
             room = max(1, min(ready.max_len, cache) - max(map(len, request.prompts)))
-            given["max_tokens"] = max(
-                room if default_tokens is None else default_tokens, given.get("min_tokens", 0)
-            )
+            given["max_tokens"] = max(min(room, default_tokens), given.get("min_tokens", 0))
         try:
             request.params = SamplingParams(**given)
             for prompt in request.prompts:
@@ -170,18 +168,6 @@ class ServedModel:
                 )
         except UserError as error:
             raise request.refusal(str(error)) from None
-        known, skipped = self.tokenizer.token_bytes, self.tokenizer.special_ids - request.shown
-        request.last_tokens = [
-            last_visible(prompt, known, skipped) for prompt in request.prompts
-        ]
-
-
-def check_temperature(request: ParsedRequest) -> None:
-    """Raise `ApiError` for a temperature above the limit of OpenAI's routes."""
-    heat = request.generation.temperature
-    if heat is not None and heat > MOST_TEMPERATURE:
-        limit = f"between 0 and {MOST_TEMPERATURE:g}"
-        raise wrong("temperature", f"temperature is {heat}, but must be {limit}")
 
 
 class TextEndpoint:
@@ -190,13 +176,13 @@ class TextEndpoint:
     model: the served one. handlers: read further fields of its requests.
     kind: the struct of its own fields. formatter: makes its responses.
     prefix: the beginning of the ids of responses.
-    default_tokens: `max_tokens` where a request does not set it; None: as many as there is room for.
+    default_tokens: `max_tokens` where a request does not set it, if there is room for so many.
     """
 
     kind: type[Struct]
     source: str
     prefix: str
-    default_tokens: int | None = None
+    default_tokens = MAX_INT
     formatter: type[ResponseFormatter]
     form = ErrorForm()
     threaded = False
@@ -210,13 +196,12 @@ class TextEndpoint:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return an HTTP request for tokens, parsed and checked.
-
-        http: for its headers. fields: the decoded body. ready: the engine's sizes. Raises `ApiError` or
-            `UserError` if it could never be served.
-        """
+        """See `Endpoint.parse`."""
         request = self.read(fields, ready)
-        check_temperature(request)
+        heat = request.generation.temperature or 0.0
+        if heat > MOST_TEMPERATURE:
+            limit = f"between 0 and {MOST_TEMPERATURE:g}"
+            raise wrong("temperature", f"temperature is {heat}, but must be {limit}")
         self.model.finish(request, self.default_tokens)
         request.formatter = self.formatter(
             f"{self.prefix}-{http.short_id}", self.model.name, request
@@ -254,10 +239,7 @@ class CompletionEndpoint(TextEndpoint):
     formatter = ResponseFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a parsed request with its fields and the token ids of its prompts, one or several.
-
-        fields: the decoded body, where `prompt` is text or token ids. ready: the engine's sizes.
-        """
+        """See `TextEndpoint.read`: `prompt` is one prompt or several, as text or token ids."""
         request = self.model.begin(fields, ready, self.source)
         given = convert_fields(CompletionFields, fields)
         self.read_fields(request)
@@ -274,11 +256,7 @@ class ChatEndpoint(TextEndpoint):
     formatter = ChatFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a parsed request with its fields, and the prompt that the chat template makes of its
-        messages.
-
-        fields: the decoded body. ready: the engine's sizes.
-        """
+        """See `TextEndpoint.read`: the chat template makes the prompt of `messages`."""
         request = self.model.begin(fields, ready, self.source)
         given = convert_fields(ChatFields, fields)
         request.messages = [
@@ -306,17 +284,13 @@ class ChatEndpoint(TextEndpoint):
         Messages of one role are joined if the template does not take them in a row.
         """
         tokenizer, messages = self.model.tokenizer, request.messages
+        ignored = set[str]()
         try:
-            ids = tokenizer.chat(messages, **request.variables)
+            ids = tokenizer.chat(messages, ignored=ignored, **request.variables)
         except UserError:
             joined = join_turns(messages)
             if joined == messages:
                 raise
             ids = tokenizer.chat(joined, **request.variables)
         request.prompts = [ids]
-        template = (
-            tokenizer.tool_template
-            if request.variables.get("tools")
-            else tokenizer.chat_template
-        )
-        request.ignored += [f"messages.{name}" for name in sorted(template.ignored(messages))]
+        request.ignored += [f"messages.{name}" for name in sorted(ignored)]

@@ -41,7 +41,7 @@ class ResponseFormatter:
     """Formats the response to one request of `/v1/completions`, streamed or whole.
 
     id: of the response. model: its name. request: what is answered.
-    usage, continuous: whether the last chunk, or each, has the counts of tokens.
+    usage: whether the last chunk has the counts of tokens.
     """
 
     object = chunk_object = "text_completion"
@@ -51,7 +51,6 @@ class ResponseFormatter:
         self.request = request
         options = request.generation.stream_options
         self.usage = bool(options and options.include_usage)
-        self.continuous = bool(options and options.continuous_usage_stats)
         created = int(time.time())
         self._head = {
             "id": id,
@@ -60,6 +59,8 @@ class ResponseFormatter:
             "model": model,
         }
         self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
+        # OpenAI's other chunks say null
+        self._after = b'],"usage":null}\n\n' if self.usage else b"]}\n\n"
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """Return the server-sent events of `piece`, the next text of the completion `choice`.
@@ -101,12 +102,8 @@ class ResponseFormatter:
         """
         if not self.usage:
             return DONE
-        return (
-            b"data: "
-            + encode_json(self._head | {"choices": [], "usage": usage(group)})
-            + b"\n\n"
-            + DONE
-        )
+        last = encode_json(self._head | {"choices": [], "usage": usage(group)})
+        return b"data: " + last + b"\n\n" + DONE
 
     def event(
         self, choice: Choice, fields: dict[str, Any], reason: str | None = None
@@ -115,15 +112,7 @@ class ResponseFormatter:
         None: it has not.
         """
         fields_json = encode_json({"index": choice.index, **fields, "finish_reason": reason})
-        parts = [self._before, fields_json, b"]"]
-        if self.continuous:
-            parts += [b',"usage":', encode_json(usage(choice.group))]
-        elif self.usage:
-            parts.append(
-                b',"usage":null'
-            )  # it is in the last chunk, and OpenAI's others say so
-        parts.append(b"}\n\n")
-        return b"".join(parts)
+        return self._before + fields_json + self._after
 
 
 class ChatFormatter(ResponseFormatter):

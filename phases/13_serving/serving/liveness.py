@@ -79,32 +79,24 @@ class EngineProcess(EngineClient):
         pause = 0.0
         while not self._stopping:
             started = time.monotonic()
-            failure: Exception | None = None
             try:
                 failure = await self._live()
-            except (
-                OSError,
-                zmq.ZMQError,
-            ) as error:  # no folder, no socket, no process: not at this moment
+            except (OSError, zmq.ZMQError) as error:  # no folder, no socket, no process
                 failure = StartupError(f"the engine process cannot be started: {error}")
             finally:
                 self._lose()
             if self._stopping:
                 return
             if self.ready is None:
-                raise failure or StartupError("the engine process ended while it started")
+                raise failure
             self.restarts += 1
-            pause = (
-                min(2 * pause or 0.5, LONGEST_PAUSE)
-                if time.monotonic() - started < QUICK
-                else 0.0
-            )
-            reason = f" ({failure})" if failure is not None else ""
-            log.error("the engine has ended%s; the next one starts in %.1f s", reason, pause)
+            quick = time.monotonic() - started < QUICK
+            pause = min(2 * pause or 0.5, LONGEST_PAUSE) if quick else 0.0
+            log.error("%s; the next engine starts in %.1f s", failure, pause)
             await asyncio.sleep(pause)
 
     async def stop(self) -> None:
-        """End the engine for good; clients of completions that have not ended get an error."""
+        """See `EngineClient.stop`: the process gets five seconds to end by itself."""
         rounds = 50 if self.state == "ready" else 0
         self._stopping, self.state = True, "stopped"
         self.tell(Stop())
@@ -114,8 +106,8 @@ class EngineProcess(EngineClient):
         if self.process is not None:
             self.process.kill()  # `_live` sees it and tidies up
 
-    async def _live(self) -> Exception | None:
-        """Run one engine process from its start to its end; return why it ended, None if `stop` ended it.
+    async def _live(self) -> Exception:
+        """Run one engine process from its start to its end; return why it ended.
 
         Raises:
             OSError, zmq.ZMQError: the process or its socket cannot be made.
@@ -125,8 +117,8 @@ class EngineProcess(EngineClient):
             undo.callback(delete_folder, folder)
             socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
             undo.callback(socket.close)
-            socket.setsockopt(zmq.SNDHWM, 0)  # what may be in flight has limits of its own
-            socket.setsockopt(zmq.LINGER, 0)
+            socket.sndhwm = 0  # what may be in flight has limits of its own
+            socket.linger = 0
             address = f"ipc://{folder}/engine"
             socket.bind(address)
             arguments = (self.make, address, self.observer)
@@ -143,11 +135,13 @@ class EngineProcess(EngineClient):
                 await asyncio.wait({reading}, timeout=0.05)
                 silence = time.monotonic() - self._heard
                 if self.state == "ready" and self._sinks and silence > self.silence:
-                    log.error(
-                        "the engine has said nothing for %.0f s, so it is ended", self.silence
+                    words = (
+                        f"the engine has said nothing for {self.silence:.0f} s, and is ended"
                     )
-                    return None
-            return reading.result() if reading.done() else None
+                    return StartupError(words)
+            return (
+                reading.result() if reading.done() else StartupError("its process has ended")
+            )
 
     async def _read(self, socket: zmq.asyncio.Socket) -> Exception:
         """Give the tokens in the engine process's messages from `socket` to their sinks, until the engine
@@ -163,8 +157,11 @@ class EngineProcess(EngineClient):
                 case StepReport():
                     self._route_tokens(message)
                 case Ready():
+                    first = self.ready is None
                     self.ready, self.stats = message, StepStats(free_blocks=message.blocks)
                     self.state = "stopped" if self._stopping else "ready"
+                    if first:
+                        self.on_ready()
                 case Failed():
                     return (UserError if message.wrong_input else StartupError)(message.reason)
 

@@ -91,7 +91,7 @@ class ParsedRequest:
     and `variables` are what the chat template sees, `on_prompt` is called once the prompts are token ids.
 
     fields, generation: all fields as the client has sent them, and those that every request may have.
-    prompts, last_tokens: token ids of each prompt, and the last visible ones of each.
+    prompts: token ids of each.
     ready: the engine's sizes. source: the name of the field with the prompt.
     priority, salt: place in the waiting line; only requests of one salt share cached prefixes.
     seconds: time limit of the whole request.
@@ -115,7 +115,6 @@ class ParsedRequest:
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
-    last_tokens: list[list[int]] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
     salt: str = ""
@@ -145,13 +144,10 @@ class ParsedRequest:
         name = self.names.get(setting, setting)
         if message.startswith(setting + " "):
             message = name + message[len(setting) :]
-        if name in self.fields:
-            return wrong(name, message)
-        if "the prompt " not in message:
-            return wrong(None, message)
-        error = wrong(self.source, message)
-        error.code = "context_length_exceeded" if "must have at most" in message else None
-        return error
+        if name in self.fields or "the prompt " not in message:
+            return wrong(name if name in self.fields else None, message)
+        code = "context_length_exceeded" if "must have at most" in message else None
+        return ApiError(400, message, param=self.source, code=code)
 
 
 class FieldHandler(Protocol):

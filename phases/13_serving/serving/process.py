@@ -21,7 +21,7 @@ from serving.messages import Command, Failed, Report, commands, encode
 
 
 class Pipe:
-    """The engine process's connection to the API process, over ZeroMQ; implements `Channel`.
+    """The engine process's connection to the API process, over ZeroMQ.
 
     address: where the API process listens.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import NotANumber, UserError
 from common.request import Request
@@ -28,6 +28,9 @@ from serving.messages import (
     Stop,
 )
 
+if TYPE_CHECKING:
+    from serving.process import Pipe
+
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
@@ -38,13 +41,13 @@ FAILED = "the step that computed this request failed; the server's log says why"
 def ready(engine: Engine) -> Ready:
     """Return the report of the engine's sizes, with which its process says that it is ready."""
     found = Ready(engine.max_len, engine.config.vocab_size)
-    if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
+    if isinstance(engine.cache, PagedCache):
         found.max_rows = engine.scheduler.rows.count
         found.memory_plan = str(engine.memory_plan)
         found.blocks = engine.cache.allocator.count
         found.block_size = engine.cache.block_size
         found.device = engine.runner.model.device.type
-        found.policy = getattr(engine.scheduler.policy, "__name__", "")
+        found.policy = engine.scheduler.policy.__name__
     return found
 
 
@@ -56,24 +59,10 @@ def ending(
     number: of the completion. reason: "stop", "length", "abort", or "error" with the exception `error`.
     place: index of its last token in the step's report.
     """
-    if reason != "error":
-        return messages.End(number, reason, "", place)
-    for kind, name in ((UserError, "refused"), (NotANumber, "nan")):
-        if isinstance(error, kind):
-            return messages.End(number, name, str(error), place)
-    return messages.End(number, reason, FAILED, place)
-
-
-class Channel(Protocol):
-    """Interface of the engine process's connection to the API process: it receives commands and sends
-    reports.
-    """
-
-    def receive(self, seconds: float) -> list[Command]:
-        """Return all commands that have come; wait for the first at most `seconds`."""
-
-    def send(self, report: messages.Report) -> None:
-        """Send a report to the API process."""
+    message = FAILED if reason == "error" else ""
+    if isinstance(error, UserError | NotANumber):
+        reason, message = "refused" if isinstance(error, UserError) else "nan", str(error)
+    return messages.End(number, reason, message, place)
 
 
 class Observer(Protocol):
@@ -108,7 +97,7 @@ class Worker:
     """
 
     def __init__(
-        self, engine: Engine, channel: Channel, observer: Observer | None = None
+        self, engine: Engine, channel: Pipe, observer: Observer | None = None
     ) -> None:
         self.engine = engine
         self.channel = channel
@@ -203,7 +192,7 @@ class Worker:
     def _stats(self, seconds: float) -> StepStats:
         engine = self.engine
         stats = StepStats(self._steps, len(self.live), step_seconds=seconds)
-        if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
+        if isinstance(engine.cache, PagedCache):
             stats.running = len(engine.scheduler.running)
             stats.preemptions = engine.scheduler.preemptions
             stats.free_blocks = engine.cache.free

@@ -231,9 +231,9 @@ class RelayedAnswer:
             self.foreign
         ):  # 404: there is no application any more; 503: too many requests wait in the proxy
             return ApiError(
-                503, "no replica takes requests now; try again", retry=1, code="unavailable"
+                503, "no replica takes requests now; try again", code="unavailable"
             )
-        return ApiError(503, LOST, retry=1, code="died")
+        return ApiError(503, LOST, code="died")
 
 
 def middlewares() -> list[Any]:

@@ -1,9 +1,9 @@
 """A connection of the server: uvicorn's protocol with one clock, one request at a time, and a bound on bytes.
 
 A connection waits for a request, receives one, owes an answer, or closes, when its client has to read what is
-left. One clock runs in all states but the third, and no byte that arrives moves it. What arrives while an
-answer is owed is kept aside unread, up to the limit of a request's headers: so reading goes on, and a client
-that leaves is noticed.
+left. One clock runs in all states, in the third only while the client does not read, and no byte that arrives
+moves it. What arrives while an answer is owed is kept aside unread, up to the limit of a request's headers:
+so reading goes on, and a client that leaves is noticed.
 """
 
 from __future__ import annotations
@@ -95,12 +95,9 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """Begin a request: count its bytes from 0, start its clock, and give the application a way to
-        abort.
-        """
+        """Begin a request: count its bytes from 0, and start its clock."""
         super().on_message_begin()
         self._bytes = 0
-        self.scope["state"]["abort"] = self.transport.abort
         if not self.owed:
             self._expect(self.limits.body_seconds, TIMED_OUT)
 
@@ -117,6 +114,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Add the request to `owed`, and stop the clock: the application has its own for the body."""
         self._stop_clock()
+        if self.flow.write_paused:  # it has not read the answer before this one
+            self._set_deadline()
         super().on_headers_complete()
         self.owed.append(self.cycle)
         self.flow.resume_reading()  # uvicorn stops at a pipelined request, and would not see a client leave
@@ -136,6 +135,17 @@ class Connection(HttpToolsProtocol):
         later, self._later = self._later, b""
         if later:
             self.data_received(later)
+
+    def pause_writing(self) -> None:
+        """Start the clock of a client that does not read what is written: `limits.slow_seconds`."""
+        super().pause_writing()
+        self._set_deadline()
+
+    def resume_writing(self) -> None:
+        """Stop the clock of a slow reader, which has caught up; one that is to close is still timed."""
+        super().resume_writing()
+        if self.owed and not self.transport.is_closing():
+            self._stop_clock()
 
     def send_400_response(self, msg: str) -> None:
         """Send a 400 response to bytes that are no HTTP, and close; only close if a response has begun.
@@ -170,9 +180,7 @@ class Connection(HttpToolsProtocol):
             self._set_deadline()
 
     def _set_deadline(self) -> None:
-        """Abort the closing connection in `limits.slow_seconds` if the client has not read the rest by
-        then.
-        """
+        """Abort the connection in `limits.slow_seconds` if the client has not read the rest by then."""
         self._stop_clock()
         self._clock = self.loop.call_later(self.limits.slow_seconds, self.transport.abort)
 

@@ -77,7 +77,7 @@ class Live:
             await http.answer(200, b"", EVENTS)
             return
         if self.watchers >= MOST_WATCHERS:
-            raise ApiError(429, f"{self.watchers} clients watch, and no more may", retry=10)
+            raise ApiError(429, f"{self.watchers} clients watch, and no more may")
         if not self.watchers:
             self._steps.clear()
             self.app.engine.on_step.append(self.stepped)

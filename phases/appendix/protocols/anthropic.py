@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from common.json_text import convert_fields, decode_written
+from common.json_text import convert_fields
 from phases.appendix.protocols.translation import NAMED_EVENT, Events, Translation, call_of
 from phases.appendix.tools.described import text_of
+from phases.appendix.tools.written import decode_written
 from serving.app import App
 from serving.completion import Choice
 from serving.endpoints import ServedModel

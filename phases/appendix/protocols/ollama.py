@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from common.json_text import convert_fields, decode_written
+from common.json_text import convert_fields
 from phases.appendix.api.reasoning import reasons
 from phases.appendix.protocols.translation import Events, Translation
+from phases.appendix.tools.written import decode_written
 from serving.app import App
 from serving.completion import Choice
 from serving.endpoints import COPIED, ChatEndpoint, ServedModel

@@ -6,10 +6,10 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from threading import Lock
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from phases.appendix.protocols.translation import (
     NAMED_EVENT,
@@ -20,7 +20,7 @@ from phases.appendix.protocols.translation import (
 )
 from phases.appendix.tools.described import text_of
 from serving.completion import Choice
-from serving.endpoints import ChatEndpoint, check_temperature
+from serving.endpoints import MOST_TEMPERATURE, ChatEndpoint
 from serving.http.errors import ApiError, ErrorForm, too_many, wrong
 from serving.http.request import HttpRequest, encode_json
 from serving.parsed import ParsedRequest
@@ -50,6 +50,7 @@ class ResponsesFields(Struct, kw_only=True):
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MOST_TEMPERATURE)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -190,7 +191,6 @@ class Responses(Translation):
         request: the chat. given: the route's fields.
         """
         kept = None if given.store is False else self.kept
-        check_temperature(request)
         replica = http.scope.get("replica", b"here").decode()
         client = (
             http.headers.get(b"authorization")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import Any, Literal
 
-from common.json_text import decode_written
 from phases.appendix.tools.formats import OPENING, CallFormat
+from phases.appendix.tools.written import decode_written
 from serving.parsed import Delta
 
 

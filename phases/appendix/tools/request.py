@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Struct
 
 from common.errors import UserError
-from common.json_text import decode_written
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.grammars import loosen, schema_of
@@ -20,6 +19,7 @@ from phases.appendix.guidance.exact import exact
 from phases.appendix.tools.described import WARNING, described
 from phases.appendix.tools.formats import CallFormat, Schema, format_of
 from phases.appendix.tools.reader import CallReader
+from phases.appendix.tools.written import decode_written
 from serving.http.errors import too_many, wrong
 from serving.http.limits import Limits
 from serving.parsed import ParsedRequest

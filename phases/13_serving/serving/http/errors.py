@@ -23,12 +23,10 @@ STATUS = {
     "nan": 500,
     "died": 503,
     "deadline": 504,
-    "slow": 408,
-    "left": 499,
 }
-"""HTTP status and code of each kind of failure of a group of choices."""
-RETRY_SECONDS = 1
-"""After which a request may be tried again that was refused for the state of the server."""
+"""HTTP status of each kind of failure of a group of choices whose client is there to read of it."""
+RETRY = {429: [(b"retry-after", b"1")], 503: [(b"retry-after", b"1")]}
+"""Headers of statuses that say when a request may be tried again: it was refused for the server's state."""
 MAX_MESSAGE = 1000
 """Characters of an error's message: values are shortened where they are shown, and this bounds the rest."""
 
@@ -39,8 +37,6 @@ class ApiError(Exception):
     status: of HTTP. message: a sentence for people; a very long one is cut.
     param: the name of the request's field that is wrong; None: no field is.
     code: an identifier of the error for programs.
-    retry: seconds after which the request may be sent again; None: the response does not say.
-    close: the connection is closed after the response.
     """
 
     def __init__(
@@ -50,21 +46,11 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        retry: int | None = None,
-        close: bool = False,
     ) -> None:
         super().__init__(message[:MAX_MESSAGE])
         self.status = status
         self.param = param
         self.code = code
-        self.retry = retry
-        self.close = close
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the HTTP headers of the error: `retry-after` and `connection: close`, where they apply."""
-        retry = [] if self.retry is None else [(b"retry-after", b"%d" % self.retry)]
-        return retry + ([(b"connection", b"close")] if self.close else [])
 
 
 @dataclass(frozen=True)
@@ -101,11 +87,8 @@ def wrong(param: str | None, message: str) -> ApiError:
 
 
 def too_large(limit: int) -> ApiError:
-    """Return the error (413) of a body with more than `limit` bytes; it closes the connection, so that the
-    rest is not read.
-    """
-    words = f"the body has more than {limit:,} bytes, which is the limit"
-    return ApiError(413, words, close=True)
+    """Return the error (413) of a body with more than `limit` bytes."""
+    return ApiError(413, f"the body has more than {limit:,} bytes, which is the limit")
 
 
 def too_many(field: str, count: int, limit: int, what: str) -> ApiError:

@@ -18,10 +18,7 @@ class Limits:
     max_header_bytes: int = option(64 << 10, "bytes of a request's address and headers")
     max_connections: int = option(4096, "connections that are open at a time")
     max_parts: int = option(50_000, "objects, lists and keys in a request's body")
-    max_prompts: int = option(256, "prompts of one request")
     max_choices: int = option(256, "completions of one request: prompts times n")
-    max_stops: int = option(16, "stop strings of one request")
-    max_bias: int = option(300, "entries of logit_bias")
     max_schema_bytes: int = option(
         64 << 10, "bytes of a JSON schema, a grammar, or all tools together"
     )

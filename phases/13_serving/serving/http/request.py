@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from serving.http.errors import ApiError, ErrorForm, too_large
+from serving.http.errors import RETRY, ApiError, ErrorForm, too_large
 from serving.http.limits import Limits
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ class HttpRequest:
     id: the client's `x-request-id` where it is well-formed, or a random one.
     status: of the response, 0 before it. extra: more headers for the response.
     content_length: value of that header, as it came. unread: there may be a body that has not been read.
-    sending: when the write that the client has not taken yet began (`time.monotonic()`); 0: none is waiting.
     group: its completions, if it is a request for tokens; else None. form: the JSON form of its errors.
     """
 
@@ -79,7 +78,6 @@ class HttpRequest:
         )
         self.status = 0
         self.sent_bytes = 0
-        self.sending = 0.0
         self.group: ChoiceGroup | None = None
         self.extra: list[Header] = []
         self.form = ErrorForm()
@@ -98,52 +96,37 @@ class HttpRequest:
             ClientDisconnected: the client has left.
         """
         kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind != b"application/json":
-            raise ApiError(415, "the content-type must be application/json", close=True)
-        coding = self.headers.get(b"content-encoding", b"identity").strip().lower()
-        if coding not in (b"", b"identity"):  # a small body could become a very large one
-            raise ApiError(
-                415, "the body must not be compressed: there is a content-encoding", close=True
-            )
+        coding = self.headers.get(b"content-encoding") or b"identity"
+        if kind != b"application/json" or coding != b"identity":
+            words = "the content-type must be application/json, and the body not compressed"
+            raise ApiError(415, words)
         most = self.limits.max_body_bytes
         if self.content_length.isdigit() and int(self.content_length[:20]) > most:
             raise too_large(most)
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self.limits.body_seconds):
-                while True:
-                    message = await self._next()
-                    body += message.get("body", b"")
-                    if len(body) > most:
-                        raise too_large(most)
-                    if not message.get("more_body"):
-                        self.unread = False
-                        return bytes(body)
-        except TimeoutError:
-            raise ApiError(
-                408, f"no whole body after {self.limits.body_seconds:g} s", close=True
-            ) from None
+        return await self._read(most, self.limits.body_seconds)
 
-    async def _next(self) -> MutableMapping[str, Any]:
-        """Receive and return the next ASGI message of the body. Raises `ClientDisconnected` when the
-        client has left.
-        """
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        return message
+    async def _read(self, most: int, seconds: float) -> bytes:
+        """Read and return the rest of the body, of `most` bytes, in so many `seconds`. Raises like `body`."""
+        body, more = bytearray(), True
+        try:
+            async with asyncio.timeout(seconds):
+                while more and len(body) <= most:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected
+                    body += message.get("body", b"")
+                    more = self.unread = message.get("more_body", False)
+        except TimeoutError:
+            raise ApiError(408, f"no whole body after {seconds:g} s") from None
+        if len(body) > most:
+            raise too_large(most)
+        return bytes(body)
 
     async def drain(self) -> None:
-        """Read and drop the rest of a small body, so that a client which still sends it gets to read the
-        response.
-        """
-        left = DRAINED_BYTES
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_SECONDS):
-                while self.unread and left > 0:
-                    message = await self._next()
-                    left -= len(message.get("body", b""))
-                    self.unread = message.get("more_body", False)
+        """Read and drop the rest of a small body: a client that still sends it reads the response."""
+        if self.unread:
+            with suppress(ApiError):
+                await self._read(DRAINED_BYTES, DRAIN_SECONDS)
 
     async def disconnected(self) -> None:
         """Wait until the client has closed the connection. Call this when the body has been read."""
@@ -162,9 +145,8 @@ class HttpRequest:
         """Send a part of the response's body, and wait until a slow client has taken it. more: another part
         follows.
         """
-        self.sending = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        self.sending, self.sent_bytes = 0.0, self.sent_bytes + len(data)
+        self.sent_bytes += len(data)
 
     async def answer(
         self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)
@@ -183,12 +165,6 @@ class HttpRequest:
         """Send an error: as the response, or as the last event of a stream that has begun."""
         body = self.form.body(error)
         if not self.status:
-            await self.json(body, error.status, error.headers)
+            await self.json(body, error.status, RETRY.get(error.status, ()))
         else:
             await self.write(self.form.event.replace(b"%s", encode_json(body)), more=False)
-
-    def hang_up(self) -> None:
-        """Close the connection of a slow reader at once, and drop what it has not read."""
-        if self.group is not None:
-            self.group.give_up("slow", "the reader is too slow")
-        self.scope.get("state", {}).get("abort", lambda: None)()

@@ -7,20 +7,18 @@ mean something: `SamplingParams`, `Limits`, the engine.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 
 class StreamOptions(Struct):
     """The field `stream_options` of a request.
 
-    include_usage: send one more chunk with the token counts. continuous_usage_stats: send token counts
-        in each chunk.
+    include_usage: send one more chunk with the token counts.
     """
 
     include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
 
 
 class GenerationFields(Struct, kw_only=True):
@@ -33,9 +31,9 @@ class GenerationFields(Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=16)] | None = None
     seed: int | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], Meta(max_length=300)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     stream: bool | None = False

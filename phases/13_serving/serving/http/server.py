@@ -1,12 +1,11 @@
 """The HTTP server around the application: uvicorn with httptools, and what uvicorn leaves to others.
 
-It adds a clock for slow readers, and a shutdown in which streams may finish while `/ready` already says no.
+It adds a shutdown in which streams may finish while `/ready` already says no.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -26,9 +25,7 @@ TERMINATED = 143
 KEEP_ALIVE_SECONDS = 75
 """That a connection may wait for its next request."""
 CONFIG: dict[str, Any] = {
-    "http": "httptools",
     "ws": "none",
-    "loop": "uvloop",
     "lifespan": "off",
     "server_header": False,
     "log_config": None,
@@ -50,13 +47,13 @@ class HttpServer(uvicorn.Server):
     """
 
     failure: Exception | None = None
-    announced, code = False, 0
+    code = 0
 
     def __init__(
         self, app: App, on_ready: Callable[[], None] = lambda: None, **config: Any
     ) -> None:
         self.app = app
-        self.on_ready = on_ready
+        app.engine.on_ready = on_ready
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         super().__init__(uvicorn.Config(app, **(CONFIG | config)))
 
@@ -88,20 +85,6 @@ class HttpServer(uvicorn.Server):
             group.give_up("died", "the server is shutting down")
         self.app.closing = self.should_exit = True
 
-    async def on_tick(self, counter: int) -> bool:
-        """Close the connections of slow readers; at the first tick of a ready engine, call `on_ready`.
-
-        Uvicorn calls this ten times a second; counter: the number of the tick. (A timer for each write would
-        cost 6 % of a token.) Returns: True if the server should end.
-        """
-        if self.app.engine.state == "ready" and not self.announced:
-            self.announced = True
-            self.on_ready()
-        begun = time.monotonic() - self.app.limits.slow_seconds
-        for http in [one for one in self.app.requests if 0.0 < one.sending < begun]:
-            http.hang_up()
-        return await super().on_tick(counter)
-
     async def serve(self, sockets: Any = None) -> None:
         """Serve until a signal comes, or until the engine cannot be started. sockets: uvicorn's; None: it
         opens its own.
@@ -114,8 +97,7 @@ class HttpServer(uvicorn.Server):
         finally:
             await self.app.engine.stop()
             engine.cancel()
-            with contextlib.suppress(asyncio.CancelledError, StartupError, UserError):
-                await engine
+            await asyncio.wait({engine})
 
     def _engine_ended(self, task: asyncio.Future[None]) -> None:
         failure = None if task.cancelled() else task.exception()
