@@ -46,7 +46,7 @@ $(PY): # only where there is none
 
 setup: $(STAMP) ## create .venv and install everything at the pinned versions
 
-demo: setup ## a real model answers through each phase that can, then over HTTP; ends with a table of speeds
+demo: setup ## a real model answers through each phase that can; ends with a table of speeds
 	@$(LADDER) demo
 
 serve: setup ## serve the demo's model at http://127.0.0.1:8000, with a page to look at

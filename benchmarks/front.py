@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.evidence import FIGURES, RESULTS, ROOT, Evidence, Run
 from benchmarks.plotting import colours, number
-from benchmarks.recorded_peers import beside, load, versus
+from benchmarks.recorded_peers import Best, beside, versus
 from common.files import whole
 
 NINE = RESULTS / "h200" / "09_cuda_graphs.json"
@@ -43,12 +43,12 @@ def bars(out: Path = FIGURES / "front.svg") -> None:
 
     evidence = Evidence.load(NINE)
     figure, axes = pyplot.subplots(1, len(WORKLOADS), figsize=(9.0, 2.3), layout="constrained")
-    named: list[str] = []
+    named: list[Best] = []
     for axis, (workload, words, metric) in zip(axes, WORKLOADS, strict=True):
         others = beside(evidence, model=MODEL, workload=workload)
         mine = [evidence.one(v, workload, model=MODEL) for v in evidence.own().values()]
         runs = [*others, *mine]
-        named += [run.variant for run in others]
+        named += others
         shown = colours([run.variant for run in runs])
         rates = [run.median(metric) for run in runs]
         drawn = axis.barh(
@@ -64,28 +64,27 @@ def bars(out: Path = FIGURES / "front.svg") -> None:
         axis.tick_params(labelsize=8)
         axis.invert_yaxis()
         axis.set_title(
-            f"{words}: {_against(others, rates, metric)}", fontsize=8.5, loc="left", x=-0.5
+            f"{words}: {_against(others, mine[-1], metric)}", fontsize=8.5, loc="left", x=-0.5
         )
         axis.set_xlim(0, 1.35 * max(rates))
         axis.xaxis.set_visible(False)
         axis.grid(False)
         axis.spines[["top", "right", "bottom"]].set_visible(False)
-    figure.supxlabel(_small_print(evidence, dict.fromkeys(named)), fontsize=7, color="#606060")
+    figure.supxlabel(_small_print(evidence, named), fontsize=7, color="#606060")
     with whole(out) as scratch:
         figure.savefig(scratch, format="svg", metadata={"Date": None})
     pyplot.close(figure)
 
 
-def _against(others: Sequence[Run], rates: Sequence[float], metric: str) -> str:
+def _against(others: Sequence[Best], ours: Run, metric: str) -> str:
     best = max(others, key=lambda run: run.median(metric))
-    factor = versus(rates[-1], best.median(metric))
+    factor = versus(ours, best, metric)
     return f"level with {best.variant}" if factor == "level" else f"{factor} {best.variant}"
 
 
-def _small_print(evidence: Evidence, named: Iterable[str]) -> str:
+def _small_print(evidence: Evidence, named: Iterable[Best]) -> str:
     """Machine, model, and what was measured when: ours with its commit, others with their dates."""
-    dates = {peer.name: peer.when for peer in load(evidence.folder)}
-    said = ", ".join(f"{name} of {dates[name]}" for name in named)
+    said = ", ".join(dict.fromkeys(f"{run.variant} of {run.when}" for run in named))
     return (
         f"tokens a second on one {evidence.machine['name']}: {MODEL}'s shape, random weights, bfloat16.\n"
         f"This engine: {evidence.phase} of {evidence.when[:10]}, {evidence.git['commit'][:8]}, torch "

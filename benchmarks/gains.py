@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.evidence import APPENDIX, Evidence, Run
 from benchmarks.labels import axis_label
@@ -11,6 +12,48 @@ from phases import PHASES, Phase
 
 FIRST_WITH_APPENDIX = 9
 """The first phase whose benches loaded engines with the appendix's features, before names said so."""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What a phase's gain over the phase before is read from.
+
+    metric: whose gain is shown in tables. runs: options of the runs; empty: of all runs.
+    variants: of the phase, the first that was measured; empty: the one with the phase's name.
+    before: variants that it is compared with, the first that was measured; empty: the phase before.
+    """
+
+    metric: str = "output_tokens_per_s"
+    runs: Mapping[str, Any] = field(default_factory=dict)
+    variants: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+
+HEADLINES = {
+    2: Headline(runs={"model": "qwen3-0.6b"}),
+    3: Headline(runs={"model": "qwen3-0.6b"}),
+    5: Headline("requests_in_flight"),
+    7: Headline("itl_ms_p99", runs={"model": "qwen3-0.6b", "budget": 512}),
+    8: Headline("ttft_ms_p50"),
+    9: Headline(before=("08_prefix_cache, kernels of 06", "08_prefix_cache")),
+    10: Headline(variants=("10_quant fp8", "10_quant int8")),
+    13: Headline(before=("13_serving, phase 02 one at a time", "09_cuda_graphs, no server")),
+    14: Headline(runs={"dtype": "bfloat16", "ranks": 2, "part": "offline"}),
+    15: Headline(
+        "cache_hit_fraction", runs={"route": "prefix"}, before=("13_serving, copies",)
+    ),
+    16: Headline(before=("dense of all weights", "dense of equal activity")),
+    17: Headline("requests_in_flight", runs={"context": 8192}),
+    19: Headline(
+        "ttft_ms_p50", runs={"workload": "restart-2000"}, before=("08_prefix_cache",)
+    ),
+}
+"""By the number of the phase; other phases have the default."""
+
+
+def headline_of(phase: Phase) -> Headline:
+    """What a phase's gain is read from."""
+    return HEADLINES.get(phase.number, Headline())
 
 
 @dataclass(frozen=True)
@@ -29,23 +72,24 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
     """The phase's headline: its metric in its runs against those of the highest phase below it.
 
     The first pair of runs of one workload, model, dtype and options counts, so a `bench.py` puts the
-    comparison it is about first. `phase.headline_runs` narrows the choice down; an option that it names is
+    comparison it is about first. `Headline.runs` narrows the choice down; an option that it names is
     this phase's own (a budget), and the runs before have none.
     """
     if evidence is None:
         return None
     names = [other.name for other in reversed(PHASES) if other.number < phase.number]
-    wanted = phase.headline_runs if evidence.find(**phase.headline_runs) else {}
-    for variant in phase.headline_variants or (phase.name,):
+    head = headline_of(phase)
+    wanted = head.runs if evidence.find(**head.runs) else {}
+    for variant in head.variants or (phase.name,):
         for after in evidence.find(variant, **wanted):
-            if phase.headline not in after.metrics:
+            if head.metric not in after.metrics:
                 continue
-            for name in phase.headline_before or names:
+            for name in head.before or names:
                 for before in evidence.find(name):
-                    if phase.headline in before.metrics and _same_work(before, after, wanted):
+                    if head.metric in before.metrics and _same_work(before, after, wanted):
                         return Gain(
-                            _factor(phase.headline, before, after),
-                            phase.headline,
+                            _factor(head.metric, before, after),
+                            head.metric,
                             before,
                             after,
                             hides_appendix(phase, evidence)

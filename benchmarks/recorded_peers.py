@@ -4,13 +4,14 @@ A peer has its own date, machine, versions, flags and log. It has no commit of o
 workload: it ran scripts of its own (`benchmarks/other_engines`), with requests of the same lengths. The file
 of the H200 is made from what those scripts printed, by `benchmarks/other_engines/record.py`.
 
-A table or figure of a phase shows the best that was measured of each engine, in any of its versions.
+A table or figure of a phase shows the best that was measured of each engine, in any of its versions. It says
+what that installation lacked of what the engine requires; a difference within the runs' spread is level.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ LEVEL = 0.02
 class Peer:
     """One engine in one version, on one machine on one day.
 
+    lacks: what its installation had not of what the engine requires, or had in another version.
     beside: for each run the phase whose evidence it stands beside.
     """
 
@@ -34,6 +36,7 @@ class Peer:
     machine: str
     flags: str
     log: str
+    lacks: str
     beside: tuple[str, ...]
     runs: tuple[Run, ...]
 
@@ -41,6 +44,21 @@ class Peer:
     def name(self) -> str:
         """Engine and version, as tables show them."""
         return f"{self.engine} {self.version}"
+
+
+@dataclass(frozen=True)
+class Best(Run):
+    """The best run of an engine: with its first metric's spread, its day, and what was lacking.
+
+    way: how the engine ran, if not with its defaults (`batch-invariant`).
+    """
+
+    engine: str = ""
+    version: str = ""
+    way: str = ""
+    spread: float = 0.0
+    when: str = ""
+    lacks: str = ""
 
 
 def load(device: str, folder: Path = RESULTS) -> list[Peer]:
@@ -61,13 +79,14 @@ def load(device: str, folder: Path = RESULTS) -> list[Peer]:
         ) from None
 
 
-def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[Run]:
+def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[Best]:
     """Return the best run of each engine on each work of a phase, among those with these facts.
 
-    facts: `model`, `workload` or an option. A run counts by the best sample of its first metric; if it has
-        no other, that is the sample which is returned, against which our median has to stand.
+    facts: `model`, `workload` or an option. A run counts by the best sample of its first metric, the most
+        of a rate and the least of a time; if it has no other, that is the sample which is returned, against
+        which our median has to stand.
     """
-    best: dict[tuple[Any, ...], tuple[float, Run]] = {}
+    best: dict[tuple[Any, ...], tuple[float, Best]] = {}
     for peer in load(evidence.folder, folder):
         for phase, run in zip(peer.beside, peer.runs, strict=True):
             said = {"model": run.model, "workload": run.workload, **run.options}
@@ -77,22 +96,48 @@ def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[Run
                 continue
             way = run.variant.removeprefix(peer.name)
             key = peer.engine, way, run.model, run.workload, *sorted(run.options.items())
-            rate = max(next(iter(run.metrics.values())).samples)
-            if key not in best or rate > best[key][0]:
-                best[key] = rate, run
-    return [_at_best(run, rate) for rate, run in best.values()]
+            found = _at_best(run, peer)
+            value = found.median(first_metric(run))
+            if key not in best or better(first_metric(run), value, best[key][0]):
+                best[key] = value, found
+    return [run for _, run in best.values()]
 
 
-def versus(ours: float, theirs: float) -> str:
-    """Return the factor over a peer as tables print it: `1.34×`, or `level` within 2 %."""
-    return "level" if round(abs(ours / theirs - 1), 9) <= LEVEL else f"{ours / theirs:.2f}×"
+def first_metric(run: Run) -> str:
+    """Return the metric that a run of a peer is about."""
+    return next(iter(run.metrics))
 
 
-def _at_best(run: Run, rate: float) -> Run:
-    return (
-        replace(run, metrics={next(iter(run.metrics)): Metric((rate,))})
-        if len(run.metrics) == 1
-        else run
+def better(metric: str, one: float, other: float) -> bool:
+    """Return whether a value is better than another: more of a rate, less of a time."""
+    return one < other if metric.startswith("ttft") else one > other
+
+
+def versus(ours: Run, theirs: Best, metric: str) -> str:
+    """Return the factor over a peer as tables print it: `1.34×`, or `level`.
+
+    Level is a difference within 2 %, or within the spread of our samples or of theirs.
+    """
+    factor = ours.median(metric) / theirs.median(metric)
+    if better(metric, 0.0, 1.0):
+        factor = 1 / factor
+    apart = max(LEVEL, theirs.spread, ours.metrics[metric].spread)
+    return "level" if round(abs(factor - 1), 9) <= apart else f"{factor:.2f}×"
+
+
+def _at_best(run: Run, peer: Peer) -> Best:
+    metric = first_metric(run)
+    values = run.metrics[metric]
+    best = min(values.samples) if better(metric, 0.0, 1.0) else max(values.samples)
+    metrics = {metric: Metric((best,))} if len(run.metrics) == 1 else run.metrics
+    return Best(
+        **{**vars(run), "metrics": metrics},
+        engine=peer.engine,
+        version=peer.version,
+        way=run.variant.removeprefix(peer.name).strip(", "),
+        spread=values.spread,
+        when=peer.when,
+        lacks=peer.lacks,
     )
 
 
@@ -127,6 +172,7 @@ def _peer(raw: dict[str, Any], path: Path) -> Peer:
         machine=raw["machine"]["name"],
         flags=raw["flags"],
         log=raw["log"],
+        lacks=raw.get("lacks", ""),
         beside=tuple(run["beside"] for run in raw["runs"]),
         runs=runs,
     )

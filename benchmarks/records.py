@@ -48,9 +48,10 @@ def evidence_lines(root: Path) -> Lines:
 
 
 def peer_lines(root: Path) -> Lines:
-    """Return the rows of all recordings of other engines: when, versions, flags and log, under a heading."""
+    """Return the rows of all recordings of other engines, under a heading."""
     folder = root / RESULTS.relative_to(ROOT)
-    lines = [["device", "engine", "measured", "beside phase", "log", "flags", "samples"]]
+    heading = ["device", "engine", "measured", "beside phase", "log", "flags", "ran without"]
+    lines = [[*heading, "samples"]]
     for path in sorted(folder.glob(f"*/{PEERS_FILE}")):
         for peer in load(path.parent.name, folder):
             counts = [
@@ -64,6 +65,7 @@ def peer_lines(root: Path) -> Lines:
                 phases,
                 f"`{peer.log}`",
                 f"`{peer.flags}`".replace("|", "\\|"),
+                peer.lacks,
             ]
             lines.append([*cells, _range(counts)])
     return lines

@@ -1,6 +1,6 @@
 """The roofline in evidence: ceilings that are measured once and kept, and the share of them that was reached.
 
-The counts and the probes themselves are in `common.roofline`.
+The counts are in `benchmarks.model_work`, and the probes in `common.roofline`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.evidence import Roofline, Run
 from benchmarks.measure import Samples, Watch, summarize
+from benchmarks.model_work import Ceilings, ComputeCost, generation_work, ideal_seconds
 from benchmarks.workloads import Workload
 from common.console import err
 from common.device import device_name
@@ -24,14 +25,7 @@ from common.errors import UserError
 from common.files import whole
 from common.models.config import ModelConfig
 from common.paths import cache_home
-from common.roofline import (
-    Ceilings,
-    ComputeCost,
-    generation_work,
-    ideal_seconds,
-    probe_matmul,
-    probe_read,
-)
+from common.roofline import probe_matmul, probe_read
 
 
 def reached(

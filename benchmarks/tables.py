@@ -39,7 +39,7 @@ from benchmarks.evidence import FIGURES, RESULTS, ROOT, Evidence, Run, results
 from benchmarks.gains import Gain, factor_text, gain, gain_words
 from benchmarks.labels import axis_label, scale_of
 from benchmarks.plotting import number
-from benchmarks.recorded_peers import beside, versus
+from benchmarks.recorded_peers import Best, beside, better, first_metric, versus
 from common.errors import UserError
 from common.files import whole
 from phases import PHASES, Phase
@@ -106,7 +106,7 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
             return "Not measured yet: `python -m benchmarks.other_engines.llama_cpp_server` does.\n"
         return _markdown(records.server_lines(Evidence.load(path)), text_columns=1)
     if words[0] == "others":
-        return _markdown(records.peer_lines(root), text_columns=6)
+        return _markdown(records.peer_lines(root), text_columns=7)
     if words[0] == "figure":
         return _figure(words[1], words[2] if len(words) > 2 else "", root, file)
     patient = "when=recorded" in words
@@ -260,32 +260,45 @@ def _gains_of(found: Mapping[str, Gain | None], usual: Mapping[str, str]) -> lis
 
 
 def _peers(evidence: Evidence, root: Path) -> str:
-    """Each workload that another engine ran too: the best of each engine, this course's, and the factor."""
+    """Each workload that another engine ran too: the best of each engine, this course's, and the factor.
+
+    Below it what the engines' installations lacked.
+    """
     others = beside(evidence, root / RESULTS.relative_to(ROOT))
-    columns = list(dict.fromkeys(run.variant.split(" ")[0] for run in others))
+    columns = list(dict.fromkeys(_column(run) for run in others))
     own = evidence.own()
     lines = [["workload", "model", *columns, *own, "over the best"]]
+    shown: list[Best] = []
     for model, workload in dict.fromkeys((run.model, run.workload) for run in others):
-        metric = (
-            "prompt_tokens_per_s" if workload.startswith("prefill") else "output_tokens_per_s"
-        )
-        ours = [evidence.one(v, workload, model=model).median(metric) for v in own.values()]
-        found = {
-            run.variant.split(" ")[0]: run
-            for run in others
-            if (run.model, run.workload) == (model, workload) and metric in run.metrics
-        }
-        theirs = [_rate(found.get(name), metric) for name in columns]
-        best = max(run.median(metric) for run in found.values())
-        shown = [number(rate) for rate in ours]
-        lines.append([workload, model, *theirs, *shown, versus(ours[-1], best)])
-    return _markdown(lines, text_columns=2)
-
-
-def _rate(run: Run | None, metric: str) -> str:
-    return (
-        "" if run is None else f"{number(run.median(metric))} ({run.variant.split(' ', 1)[1]})"
+        found = [run for run in others if (run.model, run.workload) == (model, workload)]
+        metric = first_metric(found[0])
+        ours = [
+            run for v in own.values() for run in evidence.find(v, workload, model=model)[:1]
+        ]
+        if len(ours) < len(own):
+            continue
+        theirs = {_column(run): f"{_value(run, metric)} ({run.version})" for run in found}
+        rivals = [run for run in found if not run.way] or found
+        choose = min if better(metric, 0.0, 1.0) else max
+        best = choose(rivals, key=lambda run: run.median(metric))
+        cells = [theirs.get(name, "") for name in columns]
+        cells += [_value(run, metric) for run in ours]
+        lines.append([workload, model, *cells, versus(ours[-1], best, metric)])
+        shown += found
+    notes = dict.fromkeys(
+        f"{run.engine} {run.version} of {run.when} ran without: {run.lacks}.\n"
+        for run in shown
+        if run.lacks
     )
+    return "\n".join([_markdown(lines, text_columns=2), *notes])
+
+
+def _column(run: Best) -> str:
+    return f"{run.engine}, {run.way}" if run.way else run.engine
+
+
+def _value(run: Run, metric: str) -> str:
+    return number(run.median(metric)) + (" ms" if metric.startswith("ttft") else "")
 
 
 def _matches(run: Run, settings: dict[str, str]) -> bool:

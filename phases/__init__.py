@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,16 +47,6 @@ class Phase:
     """What this phase adds, in one line."""
     needs: str = ""
     """"cuda" if the phase runs natively on CUDA only; empty if it runs on every device."""
-    headline: str = "output_tokens_per_s"
-    """The metric whose gain over the phase before is shown in tables."""
-    headline_runs: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the runs that the headline is read from; empty: of all runs."""
-    headline_variants: tuple[str, ...] = ()
-    """Variants that the headline is read from, the first that was measured; empty: the one with the phase's
-    name.
-    """
-    headline_before: tuple[str, ...] = ()
-    """Variants that the headline is compared with, the first that was measured; empty: the phase before."""
 
     @property
     def name(self) -> str:
@@ -147,37 +137,10 @@ _CONTENTS = (
     ),
 )
 """Package, title and summary of each phase, in order."""
-_MORE: dict[int, dict[str, Any]] = {
-    2: {"headline_runs": {"model": "qwen3-0.6b"}},
-    3: {"headline_runs": {"model": "qwen3-0.6b"}},
-    5: {"headline": "requests_in_flight"},
-    6: {"needs": "cuda"},
-    7: {"headline": "itl_ms_p99", "headline_runs": {"model": "qwen3-0.6b", "budget": 512}},
-    8: {"headline": "ttft_ms_p50"},
-    9: {"headline_before": ("08_prefix_cache, kernels of 06", "08_prefix_cache")},
-    10: {"headline_variants": ("10_quant fp8", "10_quant int8")},
-    13: {
-        "headline_before": ("13_serving, phase 02 one at a time", "09_cuda_graphs, no server")
-    },
-    14: {"headline_runs": {"dtype": "bfloat16", "ranks": 2, "part": "offline"}},
-    15: {
-        "headline": "cache_hit_fraction",
-        "headline_runs": {"route": "prefix"},
-        "headline_before": ("13_serving, copies",),
-    },
-    16: {
-        "headline_before": ("dense of all weights", "dense of equal activity"),
-    },
-    17: {"headline": "requests_in_flight", "headline_runs": {"context": 8192}},
-    19: {
-        "headline": "ttft_ms_p50",
-        "headline_runs": {"workload": "restart-2000"},
-        "headline_before": ("08_prefix_cache",),
-    },
-}
-"""Number of a phase -> other fields of its `Phase`."""
+_NEEDS = {6: "cuda"}
+"""Number of a phase -> its `Phase.needs`, if any."""
 PHASES = tuple(
-    Phase(n, *names, **_MORE.get(n, {})) for n, names in enumerate(_CONTENTS, start=1)
+    Phase(n, *names, _NEEDS.get(n, "")) for n, names in enumerate(_CONTENTS, start=1)
 )
 """The phases, in order."""
 

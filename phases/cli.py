@@ -345,7 +345,7 @@ def bench(
     """Measure a phase against the one before it, beside the recorded evidence; write evidence and figure."""
 
 
-@command("phases.commands.profile:run", checkout=True)
+@command("benchmarks.profile_command:run", checkout=True)
 def profile(
     phase: a.PhaseName,
     model: a.AnyModel = None,

@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that are not here: `python -m tests.compiled 80 90`, for these capabilities; with
 `--quant` behind it those of phase 10, with `--experts` those of phase 16, with `--delta` those of layers with
-states.
+states, with `--moves` the copies of phase 19.
 
 A variable that gets another shape in a branch, a tile that no tensor core has, more registers than there are:
 the interpreter minds none of these. Triton needs no device to compile for one, only not to be interpreting,
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported
@@ -27,10 +28,11 @@ from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
 from batch_invariance.kernels.attention import chunked_attention_kernel
-from batch_invariance.kernels.product import TILES, product_kernel
+from batch_invariance.kernels.product import TILES, descriptor_kernel, product_kernel
 from experts.kernels.grouped import LARGE, OLDER, TABLE, add_choices_kernel, grouped_kernel
 from experts.kernels.routing import count_kernel, place_kernel, route_kernel
 from experts.kernels.small_batch import SHAPES, small_batch_expert_kernel
+from moving_blocks.kernels import WORDS, move_kernel
 from phases.appendix.delta_layers import kernels as delta_layers
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import gemv8_kernel
@@ -99,7 +101,13 @@ Kernel = tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
 def main() -> None:
     """The kernels that are asked for."""
     wanted = sys.argv[1:]
-    kinds = {"--quant": few_bits, "--experts": experts, "--delta": delta, "--chunks": chunks}
+    kinds = {
+        "--quant": few_bits,
+        "--experts": experts,
+        "--delta": delta,
+        "--chunks": chunks,
+        "--moves": moves,
+    }
     kernels = next(kinds[kind] for kind in wanted if kind in kinds)
     for capability in map(int, filter(str.isdigit, wanted)):
         for name, kernel, constants, warps, stages, types in kernels(capability):
@@ -107,6 +115,15 @@ def main() -> None:
                 kernel, capability, constants, warps=warps, stages=stages, types=types
             )
             print(f"sm_{capability} {name}: spills {lost}", flush=True)
+
+
+def moves(capability: int) -> Iterator[Kernel]:
+    """Copies of blocks, both ways, at the full rate and with pauses."""
+    types = dict.fromkeys(("pool", "host", "index"), "*i64")
+    types |= dict.fromkeys(("count", "pool_blocks", "parts", "width", "pause"), "i32")
+    for to_host, gently in product((True, False), repeat=2):
+        constants = {"TO_HOST": to_host, "GENTLY": gently, "BLOCK": WORDS}
+        yield f"{to_host=}, {gently=}", move_kernel, constants, 8, 3, types
 
 
 def few_bits(capability: int) -> Iterator[Kernel]:
@@ -253,7 +270,15 @@ def chunks(capability: int) -> Iterator[Kernel]:
     for tile in TILES:
         sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
         own = sizes | {"BIAS": False, "N": 4096, "K": 4096}
-        yield f"{tile}", product_kernel, own, tile.num_warps, tile.num_stages, types
+        how = tile.num_warps, tile.num_stages
+        if not tile.descriptors:
+            yield f"{tile}", product_kernel, own, *how, types
+            continue
+        m, n, k = sizes.values()
+        shapes = {"out": (m, n), "x": (m, k), "weight": (n, k)}
+        own_types = {name: f"tensordesc<bf16[{a},{b}]>" for name, (a, b) in shapes.items()}
+        own_types |= {"rows": "i32", "programs": "i32"}
+        yield f"{tile}", descriptor_kernel, own | {"GROUP": 8}, *how, own_types
 
 
 if __name__ == "__main__":

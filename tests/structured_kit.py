@@ -135,7 +135,7 @@ SCHEMAS: dict[str, Any] = {
             }
         },
     },
-    "either": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-c]{2,4}$"}]},
+    "either": {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 4}]},
     "optional": {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"},
         "c": {"const": "x"}}, "additionalProperties": False},
     "number": {"type": "number"},

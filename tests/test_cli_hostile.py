@@ -56,9 +56,13 @@ WRONG = {
 def test_what_is_wrong_is_told_before_anything_is_fetched(
     cli: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
 ) -> None:
-    for command in ("run", "profile", "demo"):
+    for module in (
+        "phases.commands.run",
+        "benchmarks.profile_command",
+        "phases.commands.demo",
+    ):
         monkeypatch.setattr(
-            f"phases.commands.{command}.model_folder",
+            f"{module}.model_folder",
             lambda name: pytest.fail(f"{name} is fetched"),
         )
     code, out, err = cli(*arguments)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.profile_command import summary
 from benchmarks.trace import BETWEEN, read_trace, step_tables
 from phases import PHASES
-from phases.commands.profile import summary
 
 SIZE = ["--model", "random:tiny", "--batch", "2", "--context", "6", "--steps", "2"]
 

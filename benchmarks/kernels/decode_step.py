@@ -16,10 +16,10 @@ from torch import Tensor
 
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run, collect
 from benchmarks.kernels.harness import graph_seconds, read_once
+from benchmarks.model_work import Ceilings
 from benchmarks.plotting import MARKERS, colours, log_axis, panels, reference_line, save, tick
 from benchmarks.roofline import ceilings
 from common.errors import UserError
-from common.roofline import Ceilings
 from cuda_graphs.batch import fixed_batch
 from cuda_graphs.sampling import argmax_rows
 from forward.loading import load_model

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.evidence import Metric, Roofline, Run
-from common.roofline import Ceilings
+from benchmarks.model_work import Ceilings
 from forward.attention import LayerSpec
 
 L2_BYTES = 60e6

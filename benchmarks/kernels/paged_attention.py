@@ -27,10 +27,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
 from benchmarks.kernels.harness import Case, eager_seconds, graph_seconds, make_case
+from benchmarks.model_work import Ceilings
 from benchmarks.plotting import MARKERS, bars, colours, panels, reference_line, save
 from benchmarks.roofline import ceilings
 from common.errors import UserError
-from common.roofline import Ceilings
 from continuous.batch import HostBatch
 from cuda_graphs.batch import fixed_batch
 from paged_cache import LayerBlocks, TorchPagedAttention

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.kernels.harness import graph_seconds, read_once
+from benchmarks.model_work import Ceilings
 from benchmarks.plotting import MARKERS, colours, lines, log_axis, panels, save, tick
 from benchmarks.roofline import ceilings
 from common.errors import UserError
-from common.roofline import Ceilings
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
 from cuda_graphs.sampling import DrawSettings, argmax_rows, draw_rows

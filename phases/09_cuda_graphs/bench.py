@@ -313,9 +313,7 @@ def draw(evidence: Evidence, out: Path) -> None:
         best = max(others, key=lambda run: run.median(metric), default=None)
         title = f"{model}, {name}"
         if best is not None:
-            factor = versus(
-                evidence.one(PHASE, name, model=model).median(metric), best.median(metric)
-            )
+            factor = versus(evidence.one(PHASE, name, model=model), best, metric)
             title += f": {factor.replace('level', 'level with')} {best.variant}"
         axes.set_title(title)
     save(figure, out, evidence)

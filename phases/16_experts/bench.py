@@ -23,11 +23,11 @@ from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate_engines, summarize
+from benchmarks.model_work import decode_work, layer_parameters
 from benchmarks.plotting import bars, lines, panels, save, times
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.workloads import Workload, uniform, workload
 from common.models.config import ExpertConfig, ModelConfig
-from common.roofline import decode_work, layer_parameters
 from experts.routing import route
 from forward.loading import random_model
 from forward.shapes import SHAPES

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
@@ -14,108 +17,182 @@ from benchmarks.measure import Sample, Samples, alternate_engines, summarize
 from benchmarks.plotting import bars, panels, save
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target
-from benchmarks.workloads import Workload, workload
+from benchmarks.workloads import Item, Workload, workload
 from common.events import Completion, generate
 from forward.model import Model
 from paged_cache import PagedEngine
+
+Outputs = dict[int, Completion]
+"""Number of a request in a workload -> what was generated."""
 
 PHASE = "18_batch_invariance"
 BEFORE = "17_hybrid_cache"
 MODELS = {"cpu": ("smollm2",), "cuda": ("random:qwen3-0.6b", "random:qwen3-8b")}
 PUBLISHED = ("offline-256", "prefill-64x1024", "single-512")
 VARIANTS = {BEFORE: {"batch_invariant": False}, PHASE: {"batch_invariant": True}}
-SCHEDULES = ("alone again", "all at once", "in reverse", "small chunks", "drafts")
-"""How the requests are served again; the first time each is served alone."""
-OTHER_ENGINES: dict[str, dict[str, Any]] = {
-    "small chunks": {"step_tokens": 64, "chunk_tokens": 24},
-    "drafts": {"drafter": "ngram", "draft_adaptive": False},
+SCHEDULES = {
+    "cpu": ("alone", "alone again", "all at once", "in reverse", "small chunks", "drafts"),
+    "cuda": ("all at once", "all again", "in reverse", "alone", "small chunks", "drafts"),
+}
+"""How the requests are served; every schedule is compared with the first."""
+OTHER_ENGINES: dict[str, dict[str, dict[str, Any]]] = {
+    "cpu": {
+        "small chunks": {"step_tokens": 64, "chunk_tokens": 24},
+        "drafts": {"drafter": "ngram", "draft_adaptive": False},
+    },
+    "cuda": {
+        "small chunks": {"step_tokens": 1024, "chunk_tokens": 200, "graphs": False},
+        "drafts": {"drafter": "ngram", "draft_adaptive": False},
+    },
 }
 """Options of schedules that have an engine of their own."""
+ALONE = 64
+"""The most requests that are served one by one."""
+CACHE_SHARE = 0.2
+"""Share of the GPU's memory for keys and values of an engine: two engines must fit beside the model."""
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Count requests that differ between schedules, with the mode and without; on a GPU, time both."""
-    models = MODELS[options.device.type] if options.model is None else (options.model,)
+    """Count requests that differ between schedules, with the mode and without; on a GPU, time both.
+
+    On a GPU 1,024 requests of the first model are counted; of a larger model 128, by the engines that are
+    timed, and it is timed half as often.
+    """
+    device = options.device.type
+    models = MODELS[device] if options.model is None else (options.model,)
     runs: list[Run] = []
     for name in models:
+        first = name == models[0]
         own = replace(options, model=name)
+        if not first:
+            own = replace(own, repeats=max(1, options.repeats // 2))
         model = load_target(own)
-        runs += counted(own, name, model)
-        if options.device.type == "cuda":
-            runs += timed(own, name, model)
+        work = requests(own, 1024 if first else 128)
+        others = OTHER_ENGINES[device]
+        engines = {
+            variant: make(model, work, **chosen) for variant, chosen in VARIANTS.items()
+        }
+        if device == "cuda":
+            runs += timed(own, name, model, engines)
+        known = {}
+        for variant, engine in engines.items():
+            schedules = [each for each in SCHEDULES[device] if each not in others]
+            known[variant], *found = [serve(engine, work, each) for each in schedules]
+            runs += counted(
+                own, name, model, work, variant, known[variant], schedules[1:], found
+            )
+        del engine, engines
+        for variant, chosen in VARIANTS.items():
+            for schedule, more in others.items() if first else ():
+                release(options)
+                found = [serve(make(model, work, **chosen, **more), work, schedule)]
+                runs += counted(
+                    own, name, model, work, variant, known[variant], [schedule], found
+                )
         del model
+        release(options)
     return evidence_of(PHASE, runs, options)
 
 
-def counted(options: BenchOptions, name: str, model: Model) -> list[Run]:
-    """Serve the same requests by every schedule, and compare tokens and log-probabilities bit for bit."""
-    on_cpu = options.device.type == "cpu"
-    work = workload("offline-256-small" if on_cpu else "offline-256")
-    work = work.first(6 if options.quick else 12 if on_cpu else 128, tokens=16)
+def requests(options: BenchOptions, count: int) -> Workload:
+    """Return the requests to compare: `offline-256` with a few tokens each, on a GPU several times with other
+    tokens.
+    """
+    if options.device.type == "cpu":
+        return workload("offline-256-small").first(6 if options.quick else 12, tokens=16)
+    work = workload("offline-256")
+    count = min(count, 16) if options.quick else count
+    copies = [work.cold(copy).prompts for copy in range(-(-count // len(work.items)))]
+    items = tuple(
+        Item(tuple(prompt), min(item.max_tokens, 16))
+        for prompts in copies
+        for prompt, item in zip(prompts, work.items, strict=True)
+    )
+    return replace(work, name=f"offline-256 x {len(copies)}[:{count}]", items=items[:count])
+
+
+def counted(
+    options: BenchOptions,
+    name: str,
+    model: Model,
+    work: Workload,
+    variant: str,
+    known: Outputs,
+    schedules: Sequence[str],
+    outputs: Sequence[Outputs],
+) -> list[Run]:
+    """Return for each schedule how many requests have other tokens or other bits of a log-probability.
+
+    known: what the first schedule gave, compared with `outputs`, one of each of `schedules`.
+    """
     runs = []
-    for variant, chosen in VARIANTS.items():
-        engine = make(model, work, **chosen)
-        alone = serve(engine, work, "alone")
-        for schedule in SCHEDULES:
-            if schedule in OTHER_ENGINES:
-                engine = make(model, work, **chosen, **OTHER_ENGINES[schedule])
-            found = serve(engine, work, schedule)
-            sample: Sample = {
-                "requests_with_other_tokens": float(
-                    sum(a.token_ids != b.token_ids for a, b in zip(alone, found, strict=True))
-                ),
-                "requests_with_other_logprobs": float(
-                    sum(a.logprobs != b.logprobs for a, b in zip(alone, found, strict=True))
-                ),
-            }
-            runs.append(
-                summarize(
-                    variant,
-                    work,
-                    Samples([sample] * options.repeats),
-                    model=name,
-                    dtype=model.dtype,
-                    options={"schedule": schedule, "requests": len(work.items)},
-                )
+    for schedule, found in zip(schedules, outputs, strict=True):
+        pairs = [(known[at], found[at]) for at in found]
+        sample: Sample = {
+            "requests_with_other_tokens": float(
+                sum(a.token_ids != b.token_ids for a, b in pairs)
+            ),
+            "requests_with_other_logprobs": float(
+                sum(a.logprobs != b.logprobs for a, b in pairs)
+            ),
+        }
+        runs.append(
+            summarize(
+                variant,
+                work,
+                Samples([sample] * options.repeats),
+                model=name,
+                dtype=model.dtype,
+                options={"schedule": schedule, "requests": len(pairs)},
             )
+        )
     return runs
 
 
 def make(model: Model, work: Workload, **options: Any) -> PagedEngine:
-    """Return an engine with rows for all requests of a workload."""
-    longest = max(a + b for a, b in zip(work.prompt_lens, work.output_lens, strict=True))
-    sizes = {"max_rows": len(work.items), "max_len": longest + 16}
+    """Return an engine of this phase: on a CPU with rows for all requests of a workload, on a GPU with the
+    sizes of the published benchmarks and a cache of `CACHE_SHARE`.
+    """
+    if model.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(model.device).total_memory
+        sizes = {
+            "max_rows": 256,
+            "max_len": 4096,
+            "step_tokens": 16_384,
+            "cache_bytes": int(CACHE_SHARE * memory),
+        }
+    else:
+        longest = max(a + b for a, b in zip(work.prompt_lens, work.output_lens, strict=True))
+        sizes = {"max_rows": len(work.items), "max_len": longest + 16}
     return engine_of("18", model, **{"drafter": "none", **sizes, **options})
 
 
-def serve(engine: PagedEngine, work: Workload, schedule: str) -> list[Completion]:
-    """Serve a workload with log-probabilities, and return its completions in its own order."""
+def release(options: BenchOptions) -> None:
+    """Free the memory of engines that nothing refers to."""
+    gc.collect()
+    if options.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def serve(engine: PagedEngine, work: Workload, schedule: str) -> Outputs:
+    """Serve a workload with log-probabilities: request's number -> completion."""
     prompts = work.prompts
     params = [replace(each, logprobs=0) for each in work.params]
     order = range(len(prompts))[:: -1 if schedule == "in reverse" else 1]
     groups: Sequence[Sequence[int]] = [order]
     if schedule.startswith("alone"):
-        groups = [[place] for place in order]
+        groups = [[place] for place in order[:ALONE]]
     found: dict[int, Completion] = {}
     for group in groups:
         done = generate(engine, [prompts[at] for at in group], [params[at] for at in group])
         found |= dict(zip(group, done, strict=True))
-    return [found[at] for at in range(len(prompts))]
+    return found
 
 
-def timed(options: BenchOptions, name: str, model: Model) -> list[Run]:
+def timed(
+    options: BenchOptions, name: str, model: Model, engines: Mapping[str, PagedEngine]
+) -> list[Run]:
     """Time the published workloads with the mode and without, in alternating order."""
-    sizes: dict[str, Any] = {
-        "max_rows": 256,
-        "max_len": 4096,
-        "step_tokens": 16_384,
-        "drafter": "none",
-        "gpu_memory_utilization": 0.4,
-    }
-    engines = {
-        variant: engine_of("18", model, **sizes, **chosen)
-        for variant, chosen in VARIANTS.items()
-    }
     runs = []
     for load in PUBLISHED:
         work = workload(load)
@@ -152,8 +229,8 @@ def draw(evidence: Evidence, out: Path) -> None:
     most = max(
         run.median("requests_with_other_logprobs") for run in runs if run.variant == PHASE
     )
-    count = runs[0].options["requests"]
+    count = max(run.options["requests"] for run in runs)
     axes.set_title(
-        f"{model}: with the mode at most {most:.0f} of {count} requests have other bits than alone"
+        f"{model}: with the mode at most {most:.0f} of {count} requests have other bits"
     )
     save(figure, out, evidence)

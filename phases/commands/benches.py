@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, Run, results
-from benchmarks.gains import factor_text, gain, gain_words
+from benchmarks.gains import factor_text, gain, gain_words, headline_of
 from benchmarks.labels import axis_label, scale_of
 from benchmarks.provenance import clean
 from common.console import err, out, table
@@ -99,7 +99,7 @@ def _show(measured: Evidence, recorded: Evidence | None, *, quick: bool) -> None
     """
     recorded_gain, recorded = recorded, None if quick else recorded
     phase = next((phase for phase in PHASES if phase.name == measured.phase), None)
-    headline = "" if phase is None else phase.headline
+    headline = "" if phase is None else headline_of(phase).metric
     rows = []
     for run in measured.runs:
         metric = headline if headline in run.metrics else next(iter(run.metrics), None)

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
-import re
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +14,9 @@ from rich.table import Table
 
 from common.console import out, table
 from common.device import pick_device, pick_dtype
-from common.errors import EngineLost
 from common.events import Completion
 from common.models.hub import model_folder
 from common.neighbours import usage, warn
-from common.roofline import Ceilings, generation_work, ideal_seconds, probe_matmul, probe_read
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
@@ -132,13 +123,12 @@ def run(given: SimpleNamespace) -> int:
         for question in questions
     ]
     loaded = load_model(str(folder), device=str(where), dtype=str(kind).removeprefix("torch."))
-    top = Ceilings(probe_read(where), probe_matmul(where, kind))
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     out.print(f"[bold]{QUESTION}[/bold]")
     out.print(
         f"[dim]{model} on {where}, {len(questions)} questions at once; the first answer is shown.[/dim]"
     )
-    made = table("Phase", "What it is for, in this run", right=("tokens/s", "roofline"))
+    made = table("Phase", "What it is for, in this run", right=("tokens/s",))
     completions, before = dict[int, list[Completion]](), dict[str, float]()
     for number, show in SHOWS.items():
         phase = PHASES[number - 1]
@@ -155,24 +145,16 @@ def run(given: SimpleNamespace) -> int:
             served = serve(engine, tokenizer, prompts, params, _show_first)
         work["weights"] = weight_bytes(model_of(phase, engine)) / 2**20
         out.file.write("\n")
-        lengths = [len(completion.token_ids) for completion in served.completions]
-        least = generation_work(
-            loaded.config, kind, [len(p) for p in prompts], lengths, batch=len(prompts)
-        )
-        said, share = change(phase, before, work), ideal_seconds(least, top) / served.seconds
+        said = change(phase, before, work)
         out.print(f"[dim]{said}[/dim]")
         speed = f"{served.tokens_per_second:,.1f}"
-        # Its weights are fewer bytes than those that the roofline counts.
-        rounded = number == ROUNDS
-        made.add_row(
-            phase.name, said or "the speed, on a GPU", speed, "" if rounded else f"{share:.0%}"
-        )
+        made.add_row(phase.name, said or "the speed, on a GPU", speed)
         completions[number], before = served.completions, work
         del engine
         gc.collect()  # the next engine may want the memory of this one's cache
     _summary(made, completions, where)
     warn(begun)
-    _over_http(model, str(where), given.dtype)
+    out.print("[dim]`make serve` answers over HTTP, and has a page with a chat.[/dim]")
     return 0
 
 
@@ -191,7 +173,7 @@ def _summary(
     out.print(made)
     elsewhere = "; ".join(f"{number}: {command}" for number, command in ELSEWHERE.items())
     out.print(
-        f"[dim]All questions together, on {device}. Roofline: share of what it could do at best. Each rung "
+        f"[dim]All questions together, on {device}. Each rung "
         f"has those below it, and from phase {ROWS:02d} on the memory of {MEMORY_ROWS} rows. Not in this "
         f"table, as its questions do not show them: {elsewhere}[/dim]"
     )
@@ -201,71 +183,6 @@ def _summary(
         out.print(
             "[dim]Every phase gave the same answers, token for token (but for 8-bit weights).[/dim]"
         )
-
-
-def _over_http(model: str, device: str, dtype: str) -> None:
-    """Start `ladder serve`, send it a request as `curl` would, print its response, and say where its page
-    is.
-    """
-    out.print(Rule("and over HTTP", align="left", style="dim"))
-    with _served(model, device, dtype) as url:
-        messages = [{"role": "user", "content": QUESTION}]
-        body = json.dumps({"messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0})
-        out.print(
-            f"[dim]curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'[/dim]"
-        )
-        asked = urllib.request.Request(
-            f"{url}/v1/chat/completions", body.encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(asked, timeout=120) as answer:
-            out.print(
-                json.load(answer)["choices"][0]["message"]["content"].strip(), markup=False
-            )
-        out.print(
-            f"[dim]The page at {url} shows a chat and the engine; `make serve` keeps it open.[/dim]"
-        )
-
-
-@contextmanager
-def _served(model: str, device: str, dtype: str) -> Iterator[str]:
-    """Run `ladder serve` in a process of its own while a `with` block runs, which gets the server's URL.
-
-    Raises:
-        EngineLost: the server has ended before it was ready. It has said why on standard error.
-    """
-    flags = ["--port", "0", "--access-log", "none", "--generation-config", "neutral"]
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "phases",
-        "serve",
-        model,
-        "--device",
-        device,
-        "--dtype",
-        dtype,
-    ]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "COLUMNS": "200",
-    }
-    with subprocess.Popen(
-        [*command, *flags], stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            found = (re.search(r"Ready: (http://\S+)", line) for line in process.stdout)
-            ready = next(filter(None, found), None)
-            if ready is None:
-                raise EngineLost("the server has not started")
-            yield ready[1]
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 # Rungs: what each is for, and a number for it, counted so that no neighbour changes it.

@@ -50,7 +50,7 @@ def list_phases(given: SimpleNamespace) -> int:
         return 0
     # Only now: names must not wait for PyTorch.
     from benchmarks.evidence import results
-    from benchmarks.gains import factor_text, gain, gain_words
+    from benchmarks.gains import factor_text, gain, gain_words, headline_of
 
     evidence = results()
     for phase in PHASES:
@@ -60,7 +60,9 @@ def list_phases(given: SimpleNamespace) -> int:
         factors = [
             f"{factor_text(found)} on {device}" for device, found in gains.items() if found
         ]
-        words = f"{gain_words(phase.headline)}: {', '.join(factors)}" if factors else ""
+        words = (
+            f"{gain_words(headline_of(phase).metric)}: {', '.join(factors)}" if factors else ""
+        )
         _print_phase(phase, words)
     out.print(
         "[dim]A gain is over the phase before, from benchmarks/results; figures are in figures/.[/dim]"

@@ -176,7 +176,7 @@ def compared(seed: int, *, json_pattern: bool) -> bool:
     outputs = (
         [json.dumps(text, ensure_ascii=False) for text in texts] if json_pattern else texts
     )
-    for name in BACKENDS:
+    for name in BACKENDS[: 1 if json_pattern else 2]:  # the automata know no `pattern`
         try:
             taken = accepts(name, grammar, outputs)
         except UserError as error:
@@ -238,8 +238,6 @@ def test_a_pattern_of_a_schema_is_ecmascripts(
         assert accepts("llguidance", grammar, outputs) == expected
     members = [f"{{{output}: 1}}" for output in outputs]
     assert accepts("llguidance", Grammar.json_schema(keys), members) == expected
-    if not re.search(r"\(\?|\\p|\(\^", pattern):
-        assert accepts("automata", Grammar.json_schema(schema), outputs) == expected
 
 
 REGEXES = [

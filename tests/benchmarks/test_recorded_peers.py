@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.evidence import PEERS_FILE, RESULTS, Metric, Run, collect, results
+from benchmarks.evidence import PEERS_FILE, RESULTS, ROOT, Metric, Run, collect, results
 from benchmarks.other_engines import record
-from benchmarks.recorded_peers import beside, load
+from benchmarks.recorded_peers import beside, load, versus
 from benchmarks.records import server_lines
+from benchmarks.tables import fill
+from benchmarks.workloads import workload
 from common.errors import UserError
 
 H200 = RESULTS / "h200" / PEERS_FILE
@@ -79,6 +81,153 @@ def test_the_best_of_any_version_counts(tmp_path: Path) -> None:
         "one 1.0": 20.0,
     }
     assert beside(evidence, tmp_path, workload="another") == []
+
+
+def ours(*rates: float, metric: str = "output_tokens_per_s") -> Run:
+    """A run of phase 02 on workload w."""
+    metrics = {metric: Metric(rates)}
+    return Run("02_kv_cache", "w", "hash", "m", "random", "float32", metrics)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said"),
+    [
+        ((105.0,), [100.0], "1.05×"),
+        ((102.0,), [100.0], "level"),
+        ((105.0,), [100.0, 93.0], "level"),
+        ((101.0, 105.0, 109.0), [100.0], "level"),
+        ((125.0, 126.0), [100.0, 93.0], "1.25×"),
+    ],
+)
+def test_a_difference_within_the_spread_of_either_is_level(
+    tmp_path: Path, mine: tuple[float, ...], theirs: list[float], said: str
+) -> None:
+    write(tmp_path, ("one", "1.0", "w", {"output_tokens_per_s": theirs}))
+    run = ours(*mine)
+    (best,) = beside(collect("02_kv_cache", [run], torch.device("cpu")), tmp_path)
+    assert versus(run, best, "output_tokens_per_s") == said
+
+
+def test_of_times_the_least_is_the_best(tmp_path: Path) -> None:
+    write(tmp_path, ("one", "1.0", "w", {"ttft_ms_p50": [9.0, 7.0, 8.0]}))
+    run = ours(3.0, metric="ttft_ms_p50")
+    (best,) = beside(collect("02_kv_cache", [run], torch.device("cpu")), tmp_path)
+    assert best.median("ttft_ms_p50") == 7.0
+
+
+def test_a_table_says_what_an_installation_lacked(tmp_path: Path) -> None:
+    folder = tmp_path / RESULTS.relative_to(ROOT)
+    write(folder, ("one", "1.0", "w", {"output_tokens_per_s": [50.0]}), lacks="a package")
+    evidence = collect("02_kv_cache", [ours(100.0)], torch.device("cpu"))
+    evidence.write(folder / "cpu" / "02_kv_cache.json")
+    made = fill("<!-- table: peers cpu/02_kv_cache -->\n<!-- /table -->\n", tmp_path)
+    assert made.splitlines()[3:] == [
+        "| w | m | 50 (1.0) | 100 | 2.00× |",
+        "",
+        "one 1.0 of 2026-11-26 ran without: a package.",
+        "<!-- /table -->",
+    ]
+
+
+def test_of_an_engine_that_ran_in_several_ways_its_defaults_are_compared(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / RESULTS.relative_to(ROOT)
+    times = {"": [30.0, 40.0], ", computed": [900.0], ", hit on the GPU": [5.0]}
+    write(folder, *(("one", "1.0", "w", {"ttft_ms_p50": each}) for each in times.values()))
+    path = folder / "cpu" / PEERS_FILE
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    for peer, way in zip(raw["peers"], times, strict=True):
+        peer["runs"][0]["way"] = way
+    path.write_text(json.dumps(raw), encoding="utf-8")
+    mine = ours(10.0, metric="ttft_ms_p50")
+    evidence = collect("02_kv_cache", [mine], torch.device("cpu"))
+    evidence.write(folder / "cpu" / "02_kv_cache.json")
+    made = fill("<!-- table: peers cpu/02_kv_cache -->\n<!-- /table -->\n", tmp_path)
+    assert made.splitlines()[1].startswith(
+        "| workload | model | one | one, computed | one, hit"
+    )
+    cells = "30 ms (1.0) | 900 ms (1.0) | 5 ms (1.0) | 10 ms | 3.00×"
+    assert made.splitlines()[3] == f"| w | m | {cells} |"
+
+
+def measured(folder: Path, **more: object) -> Path:
+    """What `vllm_run.py` writes, and its log."""
+    name = "single-512"
+    rates = {"output_tokens_per_s": [1.0, 3.0, 2.0]}
+    one = {"workload": name, "temperature": 0.0, "requests_sha256": workload(name).sha256}
+    said = {
+        "engine": "vLLM",
+        "version": "0.33.0",
+        "when": "2026-11-29",
+        "machine": {"name": "NVIDIA H200", "cores": 16},
+        "versions": {"torch": "2.14.0"},
+        "flags": "load_format=dummy",
+        "lacks": "a package",
+        "log": "out.log",
+        "model": "qwen3-8b",
+        "dtype": "bfloat16",
+        "batch_invariant": False,
+        "runs": [{**one, "metrics": rates, "tokens_sha256": ["0" * 16]}],
+        "ended": True,
+        **more,
+    }
+    (folder / "out.log").write_text("INFO x\nloading 10%|█\n", encoding="utf-8")
+    (folder / "out.json").write_text(json.dumps(said), encoding="utf-8")
+    return folder / "out.json"
+
+
+def test_what_vllm_run_wrote_becomes_a_peer_with_its_log(tmp_path: Path) -> None:
+    kept = record.keep(measured(tmp_path), tmp_path)
+    assert kept.name == "vllm-0.33.0-2026-11-29-qwen3-8b-bfloat16.json"
+    assert kept.with_suffix(".log").read_text(encoding="utf-8") == "INFO x\n"
+    peer = record.of_run(kept)
+    assert (peer["lacks"], peer["log"]) == ("a package", f"{kept.stem}.log")
+    (run,) = peer["runs"]
+    assert (run["beside"], run["way"], run["workload"]) == ("09_cuda_graphs", "", "single-512")
+    assert run["metrics"] == {"output_tokens_per_s": [1.0, 3.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("more", "phase", "way"),
+    [
+        ({"dtype": "fp8"}, "10_quant", " fp8"),
+        ({"batch_invariant": True}, "18_batch_invariance", " batch-invariant"),
+        ({"model": "qwen3-30b-a3b"}, "16_experts", ""),
+    ],
+)
+def test_a_peer_stands_beside_the_phase_of_its_feature(
+    tmp_path: Path, more: dict[str, object], phase: str, way: str
+) -> None:
+    (run,) = record.of_run(record.keep(measured(tmp_path, **more), tmp_path))["runs"]
+    assert (run["beside"], run["way"]) == (phase, way)
+
+
+def test_first_tokens_of_an_evicted_prompt_stand_beside_19(tmp_path: Path) -> None:
+    times = {"ttft_ms computed": [90.0], "ttft_ms from the host": [30.0]}
+    runs = [{"workload": "evicted-32768", "temperature": 0.0, "metrics": times}]
+    flags = "kv_offloading_size=32"
+    kept = record.keep(measured(tmp_path, runs=runs, flags=flags), tmp_path)
+    assert kept.stem.endswith("-offload")
+    found = record.of_run(kept)["runs"]
+    assert [(run["way"], run["metrics"]["ttft_ms_p50"]) for run in found] == [
+        (", computed", [90.0]),
+        ("", [30.0]),
+    ]
+    assert {run["beside"] for run in found} == {"19_moving_blocks"}
+
+
+def test_what_was_cut_off_or_had_other_requests_is_not_kept(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="was not ended"):
+        record.keep(measured(tmp_path, ended=False), tmp_path)
+    other = {
+        "workload": "single-512",
+        "temperature": 0.0,
+        "requests_sha256": "x",
+        "metrics": {},
+    }
+    with pytest.raises(UserError, match="had other requests"):
+        record.keep(measured(tmp_path, runs=[other]), tmp_path)
 
 
 def test_servers_stand_side_by_side_and_beside_a_busy_program_with_each_way_of_waiting() -> (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.models.config import ModelConfig
-from common.roofline import (
+from benchmarks.model_work import (
     Ceilings,
     decode_work,
     generation_work,
@@ -15,6 +14,7 @@ from common.roofline import (
     prefill_work,
     state_bytes,
 )
+from common.models.config import ModelConfig
 from forward.shapes import SHAPES
 
 BF16 = torch.bfloat16

@@ -387,10 +387,8 @@ WITH_MARKS = {
     "enum": Grammar.json_schema(
         {"enum": ["<think>", "</think> <left>", "é <\ufb01>", " <right> x"]}
     ),
-    "string": Grammar.json_schema(
-        {"type": "string", "pattern": r'^[^\x00-\x1f\x7f"\\]{0,40}$'}
-    ),
-    "pattern": Grammar.json_schema({"type": "string", "pattern": "^<think>[a-z]+</think>$"}),
+    "string": Grammar.regex(r'"[^\x00-\x1f\x7f"\\]{0,40}"'),
+    "quoted": Grammar.regex('"<think>[a-z]+</think>"'),
     "choice": Grammar.choice(
         ["<think>yes</think>", "<think>no", "<tool_call>", " <left>", "<|own|>"]
     ),

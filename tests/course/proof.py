@@ -194,7 +194,7 @@ def block(phase: Phase) -> str:
         )
         lines += [
             "",
-            f"Answer {each}. `ladder course answer {asked[0].id}` shows the question.",
+            f"Answer {each}. `ladder course answer {asked[0].id}` asks the question.",
         ]
     return "\n".join(lines) + "\n"
 

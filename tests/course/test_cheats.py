@@ -1,4 +1,4 @@
-"""Cheats: each is refused by name, or found where it runs, and earns nothing."""
+"""Cheats: each is found where it runs, and earns nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from phases import ROOT
-from phases.course.ast_guard import refusal
 from phases.course.blanks import MASKED, blank
 from phases.course.checking import Verdict, _record, check, copy_reference, run
 from phases.course.exercises import Case
 from phases.course.fork_server import ForkServer
 from phases.course.grading import EARNED
 from phases.course.sandbox import PROCESSES, describe_gaps
-from tests.course.slips import find, slips_of
+from tests.course.slips import find
 
 EASY = "05.1"
 """An exercise whose tests take no time."""
@@ -44,109 +43,6 @@ def solved(body: str, before: str = "") -> str:
 def message_of(verdict: Verdict) -> str:
     assert verdict.failure is not None
     return verdict.failure.message
-
-
-CHEATS = {
-    "ends the process": ("import os\nos._exit(0)", "imports os"),
-    "ends it by another way": ("return torch.os._exit(0)", "uses _exit"),
-    "changes modules": ("import sys\nsys.modules.clear()", "imports sys"),
-    "reads the reference": ("return eval(open('/x').read())", "uses eval"),
-    "reads it by what site adds": ("return license", "uses license"),
-    "imports the reference": ("from importlib import util", "imports importlib"),
-    "imports the tests": ("from tests.fakes import NOTHING", "imports tests.fakes"),
-    "imports all": ("from heapq import *", "import *"),
-    "skips": ("import pytest\npytest.skip('later')", "imports pytest"),
-    "skips as unittest does": ("from unittest import SkipTest\nraise SkipTest", "imports unittest"),
-    "asks a twin": ("from prefix_cache.cache import PrefixCache", "imports prefix_cache.cache"),
-    "climbs": ("return ().__class__", "uses __class__"),
-    "computes a name": ("return getattr(self, '__cl' + 'ass__')", "uses getattr"),
-    "maps getattr": ("return list(map(getattr, [self], ['x']))", "uses getattr"),
-    "hands type on": ("t = type\nt('Y', (list,), {})", "uses type"),
-    "sets what tests run": ("def put(owner):\n    owner.runtest = lambda self: None\nput(self)",
-        "uses runtest"),
-    "sets by a loop": ("for self.refs.x in [1]:\n    pass", "changes .x"),
-    "replaces the reference": ("global BlockAllocator\nBlockAllocator = None", "uses global"),
-    "uses the network": ("import socket", "imports socket"),
-    "unpickles": ("import torch\ntorch.serialization.pickle.loads(b'')", "uses pickle"),
-    "hands a module on": ("import torch\nt = torch\nt.os", "uses os"),
-    "a private helper": ("import dataclasses\ndataclasses._create_fn('f', [], [])", "dataclasses._create_fn"),
-    "a private name": ("from random import _os", "imports _os of random"),
-    "climbs by text": ("import operator\noperator.attrgetter('x')(self)", "uses attrgetter"),
-    "climbs by a format": ("import string\nstring.Formatter()", "uses Formatter"),
-    "makes a class": ("import enum\nenum.Enum('E', {'__e' + 'q__': max})", "calls Enum"),
-    "climbs by pattern": ("match self.allocate:\n    case object(__globals__=g):\n        return g",
-        "uses __globals__"),
-    "changes a judge": ("import math\nmath.isclose = lambda *a, **k: True", "changes .isclose"),
-    "changes all judges": ("import torch\ntorch.Tensor.equal = max", "changes .equal"),
-    "equals everything": ("class Yes:\n    def __eq__(self, other):\n        return True", "defines __eq__"),
-    "rounds all": ("import torch\ntorch.set_default_dtype(torch.float16)", "uses set_default_dtype"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("body", "says"), CHEATS.values(), ids=CHEATS.keys())
-def test_a_cheat_is_refused_by_name(body: str, says: str) -> None:
-    """Nothing of it is run: there is no process to run it."""
-    verdict = check(find(EASY), solved(body), None, hidden=True)  # type: ignore[arg-type]
-    assert says in message_of(verdict)
-    assert verdict.state == "refused" and EARNED.get(verdict.state, 0) == 0
-
-
-def test_what_reaches_out_beside_the_function_is_not_run() -> None:
-    reference = find(EASY).path.read_text(encoding="utf-8")
-    for before in (
-        "import os",
-        "END = exit",
-        "G = getattr",
-        "def helper(f=open):\n    return f",
-    ):
-        assert refusal(reference, solved("return []", before), ["BlockAllocator.allocate"])
-    fine = "import math\n\nMOST = 3\n\n\ndef helper(x):\n    return math.ceil(x)\n"
-    assert (
-        refusal(reference, solved("return helper(1)", fine), ["BlockAllocator.allocate"]) == ""
-    )
-
-
-FINE = {
-    "torch": "import torch\nimport torch.nn.functional as F\nfrom torch import Tensor, nn\n"
-    "def helper(x: Tensor):\n    return F.relu(torch.nn.functional.softmax(x, -1)), nn.Linear(1, 1)",
-    "numpy": "import numpy as np\ndef helper():\n    return np.random.default_rng(0), np.linalg.norm([1])",
-    "standard": "import copy, heapq, itertools, math\nfrom collections import deque\ndef helper():\n"
-    "    return copy.copy([]), heapq.nlargest(1, [1]), itertools.chain([1]), math.inf, deque()",
-    "a class": "from dataclasses import dataclass\n@dataclass\nclass Box:\n    x: int\n"
-    "    def __lt__(self, other):\n        return self.x < other.x",
-    "attributes": "def helper(x):\n    x.refs[0] = 1\n    return x.free",
-    "json": "import json\ndef helper():\n    return json.dumps({}), json.loads('1')",
-    "names of modules": "import math\ndef helper(input):\n    load = math.ceil(input)\n    return load",
-}
-
-
-@pytest.mark.parametrize("before", FINE.values(), ids=FINE.keys())
-def test_honest_work_is_not_refused(before: str) -> None:
-    reference = find(EASY).path.read_text(encoding="utf-8")
-    assert refusal(reference, solved("return []", before), ["BlockAllocator.allocate"]) == ""
-
-
-def test_a_module_that_the_file_imports_is_allowed_whole() -> None:
-    """Which of its functions the reference calls is nothing that a student could know."""
-    for name, old, new in (
-        ("15.1", "xxh3_64_intdigest", "xxh64_intdigest"),
-        (
-            "15.4",
-            "encode_json(ErrorForm().body(answer.error()))",
-            "json.dumps(ErrorForm().body(answer.error())).encode()",
-        ),
-    ):
-        exercise = find(name)
-        reference = exercise.path.read_text(encoding="utf-8")
-        assert old in reference
-        assert refusal(reference, reference.replace(old, new), exercise.functions) == ""
-
-
-@pytest.mark.parametrize("name", ["05.1", "06.1", "08.1", "13.5"])
-def test_what_the_reference_uses_is_allowed(name: str) -> None:
-    exercise = find(name)
-    reference = exercise.path.read_text(encoding="utf-8")
-    assert refusal(reference, slips_of(exercise)[0].plant(exercise), exercise.functions) == ""
 
 
 RUN = {
@@ -203,7 +99,7 @@ EARLY = ("runs no test", "runs no test's function", "swallows")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
 def test_a_cheat_that_runs_earns_nothing(server: ForkServer, name: str) -> None:
-    """Were it not refused beforehand: nothing that it does in the tests' process makes it pass, or last."""
+    """Nothing that it does in the tests' process makes it pass, or last."""
     (body, says), exercise = RUN[name], replace(find(EASY), cases=())
     cheat = "def cheat():\n" + "\n".join("    " + line for line in body.splitlines())
     source = solved("return cheat()", cheat + "\n\n\nDONE = cheat()" * (name in EARLY))
@@ -262,7 +158,7 @@ ATTEMPTS = {
 
 @pytest.mark.slow
 def test_a_hostile_exercise_is_confined(server: ForkServer, tmp_path: Path) -> None:
-    """With its names allowed, the operating system alone refuses each attempt; the checkout is as it was."""
+    """The operating system refuses each attempt; the checkout is as it was."""
     if server.gaps:
         pytest.skip(server.gaps)
     copy_reference(tmp_path)

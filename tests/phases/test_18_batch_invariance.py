@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,14 +14,29 @@ from torch import Tensor, nn
 import batch_invariance
 from batch_invariance import linear
 from batch_invariance.attention import CHUNK, ChunkedTorch, Softmax
-from batch_invariance.linear import FixedLinear, agreeing_sizes, in_blocks, pieces, same_bits
+from batch_invariance.linear import (
+    FixedLinear,
+    ProductCosts,
+    agreeing_sizes,
+    fastest_calls,
+    in_blocks,
+    measured_costs,
+    multiply,
+)
+from batch_invariance.probing import same_bits
+from batch_invariance.quantized import FixedQuantLinear, dense_weight
 from common.errors import UserError
+from common.models.config import RopeConfig
+from common.models.hub import model_folder
 from common.sampling import ops
 from common.sampling.params import SamplingParams
 from forward.attention import LayerSpec
-from forward.loading import load_model
+from forward.loading import load_model, random_model
 from forward.model import Model
+from forward.shapes import SHAPES
 from paged_cache import LayerBlocks, PagedEngine
+from quant.formats import SCHEMES
+from quant.linear import QuantLinear
 from speculative.speculation import SpeculativeRunner
 from tests.compiling import spilled
 
@@ -33,12 +49,50 @@ LENGTHS = [3, 40, 17, 90, 64, 5, 33]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 63, 64, 100, 1000])
-def test_pieces_cover_each_row_once_and_the_library_gets_only_its_sizes(rows: int) -> None:
-    sizes = (4, 16, 64, 256)
-    found = list(pieces(rows, sizes))
-    covered = [row for first, last, _ in found for row in range(first, last)]
-    assert covered == list(range(rows))
-    assert all(last - first in sizes for first, last, by_library in found if by_library)
+@pytest.mark.parametrize("fixed", [0.5, 1.05, 2.0])
+def test_calls_cover_each_row_once_and_the_library_gets_only_its_sizes(
+    rows: int, fixed: float
+) -> None:
+    sizes = {size: float(size) for size in (4, 16, 64, 256)}
+    costs = ProductCosts(sizes, {1: fixed})
+    found = fastest_calls(costs, 3, 3 + rows)[1]
+    assert [row for first, last, _ in found for row in range(first, last)] == list(
+        range(3, 3 + rows)
+    )
+    for first, last, size in found:
+        assert size == 0 or (size in sizes and size >= last - first > 0)
+    assert all(last - first == size for first, last, size in found[:-1])
+
+
+COSTS = ProductCosts(
+    {192: 40.0, 384: 45.0, 4096: 500.0}, {16: 20.0, 48: 42.0, 64: 57.0, 1024: 200.0}
+)
+"""Microseconds, much as they were measured for a weight of 4096 x 12288."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "calls"),
+    [
+        (0, []),
+        (10, [(0, 10, 0)]),  # the fixed product reads the weights, and no more
+        (48, [(0, 48, 0)]),  # padding costs a copy
+        (64, [(0, 64, 192)]),  # padding is faster than a slow product
+        (192, [(0, 192, 192)]),
+        (200, [(0, 200, 384)]),
+        (400, [(0, 384, 384), (384, 400, 0)]),
+        (8192, [(0, 4096, 4096), (4096, 8192, 4096)]),  # not half of what is left, but fast
+        (8384, [(0, 4096, 4096), (4096, 8192, 4096), (8192, 8384, 192)]),
+        (8200, [(0, 4096, 4096), (4096, 8192, 4096), (8192, 8200, 0)]),
+    ],
+)
+def test_the_calls_of_a_batch_are_the_fastest(
+    rows: int, calls: list[tuple[int, int, int]]
+) -> None:
+    assert COSTS.plan(rows) == calls
+
+
+def test_the_fixed_product_takes_longer_with_rows_beyond_those_that_were_timed() -> None:
+    assert [COSTS.of_fixed(rows) for rows in (1, 17, 1024, 4096)] == [20, 42, 200, 800]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,8 +102,8 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch(
 ) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(48, 80, bias=bias).to(dtype).requires_grad_(False)
-    sizes = agreeing_sizes(in_blocks, layer.weight, layer.bias, [1, 2, 3, 4, 16, 48])
-    fixed = FixedLinear(layer, in_blocks, sizes)
+    costs = measured_costs([layer.weight], layer.bias, [1, 2, 3, 4, 16, 48])
+    fixed = FixedLinear(layer, costs)
     x = torch.randn(70, 48).to(dtype)
     whole = fixed(x)
     torch.testing.assert_close(whole, layer(x), atol=2e-2, rtol=2e-2)
@@ -115,10 +169,14 @@ def test_sizes_are_ascending_and_not_too_large(monkeypatch: pytest.MonkeyPatch) 
     assert agreeing_sizes(in_blocks, weight, None, [32, 16, 16, 64]) == (16, 32)
 
 
-def test_a_small_rest_is_left_to_the_fixed_product() -> None:
-    found = [tuple(piece) for piece in pieces(333, (1, 2, 4, 8, 16, 32, 64, 128, 256))]
-    assert found == [(0, 256, True), (256, 320, True), (320, 333, False)]
-    assert [tuple(piece) for piece in pieces(200, (64,))] == [(0, 200, False)]
+def test_a_padded_call_of_the_library_gives_the_rows_of_a_full_one() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 80).bfloat16().requires_grad_(False)
+    x = torch.randn(2, 20, 48).bfloat16()
+    for library, calls in (({64: 1.0}, 1), ({16: 1.0}, 3)):
+        costs = ProductCosts(library, {1: 100.0})
+        assert len(costs.plan(40)) == calls
+        assert same_bits(FixedLinear(layer, costs)(x), layer(x))
 
 
 def test_the_comparison_tells_the_two_zeros_apart() -> None:
@@ -192,6 +250,40 @@ def model_of(shape: str, dtype: str) -> Model:
     return load_model(f"random:{shape}", device="cpu", dtype=dtype)
 
 
+TINY = SHAPES["tiny"]
+FAMILIES = {
+    "llama-3.2": replace(
+        TINY,
+        num_heads=8,
+        num_kv_heads=2,
+        tie_word_embeddings=True,
+        rope=RopeConfig(500_000.0, kind="llama3", factor=32.0, original_max_position=64),
+    ),
+    "qwen2.5": replace(TINY, family="qwen2", attention_bias=True),
+    "qwen3": replace(TINY, family="qwen3", head_dim=32, attention_scale=32**-0.5),
+    "gemma-3": replace(
+        SHAPES["tiny-window"],
+        num_kv_heads=1,
+        head_dim=32,
+        tie_word_embeddings=True,
+        sliding_windows=(40, 40, None),
+    ),
+    "gpt-2": replace(
+        SHAPES["gpt2"],
+        vocab_size=257,
+        hidden_size=48,
+        intermediate_size=192,
+        num_layers=2,
+        num_heads=3,
+        num_kv_heads=3,
+        head_dim=16,
+        attention_scale=0.25,
+        sliding_windows=(),
+    ),
+}
+"""Small models with what is particular to these families: groups of heads, biases, norms, windows, caps."""
+
+
 def prompts(model: Model) -> list[list[int]]:
     vocab = model.config.vocab_size
     return [[(n * 97 + i * 31) % vocab for i in range(n)] for n in LENGTHS]
@@ -249,6 +341,30 @@ def test_a_request_has_the_same_bits_in_every_company_and_engine(
             assert outputs(engine, groups) == expected, (name, groups)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_same_bits_in_both_half_precisions(
+    family: str, dtype: torch.dtype
+) -> None:
+    model = random_model(FAMILIES[family], device="cpu", dtype=dtype)
+    engine = make(model)
+    expected = outputs(engine, ALONE)
+    assert outputs(engine, [EVERY]) == expected
+    assert outputs(make(model, **ENGINES["small chunks"]), [EVERY[::-1]]) == expected
+    assert outputs(make(model, **ENGINES["n-grams"]), [EVERY]) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.weights
+def test_a_real_model_has_the_same_bits_in_every_company() -> None:
+    model = load_model(str(model_folder("smollm2")), device="cpu", dtype="bfloat16")
+    engine = make(model, max_rows=4)
+    expected = outputs(engine, ALONE[:4])
+    assert outputs(engine, [EVERY[3::-1]]) == expected
+    chunked = make(model, max_rows=4, step_tokens=20, chunk_tokens=7)
+    assert outputs(chunked, [EVERY[:4]]) == expected
+
+
 def test_a_preempted_request_has_the_same_bits() -> None:
     model = model_of("tiny", "float32")
     expected = outputs(make(model), ALONE)
@@ -256,6 +372,23 @@ def test_a_preempted_request_has_the_same_bits() -> None:
     engine = make(model, cache_bytes=blocks, max_len=100)
     assert outputs(engine, [EVERY]) == expected
     assert engine.scheduler.preemptions > 0
+
+
+def test_samples_of_one_prompt_have_the_same_bits_in_every_company() -> None:
+    model = model_of("tiny-window", "bfloat16")
+    given = prompts(model)[:4]
+    how = [replace(each, n=3, temperature=0.9) for each in params()[:4]]
+    engine = make(model, max_rows=16)
+    alone = [c for k in range(4) for c in engine.generate([given[k]], [how[k]])]
+    together = engine.generate(given, how)
+    assert len(alone) == len(together) == 12
+    for one, other in zip(alone, together, strict=True):
+        assert (one.sample, one.token_ids, one.logprobs) == (
+            other.sample,
+            other.token_ids,
+            other.logprobs,
+        )
+    assert len({tuple(each.token_ids) for each in alone}) > 4
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-window"])
@@ -279,6 +412,33 @@ def test_keys_of_eight_bits_have_the_same_bits_in_every_batch() -> None:
     expected = outputs(make(model, kv_cache="int8"), ALONE)
     engine = make(model, kv_cache="int8", step_tokens=20, chunk_tokens=7)
     assert outputs(engine, [EVERY]) == expected
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-weights", "fp8-block", "int8", "w8a8", "int4"])
+def test_quantized_weights_give_the_same_bits_in_every_batch(scheme: str) -> None:
+    """`w8a8` adds up whole numbers by the library; the weights of the others are unpacked."""
+    options = {"device": "cpu", "dtype": "bfloat16", "quantization": scheme}
+    one = make("random:tiny", **options)
+    unpacked = [
+        part for part in one.runner.model.modules() if isinstance(part, FixedQuantLinear)
+    ]
+    assert bool(unpacked) == (scheme != "w8a8")
+    expected = outputs(one, ALONE)
+    assert outputs(one, [EVERY]) == expected
+    assert outputs(
+        make("random:tiny", step_tokens=20, chunk_tokens=7, **options), [EVERY]
+    ) == (expected)
+
+
+def test_an_unpacked_layer_computes_what_the_quantized_one_does() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(48, 80).bfloat16().requires_grad_(False)
+    x = torch.randn(5, 48).bfloat16()
+    for name in ("fp8", "fp8-block", "int8"):
+        layer = QuantLinear.of(linear, SCHEMES[name], "linear")
+        costs = measured_costs([dense_weight(layer, x.dtype)], layer.bias, [4])
+        found = FixedQuantLinear(layer, costs)(x)
+        torch.testing.assert_close(found, layer(x), atol=2e-2, rtol=2e-2)
 
 
 def test_without_the_mode_company_changes_bits() -> None:
@@ -314,7 +474,6 @@ def test_unchecked_sizes_of_the_library_are_found(monkeypatch: pytest.MonkeyPatc
         ("tiny-moe", {}),
         ("tiny-delta", {}),
         ("tiny", {"tensor_parallel": 2}),
-        ("tiny", {"quantization": "int8"}),
     ],
 )
 def test_what_has_no_fixed_order_is_refused_by_name(
@@ -442,18 +601,84 @@ def test_the_kernel_computes_attention(kernels: Any) -> None:
     torch.testing.assert_close(as_prompt(kernels).float(), expected, atol=2e-3, rtol=0)
 
 
-def test_tiles_of_a_product_agree_and_the_sum_is_not_cut(kernels: Any) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_tiles_of_a_product_agree_and_the_sum_is_not_cut(kernels: Any, biased: bool) -> None:
     from batch_invariance.kernels.product import ProductTile, product
 
     torch.manual_seed(0)
     sizes = (40, 72), (24, 72)
     x, weight = (torch.randint(-2, 3, size).half().to(DEVICE) for size in sizes)
-    bias = torch.randn(24).half().to(DEVICE)
-    expected = x.float() @ weight.float().t() + bias.float()
-    for tile in (ProductTile(1, 16, 16, 32, 4, 2), ProductTile(1, 32, 32, 64, 4, 2)):
-        out = torch.empty(40, 24, dtype=torch.float16, device=DEVICE)
-        product(x, weight, bias, out, tile)
-        assert same_bits(out, expected.half())
+    bias = torch.randn(24).half().to(DEVICE) if biased else None
+    expected = x.float() @ weight.float().t() + (0 if bias is None else bias.float())
+    for tile in (
+        ProductTile(16, 16, 32, 4, 2),
+        ProductTile(32, 32, 64, 4, 2),
+        ProductTile(16, 16, 32, 4, 2, descriptors=True),
+        ProductTile(32, 32, 64, 4, 2, descriptors=True),
+    ):
+        out = torch.full((41, 24), 7.0, dtype=torch.float16, device=DEVICE)
+        product(x, weight, bias, out[:40], tile)
+        assert same_bits(out[:40], expected.half()), tile
+        assert bool((out[40] == 7).all()), "nothing is written behind the last row"
+
+
+@pytest.mark.parametrize("programs", [1, 3, 100])
+def test_every_program_computes_its_share_of_tiles(
+    kernels: Any, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batch_invariance.kernels import product as module
+
+    monkeypatch.setattr(module, "multiprocessors", lambda device: programs)
+    torch.manual_seed(0)
+    x, weight = (torch.randint(-2, 3, (n, 32)).half().to(DEVICE) for n in (200, 40))
+    out = torch.zeros(200, 40, dtype=torch.float16, device=DEVICE)
+    module.product(x, weight, None, out, module.ProductTile(16, 16, 16, 4, 2, True))
+    assert same_bits(out, (x.float() @ weight.float().t()).half())
+
+
+def test_tiles_that_give_other_bits_or_cannot_be_read_are_left_out(kernels: Any) -> None:
+    from batch_invariance.kernels.product import ProductTile, tiled_products
+
+    first = ProductTile(16, 16, 32, 4, 2)
+    described = first._replace(descriptors=True)
+    weight = torch.randint(-2, 3, (24, 72)).half().to(DEVICE)
+    assert len(tiled_products(weight, [first, described])) == 2
+    odd = torch.randint(-2, 3, (24, 71)).half().to(DEVICE)  # rows of 142 bytes
+    assert len(tiled_products(odd, [first, described])) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1024, 3072), (257, 48)])
+def test_a_product_on_a_gpu_has_the_same_bits_in_every_batch(
+    kernels: Any, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weights = list(torch.randn(3, *shape, device="cuda").to(dtype) / 32)
+    costs = measured_costs(weights, None, [1, 2, 4, 8, 16, 64, 128, 256, 512, 1024])
+    x = torch.randn(1100, shape[1], device="cuda").to(dtype)
+    whole = multiply(x, weights[0], None, costs)
+    torch.testing.assert_close(whole, x @ weights[0].t(), atol=2e-2, rtol=2e-2)
+    for count in (1, 3, 16, 17, 64, 100, 200, 300, 777, 1024):
+        for first in (0, 5, 76):
+            part = multiply(x[first : first + count], weights[0], None, costs)
+            assert same_bits(part, whole[first : first + count]), (count, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", [None, "fp8", "fp8-block", "int8", "w8a8", "int4"])
+def test_on_a_gpu_a_request_has_the_same_bits_in_every_company(
+    kernels: Any, scheme: str | None
+) -> None:
+    model, options = "random:llama-160m", {"device": "cuda", "dtype": "bfloat16"}
+    if scheme is not None:
+        options["quantization"] = scheme
+    engine = make(model, **options)
+    expected = outputs(engine, ALONE)
+    assert outputs(engine, [EVERY]) == expected
+    assert outputs(make(model, step_tokens=20, chunk_tokens=7, **options), [EVERY]) == expected
+    drafting = make(model, drafter="ngram", draft_adaptive=False, **options)
+    assert outputs(drafting, [EVERY[::-1]]) == expected
 
 
 def test_a_draw_does_not_ask_how_many_rows_there_are(kernels: Any) -> None:

@@ -22,11 +22,6 @@ class Drafter:
     This base class guesses nothing; phase 11's drafters override `begin` and `propose`.
     """
 
-    @property
-    def needs_finished_step(self) -> bool:
-        """Return True while every token must be known before a step is scheduled."""
-        return False
-
     def begin(self, running: Sequence[Request]) -> bool:
         """Prepare for a step that is about to be scheduled, given the requests that run. Returns True if
         `propose` may be called in it.

@@ -12,7 +12,17 @@ from collections.abc import Callable, Sequence
 from common.request import Request
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Pending, Results
+from continuous.seams import Drafter
 from continuous.work import Work
+
+
+class WaitingDrafter(Drafter):
+    """A drafter that may have to see every token on the host before the next step is scheduled."""
+
+    @property
+    def needs_finished_step(self) -> bool:
+        """Return True while every token must be known before a step is scheduled."""
+        return False
 
 
 class OverlappedLoop:
@@ -49,7 +59,7 @@ class OverlappedLoop:
         """Launch the next step, or its forward pass if it needs masks; then append the tokens of the step
         before.
         """
-        if engine.scheduler.drafter.needs_finished_step:
+        if needs_finished_step(engine.scheduler.drafter):
             self.finish_steps(engine)
         step = engine.forward(self._schedule(engine))
         previous, self.in_flight_step = self.in_flight_step, None
@@ -106,6 +116,11 @@ class OverlappedLoop:
         if self.half is not None:
             half, self.half = self.half, None
             self.in_flight_step = engine.sample(half)
+
+
+def needs_finished_step(drafter: Drafter) -> bool:
+    """Return True while a drafter has to see every token before a step is scheduled."""
+    return isinstance(drafter, WaitingDrafter) and drafter.needs_finished_step
 
 
 def unfinished(engine: Engine, works: list[Work]) -> list[Work]:

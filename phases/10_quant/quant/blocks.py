@@ -19,7 +19,7 @@ from forward.model import Model
 
 METHOD = "gguf"
 """The `quant_method` of a checkpoint that `common.models.gguf_import` has written."""
-KINDS = ("q4_0", "q4_1", "q8_0")
+KINDS = ("q4_1", "q8_0")
 GROUP = 32
 """Inputs that share a scale."""
 
@@ -27,10 +27,10 @@ GROUP = 32
 class BlockWeight(nn.Module):
     """A weight `[N, K]` in groups of `GROUP` inputs.
 
-    data: q8_0 int8 `[N, K]`; q4_0 and q4_1 uint8 `[N, K / 2]`, where byte i of a group's 16 holds input i in
+    data: q8_0 int8 `[N, K]`; q4_1 uint8 `[N, K / 2]`, where byte i of a group's 16 holds input i in
         its low and input i + 16 in its high half.
     scale: float16 `[N, K / 32]`.
-    minimum: float16 `[N, K / 32]` of q4_1, otherwise None; q4_0 has its zero at 8.
+    minimum: float16 `[N, K / 32]` of q4_1, otherwise None.
 
     Raises:
         UserError: the kind is none of `KINDS`.
@@ -45,8 +45,8 @@ class BlockWeight(nn.Module):
         choice("the type of a weight", kind, KINDS)
         self.kind, self.shape = kind, (outputs, inputs)
         groups = outputs, inputs // GROUP
-        minimum = torch.empty(groups, dtype=torch.float16) if kind == "q4_1" else None
         eight = kind == "q8_0"
+        minimum = None if eight else torch.empty(groups, dtype=torch.float16)
         width = inputs if eight else inputs // 2
         self.register_buffer(
             "data", torch.empty(outputs, width, dtype=torch.int8 if eight else torch.uint8)
@@ -64,8 +64,6 @@ class BlockWeight(nn.Module):
         else:
             pairs = data.view(*scale.shape, GROUP // 2)
             numbers = torch.cat([pairs & 15, pairs >> 4], dim=-1).float()
-        if self.kind == "q4_0":
-            numbers -= 8
         weight = numbers.mul_(scale[..., None])
         if self.minimum is not None:
             weight += self.minimum[rows].float()[..., None]
@@ -124,7 +122,7 @@ def expect_blocks(model: Model, kinds: Mapping[str, Any]) -> None:
     A head that is tied to a quantized embedding has no tensors in the checkpoint: `tie_blocks` replaces it.
 
     Args:
-        kinds: the format ("q8_0", "q4_0", "q4_1") of each matrix by the name of its module.
+        kinds: the format ("q8_0" or "q4_1") of each matrix by the name of its module.
     """
     with torch.device("meta"):
         for stored, kind in kinds.items():

@@ -20,8 +20,8 @@ from common.request import Request
 from continuous.engine import Engine
 from continuous.rows import write
 from continuous.runner import OutputVerifier, Results, Token
-from continuous.seams import Drafter
 from continuous.work import Work
+from cuda_graphs.overlap import WaitingDrafter
 from speculative.control import DraftController, is_drafted
 from speculative.stats import SpeculationStats
 
@@ -85,7 +85,7 @@ REHEARSED = 8
 """Requests of a batch, at most, whose drafts are rehearsed."""
 
 
-class SpeculativeRunner(Drafter):
+class SpeculativeRunner(WaitingDrafter):
     """The engine's drafter: drafts for all requests at once, before a step is scheduled, if the batch gains.
 
     Args:

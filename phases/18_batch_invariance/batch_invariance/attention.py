@@ -13,11 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from continuous.batch import HostBatch
+from continuous.batch import Batch, HostBatch
 from forward.attention import LayerSpec
-from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.pool import HybridPool
-from paged_cache import LayerBlocks, TorchPagedAttention
+from paged_cache import LayerBlocks, PagedAttention
 
 CHUNK = 256
 """Keys of a chunk. Long chunks are less to combine; of short ones more can be computed side by side."""
@@ -69,7 +68,27 @@ def query_tiles(host: HostBatch, queries: int) -> NDArray[np.int64]:
     return np.array(tiles, np.int64).reshape(-1, 4)
 
 
-class ChunkedTorch(TorchPagedAttention):
+class GroupedAttention(PagedAttention):
+    """Paged attention over one or several KV cache groups of layers, each with its own block tables."""
+
+    def begin(self, batch: Batch) -> None:
+        """See `PagedAttention.begin`; look up the blocks and slots of the step's batch in every group."""
+        super().begin(batch)
+        self.look_up()
+
+    def look_up(self) -> None:
+        """Look up the blocks and slots of `batch` in every group of the pool: `batches`, one of each."""
+        pool = self.pool
+        self.batches = pool.begin(self.batch) if isinstance(pool, HybridPool) else [self.batch]
+
+    def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
+        """See `PagedAttention.place`; `batch` gets the block tables of the layer's group."""
+        if isinstance(self.pool, HybridPool):
+            self.batch = self.batches[self.pool.group_of[layer.index]]
+        return super().place(layer)
+
+
+class ChunkedTorch(GroupedAttention):
     """Paged attention by torch that computes tiles of `QUERIES` tokens over chunks of `CHUNK` keys.
 
     Every call of torch has the same shape but for the number of tiles, which are separate products.
@@ -81,7 +100,6 @@ class ChunkedTorch(TorchPagedAttention):
         """Cut the step's tokens into tiles, and store the rows and positions of each for the calls of
         `attend`.
         """
-        self._others = []
         device = self.batch.positions.device
         tiles = query_tiles(self.batch.host, QUERIES)
         self._ends = tiles[:, 3] + tiles[:, 2]
@@ -161,11 +179,3 @@ class ChunkedTorch(TorchPagedAttention):
         weights = torch.exp(scores - largest[..., None])
         weighted = (weights.flatten(2, 3) @ values).view(own.shape)
         return Softmax(largest, weights.sum(-1), weighted)
-
-
-class GroupedChunkedTorch(ChunkedTorch, GroupedTorch):
-    """Batch-invariant attention by torch (`ChunkedTorch`) over the block tables of several groups of
-    layers.
-    """
-
-    pool: HybridPool

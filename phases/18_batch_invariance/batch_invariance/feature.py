@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any, ClassVar
 
 from batch_invariance.activations import fix_activations
-from batch_invariance.attention import ChunkedTorch, GroupedChunkedTorch
-from batch_invariance.linear import fix_linears
+from batch_invariance.attention import ChunkedTorch
+from batch_invariance.quantized import FixedQuantLinear, fix_linears
 from common.errors import UserError
+from continuous.attention import avoid_plans_per_shape
 from cuda_graphs import Graphs
 from cuda_graphs.buckets import chunk_sizes, decode_sizes
-from hybrid_cache.pool import HybridPool
-from paged_cache import BlockPool, EngineBuilder, Feature, PagedAttention
+from forward.model import Model
+from paged_cache import EngineBuilder, Feature, PagedAttention
 from parallel.feature import Parallel
 from quant.blocks import BlockWeight
-from quant.linear import QuantLinear
 from triton_paged_attention import Kernels
 
 
@@ -40,8 +42,7 @@ class BatchInvariance(Feature):
         """
         refuse_unknown_sums(builder)
         model = builder.own_model()
-        kernels = builder.feature(Kernels) is not None
-        if kernels:
+        if builder.feature(Kernels) is not None:
             from triton_paged_attention.layers import FusedBlock
             from triton_paged_attention.linear import FusedLinear
 
@@ -50,8 +51,8 @@ class BatchInvariance(Feature):
                     part.kernels.clear()
         fix_activations(model)
         fix_linears(model, likely_rows(builder))
-        made = triton_attention(builder) if kernels else torch_attention
-        builder.attention.decorate(self, lambda plain: made)
+        builder.reservations.append(lambda builder: unpacked_bytes(builder.model))
+        builder.attention.decorate(self, lambda plain: attention_of(builder))
         if builder.feature(Graphs) is not None:
             from batch_invariance.sampling import FixedSamplerBackend
             from cuda_graphs.sampling import TritonSamplerBackend
@@ -63,10 +64,10 @@ class BatchInvariance(Feature):
 def refuse_unknown_sums(builder: EngineBuilder) -> None:
     """Raise `UserError` if the builder's model or an option has sums whose order this phase does not fix."""
     model = builder.model
-    quantized = any(isinstance(part, QuantLinear | BlockWeight) for part in model.modules())
+    blocks = any(isinstance(part, BlockWeight) for part in model.modules())
     refuse("the model is a mixture of experts", model.config.experts is not None)
     refuse("the model has layers of Gated DeltaNet", model.config.delta is not None)
-    refuse("weights are quantized", quantized)
+    refuse("weights are blocks of a GGUF file", blocks)
     refuse("keys and values have a layout of few bits", builder.kv.part.layout is not None)
 
 
@@ -92,20 +93,17 @@ def likely_rows(builder: EngineBuilder) -> list[int]:
     return sorted(set(rows))
 
 
-def torch_attention(pool: BlockPool) -> PagedAttention:
-    """Return attention in torch over a pool of one or several groups of layers."""
-    return GroupedChunkedTorch(pool) if isinstance(pool, HybridPool) else ChunkedTorch(pool)
+def unpacked_bytes(model: Model) -> int:
+    """Return the bytes of the largest quantized weight of a model that is unpacked to be multiplied."""
+    parts = [part for part in model.modules() if isinstance(part, FixedQuantLinear)]
+    return max((prod(part.layer.shape) for part in parts), default=0) * model.dtype.itemsize
 
 
-def triton_attention(builder: EngineBuilder) -> Callable[[Any], PagedAttention]:
-    """Return a function from a pool of KV blocks to attention kernels whose bits no batch changes."""
-    from batch_invariance.kernels.paged import ChunkedTriton, GroupedChunkedTriton
+def attention_of(builder: EngineBuilder) -> Callable[[Any], PagedAttention]:
+    """Return a function from a pool of KV blocks to attention whose bits no batch changes."""
+    if builder.feature(Kernels) is None:
+        avoid_plans_per_shape()
+        return ChunkedTorch
+    from batch_invariance.kernels.paged import ChunkedTriton
 
-    heads = builder.model.config.num_heads
-
-    def make(pool: BlockPool) -> PagedAttention:
-        grouped = isinstance(pool, HybridPool)
-        kind = GroupedChunkedTriton if grouped else ChunkedTriton
-        return kind(pool, num_heads=heads)
-
-    return make
+    return partial(ChunkedTriton, num_heads=builder.model.config.num_heads)

@@ -2,40 +2,80 @@
 
 A library chooses a kernel by the number of rows. Some of its kernels cut the sum over K into parts and add
 these at the end, and so round differently. Which sizes are safe stands in no table: when weights are loaded,
-the library's result for each size is compared bit for bit with that of one fixed kernel.
+the library's result for each size is compared bit for bit with that of one fixed kernel. Then both are timed,
+and a step takes whatever is fastest of what gives these bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from batch_invariance.probing import Product, random_rows, same_bits, seconds
 
 BLOCK_ROWS = 16
 """Rows of every call of the fixed product on a CPU; fewer are padded."""
-SMALL_PIECE = 64
-"""Rows below which a rest is left to the fixed product, which is as fast there."""
-MOST_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 27}
+PADDED = 1.1
+"""Time of a library call with padding, relative to one without: the rows must be copied first."""
+TIMED_ROWS = (16, 64, 128, 256, 1024)
+"""Rows for which fixed products are timed; for more their time grows with the rows."""
+MOST_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 29}
 """Most numbers of a result that is compared, by kind of device."""
 WINDOWS = 4
 NUMBERS = 1 << 14
 """A size is compared for this many windows of a batch, and for this many numbers, at least: where sums have
 another order, only some numbers round differently."""
 
-Product = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
-"""Writes `x W^T + bias` to `out`: takes `x [T, K]`, `W [N, K]`, `bias [N]` or None, and `out [T, N]`."""
-
 
 class RowRange(NamedTuple):
-    """The rows `first .. last - 1` of a batch, which one call computes, by the library or by the fixed
-    product.
+    """The rows `first .. last - 1` of a batch, which one call computes.
+
+    size: rows of the library's call, which are padded if there are fewer; 0: the fixed product computes them.
     """
 
     first: int
     last: int
-    by_library: bool
+    size: int
+
+
+@dataclass(frozen=True)
+class ProductCosts:
+    """Times of products with weights of one shape, by the rows of a call, in any unit.
+
+    library: for the sizes that give the fixed products' bits. fixed: of the fastest fixed product, for some
+        sizes, at least one. products: by the same sizes, which one that is.
+    """
+
+    library: Mapping[int, float]
+    fixed: Mapping[int, float]
+    products: Mapping[int, Product] = field(default_factory=dict)
+    _plans: dict[int, list[RowRange]] = field(default_factory=dict)
+
+    def timed_size(self, rows: int) -> int:
+        """Return the size of fixed products whose time stands for `rows` rows: the next, or the largest."""
+        return min((size for size in self.fixed if size >= rows), default=max(self.fixed))
+
+    def of_fixed(self, rows: int) -> float:
+        """Return the time of the fastest fixed product with `rows` rows."""
+        size = self.timed_size(rows)
+        return self.fixed[size] * max(1.0, rows / size)
+
+    def product(self, call: RowRange) -> Product:
+        """Return the product that computes a range of rows."""
+        if call.size:
+            return library
+        return self.products[self.timed_size(call.last - call.first)]
+
+    def plan(self, rows: int) -> list[RowRange]:
+        """Return the calls for a batch of `rows` rows; see `fastest_calls`."""
+        if rows not in self._plans:
+            self._plans[rows] = fastest_calls(self, 0, rows)[1]
+        return self._plans[rows]
 
 
 def library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -52,30 +92,23 @@ def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
     """Write `x W^T + bias` (`weight [N, K]`) to `out` by library calls of `BLOCK_ROWS` rows each, so that the
     library has nothing to choose.
     """
-    rows = len(x)
-    padded = x.new_zeros(-(-rows // BLOCK_ROWS) * BLOCK_ROWS, x.shape[1])
-    padded[:rows] = x
-    result = out.new_empty(BLOCK_ROWS, len(weight))
-    for first in range(0, rows, BLOCK_ROWS):
-        library(padded[first : first + BLOCK_ROWS], weight, bias, result)
-        part = out[first : first + BLOCK_ROWS]
-        part.copy_(result[: len(part)])
+    padded = F.pad(x, (0, 0, 0, -len(x) % BLOCK_ROWS))
+    result = out.new_empty(len(padded), len(weight))
+    for first in range(0, len(x), BLOCK_ROWS):
+        block = slice(first, first + BLOCK_ROWS)
+        library(padded[block], weight, bias, result[block])
+    out.copy_(result[: len(x)])
 
 
-def fixed_product(weight: Tensor) -> Product:
-    """Return the product with one order of sums for weights like this: a Triton kernel on a GPU, else
-    `in_blocks`.
+def fixed_products(weight: Tensor) -> list[Product]:
+    """Return the products with one order of sums for weights like this, which all give the same bits: Triton
+    kernels on a GPU, else `in_blocks`.
     """
     if not weight.is_cuda:
-        return in_blocks
-    from batch_invariance.kernels.product import TritonProduct
+        return [in_blocks]
+    from batch_invariance.kernels.product import tiled_products
 
-    return TritonProduct(weight)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors of one dtype and shape have the same bits; 0.0 and -0.0 differ."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return tiled_products(weight)
 
 
 def agreeing_sizes(
@@ -87,14 +120,13 @@ def agreeing_sizes(
     weight, bias: of the layer. Each size is compared for several windows of a batch of random rows: a result
     that depends on the position of a row would differ, too.
     """
-    outputs, inputs = weight.shape
+    outputs = len(weight)
     most = MOST_NUMBERS.get(weight.device.type, 0) // outputs
     sizes = sorted({size for size in sizes if size <= most})
     if not sizes:
         return ()
-    generator = torch.Generator(weight.device).manual_seed(0)
     count = min(max(WINDOWS * sizes[-1], NUMBERS // outputs), most)
-    x = torch.randn(count, inputs, device=weight.device, generator=generator).to(weight.dtype)
+    x = random_rows(weight, count)
     expected = weight.new_empty(count, outputs)
     fixed(x, weight, bias, expected)
     found = []
@@ -118,60 +150,82 @@ def _agrees(
     return same_bits(out, expected[: len(x)])
 
 
-def pieces(rows: int, sizes: Sequence[int]) -> Iterator[RowRange]:
-    """Yield the ranges of rows by which to compute a batch of `rows` rows, each by one call.
+def fastest_calls(costs: ProductCosts, first: int, last: int) -> tuple[float, list[RowRange]]:
+    """Return the fastest calls for the rows `first .. last - 1` of a batch, and their time.
 
-    sizes: ascending, numbers of rows that the library may compute. It gets all rows, or the most that leave
-    less than as many; the small rest goes to the fixed product.
+    The choice is between the fixed product, the library with padding up to the next size of `costs`, and the
+    library for as many whole pieces of the size below as there are, with the fastest calls for what is left.
     """
-    first = 0
-    while first < rows:
-        left = rows - first
-        size = max((size for size in sizes if size <= left), default=0)
-        by_library = size == left or size >= max(SMALL_PIECE, left / 2)
-        last = first + size if by_library else rows
-        yield RowRange(first, last, by_library)
-        first = last
+    rows = last - first
+    if not rows:
+        return 0.0, []
+    ways = [(costs.of_fixed(rows), [RowRange(first, last, 0)])]
+    above = min((size for size in costs.library if size >= rows), default=0)
+    if above:
+        factor = 1.0 if above == rows else PADDED
+        ways.append((costs.library[above] * factor, [RowRange(first, last, above)]))
+    below = max((size for size in costs.library if size < rows), default=0)
+    if below:
+        cut = last - rows % below
+        whole = [RowRange(at, at + below, below) for at in range(first, cut, below)]
+        rest_time, rest = fastest_calls(costs, cut, last)
+        ways.append((costs.library[below] * len(whole) + rest_time, whole + rest))
+    return min(ways, key=lambda way: way[0])
+
+
+def measured_costs(
+    weights: Sequence[Tensor], bias: Tensor | None, sizes: Sequence[int]
+) -> ProductCosts:
+    """Ask which of `sizes` (numbers of rows) the library may compute, and time all products.
+
+    weights: `[N, K]` each, of the layers with this shape. A CPU is not timed: there one call for all rows
+        is faster than several.
+    """
+    one = weights[0]
+    products = fixed_products(one)
+    agreeing = agreeing_sizes(products[0], one, bias, sizes)
+    if not one.is_cuda:
+        costs = {size: float(size) for size in agreeing}
+        return ProductCosts(costs, {1: 2.0}, {1: products[0]})
+    fixed, fastest = {}, {}
+    for size in TIMED_ROWS:
+        times = [seconds(product, weights, bias, size) for product in products]
+        fixed[size] = min(times)
+        fastest[size] = products[times.index(min(times))]
+    costs = {size: seconds(library, weights, bias, size) for size in agreeing}
+    return ProductCosts(costs, fixed, fastest)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, costs: ProductCosts) -> Tensor:
+    """Return `x W^T + bias`, `[..., K]` -> `[..., N]`, by the fastest calls of one order of sums.
+
+    costs: of weights with this shape.
+    """
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    plan = costs.plan(len(flat))
+    end = max([len(flat), *(call.first + call.size for call in plan)])
+    out = flat.new_empty(end, len(weight))
+    for call in plan:
+        rows = flat[call.first : call.last]
+        if call.size > len(rows):
+            padded = flat.new_empty(call.size, flat.shape[1])
+            padded[: len(rows)] = rows
+            rows = padded
+        costs.product(call)(rows, weight, bias, out[call.first : call.first + len(rows)])
+    return out[: len(flat)].view(*x.shape[:-1], -1)
 
 
 class FixedLinear(nn.Module):
     """A linear layer whose rows have the same bits in every batch.
 
-    Args:
-        linear: the layer whose weights it takes.
-        fixed: the product of one order of sums.
-        sizes: numbers of rows for which the library gives the same bits, ascending.
+    linear: the layer whose weights it takes. costs: of weights with this shape.
     """
 
-    def __init__(self, linear: nn.Linear, fixed: Product, sizes: Sequence[int]) -> None:
+    def __init__(self, linear: nn.Linear, costs: ProductCosts) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.fixed, self.sizes = fixed, tuple(sizes)
+        self.costs = costs
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x W^T + bias`: `[..., K]` -> `[..., N]`."""
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        out = flat.new_empty(len(flat), len(self.weight))
-        for first, last, by_library in pieces(len(flat), self.sizes):
-            product = library if by_library else self.fixed
-            product(flat[first:last], self.weight, self.bias, out[first:last])
-        return out.view(*x.shape[:-1], -1)
-
-
-def fix_linears(model: nn.Module, sizes: Sequence[int]) -> None:
-    """Replace every `nn.Linear` of a model by a `FixedLinear`, in place; the weights stay.
-
-    sizes: numbers of rows for which to try the library, once for each shape of weights.
-    """
-    known: dict[tuple[torch.Size, bool], tuple[Product, tuple[int, ...]]] = {}
-    found = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    for name in found:
-        owner, _, last = name.rpartition(".")
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        weight, bias = linear.weight, linear.bias
-        key = weight.shape, bias is not None
-        if key not in known:
-            fixed = fixed_product(weight)
-            known[key] = fixed, agreeing_sizes(fixed, weight, bias, sizes)
-        setattr(model.get_submodule(owner), last, FixedLinear(linear, *known[key]))
+        return multiply(x, self.weight, self.bias, self.costs)

@@ -14,12 +14,8 @@ LEAST_ROWS = 5
 
 def padded(x: Tensor) -> Tensor:
     """Return `x [B, ...]` with its last row repeated until there are `LEAST_ROWS` rows."""
-    missing = LEAST_ROWS - len(x)
-    return (
-        x
-        if missing <= 0 or not len(x)
-        else torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])
-    )
+    missing = max(LEAST_ROWS - len(x), 0)
+    return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing and len(x) else x
 
 
 class FixedSamplerBackend(TritonSamplerBackend):

@@ -34,9 +34,9 @@ class AdmissionGate(GrammarManager):
 
         The samples of a prompt come together, and the blocks of the first are those of all.
         """
-        if not self.inner.ready(request):
-            return False
-        return bool(request.sample) or self.connector.ready(request)
+        return self.inner.ready(request) and (
+            request.sample > 0 or self.connector.ready(request)
+        )
 
     def check(self, params: SamplingParams) -> None:
         """See `GrammarManager.check`: `inner` begins to compile the request's grammar."""

@@ -16,7 +16,7 @@ class OffloadingCache(PrefixCache):
 
     index: finds and pins blocks. sizes: the other arguments of `PrefixCache`: rows, max_len, blocks,
         block_size.
-    connector: what saves and loads; does nothing until one is attached.
+    connector: what saves and loads; does nothing until it is set, while the cache is empty.
     namespace: the digest that begins all names of blocks. A row's names are made when its blocks are
         committed.
     """
@@ -27,13 +27,6 @@ class OffloadingCache(PrefixCache):
         self.connector: ConnectorScheduler = NO_CONNECTOR
         self.namespace = b""
         self._names: list[list[BlockName]] = [[] for _ in self._owned]
-
-    def attach(self, connector: ConnectorScheduler, namespace: bytes) -> None:
-        """Let a connector save and load blocks from now on; the cache must be empty.
-
-        namespace: the digest that begins all names of blocks.
-        """
-        self.connector, self.namespace = connector, namespace
 
     def keys_of(self, request: Request) -> list[Key]:
         """Return the tokens of each full block that a waiting request may share; its last token is in

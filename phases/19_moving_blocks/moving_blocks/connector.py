@@ -7,6 +7,7 @@ it. vLLM's `KVConnectorBase_V1` has the same two halves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -26,29 +27,32 @@ class ConnectorWorker(Protocol):
     """Interface of what copies blocks between the pool and slots of host memory.
 
     `blocks` and `slots` are numbers, of the same length. A slot that a copy reads or writes stays its own
-    until the copy is done; the `ConnectorScheduler` sees to that.
+    until the copy is done; the `ConnectorScheduler` sees to that. to_host: into slots. gently: at
+    `gentle_rate`, since steps of other requests run beside the copy.
+
+    gentle_rate: bytes a second, a part of what the bus gives: on a full bus the small copies of each step
+        wait.
     """
 
-    def start_load(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Start to copy slots into blocks, after all kernels launched before, which may read these blocks.
+    gentle_rate: float = math.inf
+
+    def start_copy(
+        self,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        *,
+        to_host: bool,
+        after: Sequence[Transfer] = (),
+        gently: bool = False,
+    ) -> Transfer:
+        """Start to copy blocks into slots, or back, after all kernels launched so far, which may write or
+        read these blocks, and after the copies `after`.
 
         Returns: the copy, to ask whether it is done.
         """
 
-    def start_save(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Start to copy blocks into slots, after the kernels that write these blocks.
-
-        Returns: the copy, to ask whether it is done.
-        """
-
-    def wait_for_load(self, transfer: Transfer) -> None:
-        """Let every later step wait, on the device, until a load is done; the host does not wait."""
-        return None
-
-    def wait_for_saves(self) -> None:
-        """Let every later step wait, on the device, for all saves started so far, since it writes to their
-        blocks.
-        """
+    def wait_for(self, transfer: Transfer) -> None:
+        """Let every later step wait, on the device, until a copy is done; the host does not wait."""
         return None
 
 
@@ -63,10 +67,6 @@ class ConnectorScheduler:
     def busy(self) -> bool:
         """Return True while copies or saves are unfinished, so that `poll` must be called."""
         return False
-
-    def get_num_new_matched_tokens(self, request: Request) -> int:
-        """Return how many tokens of a waiting request could be loaded, after those that the cache has."""
-        return 0
 
     def ready(self, request: Request) -> bool:
         """Return True if a request may enter the waiting line.

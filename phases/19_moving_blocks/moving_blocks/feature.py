@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from common.device import free_memory
 from common.errors import UserError, choice, integer, number, text
@@ -20,8 +21,8 @@ from moving_blocks.disk import BlockFiles
 from moving_blocks.disk_tier import DiskTier
 from moving_blocks.host import HostTier
 from moving_blocks.mover import CopyWorker, StreamWorker
-from moving_blocks.names import digest_of, namespace_of
-from moving_blocks.rule import LoadRule, PrefillCost, measure_rule
+from moving_blocks.names import namespace_of
+from moving_blocks.rule import GENTLE, LoadRule, PrefillCost, measure_rule
 from moving_blocks.tiers import TieredConnector
 from paged_cache import EngineBuilder, Feature, PagedAttention, PagedEngine
 from parallel import Parallel
@@ -29,15 +30,14 @@ from prefix_cache import INDEXES, Prefix
 
 HOST_BYTES = {"cuda": 4 << 30, "cpu": 1 << 28, "mps": 1 << 28}
 """The second tier, unless the caller says otherwise, or a quarter of the free memory is less."""
-OFFLOAD = ("auto", "evicted", "computed")
 
 
 @dataclass(frozen=True)
 class MovingBlocks(Feature):
     """Blocks that leave the cache go to host memory and to files, and come back when they are wanted."""
 
-    name: ClassVar[str] = "moving_blocks"
-    phase: ClassVar[int] = 19
+    name = "moving_blocks"
+    phase = 19
 
     host_bytes: int | None = option(None, "bytes of host memory for blocks of the cache")
     disk_folder: str | None = option(
@@ -46,7 +46,8 @@ class MovingBlocks(Feature):
     disk_bytes: int = option(4 << 30, "most bytes of these files; the oldest go first")
     offload: str = option(
         "auto",
-        "when a block goes to host memory: evicted, computed, or auto (computed if there is a disk_folder)",
+        "when a block goes to host memory: evicted, computed, or auto (computed if there is a disk_folder, "
+        "or if host memory is as large as a GPU's cache)",
     )
     prefill_rate: float | None = option(
         None,
@@ -63,7 +64,7 @@ class MovingBlocks(Feature):
         if self.disk_folder is not None and not text("disk_folder", self.disk_folder):
             raise UserError("disk_folder is '', but must name a folder")
         integer("disk_bytes", self.disk_bytes, low=1)
-        choice("offload", self.offload, OFFLOAD)
+        choice("offload", self.offload, ("auto", "evicted", "computed"))
         for name, rate in (("prefill_rate", self.prefill_rate), ("load_rate", self.load_rate)):
             if rate is not None:
                 number(name, rate, low=0.0, high=1e12, above_low=True)
@@ -76,7 +77,12 @@ class MovingBlocks(Feature):
             UserError: the engine has parts whose blocks cannot be moved, and an option asks for it.
         """
         if why := self.why_not(builder):
-            self._refuse(why)
+            for item in fields(self):
+                value = vars(self)[item.name]
+                if value != item.default:
+                    raise UserError(
+                        f"{item.name} is {value!r}, but blocks cannot be moved: {why}"
+                    )
             return
         prefix = builder.feature(Prefix)
         assert prefix is not None
@@ -84,8 +90,7 @@ class MovingBlocks(Feature):
         builder.cache.decorate(self, lambda plain: partial(OffloadingCache, index))
         gate = AdmissionGate(builder.grammar_manager.part)
         builder.grammar_manager.decorate(self, lambda inner: gate)
-        loop = ConnectorLoop(builder.loop.part, gate)
-        builder.loop.decorate(self, lambda inner: loop)
+        builder.loop.decorate(self, lambda inner: ConnectorLoop(inner, gate))
         builder.warmups.append(partial(self._attach, gate))
 
     @staticmethod
@@ -96,17 +101,10 @@ class MovingBlocks(Feature):
         hybrid = builder.feature(Hybrid) is not None
         if hybrid and not LayerGroups.of(builder.model.config).full_attention_only:
             return "the model has layers with windows or states (hybrid_cache)"
-        if any(each.name == Parallel.name for each in builder.recipe.features):
-            parallel = builder.feature(Parallel)
-            if parallel is None or parallel.tensor_parallel > 1:
+        for each in builder.recipe.features:
+            if each.name == Parallel.name and each != Parallel():
                 return "the model is split over ranks (tensor_parallel)"
         return ""
-
-    def _refuse(self, why: str) -> None:
-        for item in fields(self):
-            value = vars(self)[item.name]
-            if value != item.default:
-                raise UserError(f"{item.name} is {value!r}, but blocks cannot be moved: {why}")
 
     def _attach(self, gate: AdmissionGate, engine: PagedEngine) -> None:
         """Make host memory, files and their connector for a complete engine, and let its cache and `gate` use
@@ -127,15 +125,19 @@ class MovingBlocks(Feature):
         host = HostTier(self.slots(block_bytes, device), block_bytes, device)
         make = StreamWorker if device.type == "cuda" else CopyWorker
         worker = make(pool, host.memory)
-        rule = self._rule(engine, worker, len(host.memory), block_bytes)
-        computed = self.offload == "computed" or (self.offload == "auto" and disk is not None)
+        rule = self._rule(engine, worker, host.memory)
+        computed = self.offload == "computed"
+        if self.offload == "auto":
+            # At an eviction, a step of a GPU would wait for the copy.
+            larger = device.type == "cuda" and len(host.memory) >= cache.allocator.count
+            computed = larger or disk is not None
         connector = TieredConnector(
             cache, engine.scheduler, worker, host, disk, rule, save_computed=computed
         )
-        # Host memory ends with this process, which has one model.
-        namespace = digest_of() if disk is None else namespace_of(engine.runner.model, pool)
-        cache.attach(connector, namespace)
-        gate.connector = connector
+        if disk is not None:  # host memory ends with this process, which has one model
+            kind = type(attention).__name__
+            cache.namespace = namespace_of(engine.runner.model, pool, kind)
+        cache.connector = gate.connector = connector
 
     def slots(self, block_bytes: int, device: torch.device) -> int:
         """Return how many blocks of `block_bytes` host memory has room for. Raises `UserError` if it has room
@@ -152,20 +154,21 @@ class MovingBlocks(Feature):
             )
         return wanted // block_bytes
 
-    def _rule(
-        self, engine: PagedEngine, worker: ConnectorWorker, slots: int, block_bytes: int
-    ) -> LoadRule:
+    def _rule(self, engine: PagedEngine, worker: ConnectorWorker, memory: Tensor) -> LoadRule:
         """Return the rule for loading or computing, with the options' rates; where one is missing, time a
         prompt and a copy.
 
-        worker: copies blocks. slots: number of them in host memory. block_bytes: of a block.
+        worker: copies blocks. memory: `[slots, bytes of a block]`, host memory.
         """
         if self.prefill_rate is None or self.load_rate is None:
-            rule = measure_rule(engine, worker, slots, block_bytes)
+            rule = measure_rule(engine, worker, memory)
         else:
-            rule = LoadRule(PrefillCost.of(engine.config), block_bytes, 1.0, 1.0)
+            rule = LoadRule(PrefillCost.of(engine.config), memory.shape[1], 1.0, 1.0)
         if self.prefill_rate is not None:
             rule.compute_rate = self.prefill_rate * rule.cost.per_token
         if self.load_rate is not None:
             rule.host_rate = self.load_rate * 1e9
+        worker.gentle_rate = GENTLE * rule.host_rate
+        for to_host, gently in product((True, False), repeat=2):  # compiles the kernels
+            worker.wait_for(worker.start_copy([0], [0], to_host=to_host, gently=gently))
         return rule

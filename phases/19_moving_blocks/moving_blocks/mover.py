@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,16 +23,22 @@ class CopyWorker(ConnectorWorker):
     def __init__(self, pool: BlockPool, host: Tensor) -> None:
         self.pool, self.host = views(pool, host)
 
-    def start_load(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """See `ConnectorWorker.start_load`: copy slots into blocks at once; the returned copy is done."""
+    def start_copy(
+        self,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        *,
+        to_host: bool,
+        after: Sequence[Transfer] = (),
+        gently: bool = False,
+    ) -> Transfer:
+        """See `ConnectorWorker.start_copy`; the returned copy is done."""
         for block, slot in zip(blocks, slots, strict=True):
-            self.pool[:, block] = self.host[slot]
-        return Transfer()
-
-    def start_save(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """See `ConnectorWorker.start_save`: copy blocks into slots at once; the returned copy is done."""
-        for block, slot in zip(blocks, slots, strict=True):
-            self.host[slot] = self.pool[:, block]
+            here, there = self.pool[:, block], self.host[slot]
+            if to_host:
+                there.copy_(here)
+            else:
+                here.copy_(there)
         return Transfer()
 
 
@@ -62,50 +69,35 @@ class StreamWorker(ConnectorWorker):
         self.load_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.save_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
-    def start_load(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Start to copy slots into blocks; return the copy.
-
-        It runs after the compute stream, whose last steps may read the blocks, and after all saves, which
-        may read them as well, or write the slots.
-        """
-        self.load_stream.wait_stream(torch.cuda.current_stream(self.device))
-        self.load_stream.wait_stream(self.save_stream)
-        return self._launch(self.load_stream, blocks, slots, to_host=False)
-
-    def start_save(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Start to copy blocks into slots; return the copy.
-
-        It runs after the compute stream, a kernel of which may still be writing the blocks.
-        """
-        self.save_stream.wait_stream(torch.cuda.current_stream(self.device))
-        return self._launch(self.save_stream, blocks, slots, to_host=True)
-
-    def wait_for_load(self, transfer: Transfer) -> None:
-        """Let the compute stream wait for the copy `transfer`; the host does not wait."""
-        assert isinstance(transfer, StreamTransfer)
-        torch.cuda.current_stream(self.device).wait_event(transfer.event)
-
-    def wait_for_saves(self) -> None:
-        """Let the compute stream wait for all saves so far; the host does not wait."""
-        torch.cuda.current_stream(self.device).wait_stream(self.save_stream)
-
-    def _launch(
+    def start_copy(
         self,
-        stream: torch.cuda.Stream,
         blocks: Sequence[int],
         slots: Sequence[int],
         *,
         to_host: bool,
-    ) -> StreamTransfer:
+        after: Sequence[Transfer] = (),
+        gently: bool = False,
+    ) -> Transfer:
+        """See `ConnectorWorker.start_copy`: it runs on the stream of its direction, after the compute
+        stream.
+        """
         from moving_blocks.kernels import move  # Triton comes with it
 
+        stream = self.save_stream if to_host else self.load_stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
+            for copy in after:
+                self.wait_for(copy)
             index = torch.tensor([list(blocks), list(slots)]).pin_memory()
             index = index.to(self.device, non_blocking=True)
-            move(self.pool, self.host, index, to_host=to_host)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-        return StreamTransfer(event)
+            rate = self.gentle_rate if gently else math.inf
+            move(self.pool, self.host, index, to_host=to_host, rate=rate)
+            return StreamTransfer(stream.record_event())
+
+    def wait_for(self, transfer: Transfer) -> None:
+        """Let the current stream wait for the copy `transfer`; the host does not wait."""
+        assert isinstance(transfer, StreamTransfer)
+        torch.cuda.current_stream(self.device).wait_event(transfer.event)
 
 
 def views(pool: BlockPool, host: Tensor) -> tuple[Tensor, Tensor]:

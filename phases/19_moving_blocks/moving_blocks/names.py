@@ -65,15 +65,18 @@ def chain(
         parent = digest
 
 
-def namespace_of(model: Model, pool: BlockPool) -> bytes:
+def namespace_of(model: Model, pool: BlockPool, attention: str = "") -> bytes:
     """Return the digest of all that must be equal for a block of one engine to serve another.
 
     That is the model's configuration and weights, and how the pool stores keys and values: their dtype, their
     scales, the layout and size of a block.
+
+    attention: name of what computes attention; another one, such as phase 18's, makes other last bits.
     """
     parts = [
-        b"moving_blocks 1",
+        b"moving_blocks 2",
         repr(model.config).encode(),
+        attention.encode(),
         str((pool.data.dtype, pool.data.shape[:2], pool.data.shape[3:])).encode(),
     ]
     for name, tensor in tensors_of(model):

@@ -6,8 +6,11 @@ computes a prompt, and how fast blocks come in. The lesson draws them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
+
+from torch import Tensor
 
 from chunked_prefill import ChunkedScheduler
 from common.models.config import ModelConfig
@@ -16,14 +19,14 @@ from continuous.stats import Stats
 from moving_blocks.connector import ConnectorWorker
 from paged_cache import PagedEngine
 
-PROBE_TOKENS = {"cpu": 64, "cuda": 4096}
-"""Tokens of the prompt that is timed at the start, where a request may be so long."""
-PROBE_BYTES = 1 << 25
-"""Most bytes of the copy that is timed at the start."""
+PROBES = {"cpu": (64, 1 << 25), "cuda": (4096, 1 << 28)}
+"""Tokens of the prompt, and bytes of the copy, that are timed at the start, where they may be so many."""
 DISK_RATE = 1e9
 """Bytes a second that a disk is taken to give until it has been read."""
-KEEP = 0.7
+KEEP = 0.9
 """Share of an old rate in the new one, at each measurement."""
+GENTLE = 0.5
+"""Share of the rate of copies that is left to them while steps of other requests run."""
 WAIT_SECONDS = 2e-4
 """What a load costs the host besides the copy."""
 MARGIN = 1.1
@@ -83,24 +86,33 @@ class LoadRule:
         """Return how many seconds the tokens `start .. end - 1` of a prompt take to compute."""
         return max(self.step_seconds, self.cost.between(start, end) / self.compute_rate)
 
-    def load_seconds(self, blocks: int, from_disk: int = 0) -> float:
-        """Return how many seconds `blocks` blocks take to load, `from_disk` of them from files."""
+    def load_seconds(self, blocks: int, from_disk: int = 0, gently: bool = False) -> float:
+        """Return how many seconds `blocks` blocks take to load, `from_disk` of them from files.
+
+        gently: beside other requests, at `GENTLE` of the rate.
+        """
         each = self.block_bytes
-        return (
-            WAIT_SECONDS + blocks * each / self.host_rate + from_disk * each / self.disk_rate
-        )
+        rate = GENTLE * self.host_rate if gently else self.host_rate
+        return WAIT_SECONDS + blocks * each / rate + from_disk * each / self.disk_rate
 
     def should_load(
-        self, start: int, loaded: int, end: int, blocks: int, from_disk: int = 0
+        self,
+        start: int,
+        loaded: int,
+        end: int,
+        blocks: int,
+        from_disk: int = 0,
+        gently: bool = False,
     ) -> bool:
         """Return True if loading blocks of a prompt, and computing the rest, is faster than computing all.
 
         Args:
             start: tokens of the prompt in the cache. loaded: those after the load. end: all tokens.
             blocks: number of blocks to load. from_disk: how many of them come from files.
+            gently: while other requests run.
         """
         saved = self.compute_seconds(start, end) - self.compute_seconds(loaded, end)
-        return MARGIN * self.load_seconds(blocks, from_disk) < saved
+        return MARGIN * self.load_seconds(blocks, from_disk, gently) < saved
 
     def on_read(self, blocks: int, seconds: float) -> None:
         """Correct the disk's rate: `blocks` blocks were read in `seconds`."""
@@ -108,57 +120,56 @@ class LoadRule:
         self.disk_rate = KEEP * self.disk_rate + (1 - KEEP) * measured
 
 
-def measure_rule(
-    engine: PagedEngine, worker: ConnectorWorker, slots: int, block_bytes: int
-) -> LoadRule:
+def measure_rule(engine: PagedEngine, worker: ConnectorWorker, memory: Tensor) -> LoadRule:
     """Return a rule with rates measured by timing a prompt and a copy, on a complete engine that serves
     nothing yet.
 
-    worker: copies blocks. slots: of host memory. block_bytes: of a block.
+    worker: copies blocks. memory: `[slots, bytes of a block]`, host memory.
     """
     cost = PrefillCost.of(engine.config)
+    slots, block_bytes = memory.shape
     device = engine.runner.model.device.type
-    tokens = max(1, min(PROBE_TOKENS.get(device, 64), engine.max_len - 2))
+    most_tokens, most_bytes = PROBES.get(device, PROBES["cpu"])
+    tokens = max(1, min(most_tokens, engine.max_len - 2))
     if not isinstance(engine.scheduler, ChunkedScheduler):
         tokens = min(tokens, engine.scheduler.step_tokens)
     while tokens > 1 and not engine.cache.holds(tokens + 1):
         tokens //= 2
-    step_seconds = time_prompt(engine, 1)
-    seconds = time_prompt(engine, tokens)
-    blocks = max(1, min(slots, engine.cache.allocator.count, PROBE_BYTES // block_bytes))
+    blocks = min(slots, engine.cache.allocator.count, max(1, most_bytes // block_bytes))
+    step_seconds = time_of(prefill, engine, 1)
+    seconds = time_of(prefill, engine, tokens)
     vars(engine.stats).update(vars(Stats()))  # from zero
     engine.cache.forget()
     return LoadRule(
         cost,
         block_bytes,
         compute_rate=cost.between(0, tokens) / seconds,
-        host_rate=blocks * block_bytes / time_copy(worker, blocks),
+        host_rate=blocks * block_bytes / time_of(load, worker, blocks),
         step_seconds=step_seconds,
     )
 
 
-def time_prompt(engine: PagedEngine, tokens: int) -> float:
-    """Return the seconds until the first token of a prompt of `tokens` tokens, the better of two runs."""
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
+def prefill(engine: PagedEngine, tokens: int) -> None:
+    """Compute the first token of a new prompt of `tokens` tokens."""
     prompt = [(3 * token) % engine.config.vocab_size for token in range(tokens)]
-    times: list[float] = []
-    for salt in ("probe 1", "probe 2"):  # the second must not find the first's blocks
-        started = perf_counter()
-        engine.add(prompt, params, salt=salt)
-        while not engine.idle:
-            engine.step()
-        times.append(perf_counter() - started)
-    return min(times)
+    salt = str(perf_counter())  # a second prompt must not find the first one's blocks
+    engine.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True), salt=salt)
+    while not engine.idle:
+        engine.step()
 
 
-def time_copy(worker: ConnectorWorker, blocks: int) -> float:
-    """Return the seconds of a load of `blocks` blocks from host memory, the better of two runs."""
-    numbers = range(blocks)
+def load(worker: ConnectorWorker, blocks: int) -> None:
+    """Load `blocks` blocks from host memory."""
+    transfer = worker.start_copy(range(blocks), range(blocks), to_host=False)
+    while not transfer.done():
+        continue
+
+
+def time_of(action: Callable[..., None], *arguments: object) -> float:
+    """Return the seconds that `action(*arguments)` takes, the better of two runs."""
     times: list[float] = []
     for _ in range(2):
         started = perf_counter()
-        transfer = worker.start_load(numbers, numbers)
-        while not transfer.done():
-            continue
+        action(*arguments)
         times.append(perf_counter() - started)
     return min(times)

@@ -7,7 +7,7 @@ by a thread, and nothing in the engine waits for it but the request that wants i
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from time import monotonic
@@ -16,7 +16,7 @@ from common.request import Request
 from continuous.scheduler import Scheduler
 from moving_blocks.cache import OffloadingCache
 from moving_blocks.connector import ConnectorScheduler, ConnectorWorker, Transfer
-from moving_blocks.disk_tier import READERS, DiskTier
+from moving_blocks.disk_tier import READERS, DiskJob, DiskTier
 from moving_blocks.host import HostBlock, HostTier
 from moving_blocks.names import BlockName, chain
 from moving_blocks.rule import LoadRule
@@ -78,19 +78,17 @@ class WaitingRequest:
     """A request that waits for its blocks before it enters the waiting line.
 
     names: of its full blocks, from the first on, as far as they are in the cache, host memory or files.
-    rank: its place in the waiting line, once it enters; from the scheduling policy.
     pinned: its blocks in host memory, those that are still being read included.
     budget: seconds that it may still wait for blocks; computing them would take as long.
-    deadline: when it stops waiting for blocks. reading: files are being read. load: its copy; None: none yet.
+    deadline: when it stops waiting for files, and then for its load; 0: it waits for room.
+    load: its copy; None: none yet.
     """
 
     request: Request
     names: list[BlockName]
-    rank: tuple[float, ...]
     pinned: list[HostBlock] = field(default_factory=list)
     budget: float = 0.0
     deadline: float = 0.0
-    reading: bool = False
     load: Load | None = None
 
 
@@ -121,21 +119,19 @@ class TieredConnector(ConnectorScheduler):
     _need_room: list[WaitingRequest] = field(default_factory=list)  # by rank
     _name_of: dict[int, BlockName] = field(default_factory=dict)  # of cached blocks
     _to_save: dict[int, BlockName] = field(default_factory=dict)  # since the last step
-    _saving: set[int] = field(default_factory=set)  # blocks that copies read
-    _overwritten: bool = False  # the next step writes to one of them
+    _overwritten: set[int] = field(default_factory=set)  # blocks that the next step may write
 
     @property
     def busy(self) -> bool:
         """Return True while copies are on their way, or saves have not been started."""
         return bool(self.loads or self.saves or self._to_save)
 
-    # Admission.
+    @property
+    def _shared(self) -> bool:
+        """Return True while requests run, whose steps copies must not slow down."""
+        return bool(self.scheduler.running)
 
-    def get_num_new_matched_tokens(self, request: Request) -> int:
-        """See `ConnectorScheduler.get_num_new_matched_tokens`; loading them may be slower than computing."""
-        found = self._num_cached(request)
-        names, _ = self._find_names(request, found)
-        return (len(names) - found) * self.cache.block_size
+    # Admission.
 
     def ready(self, request: Request) -> bool:
         """See `ConnectorScheduler.ready`: start or continue a request's load; True once it need not wait.
@@ -145,19 +141,18 @@ class TieredConnector(ConnectorScheduler):
         """
         wait = self.waiting.get(request) or self._begin(request)
         now = self.clock()
-        if wait.load is not None:
+        if wait.load:
             if not wait.load.finished and now < wait.deadline:
                 return False
             self.stats.expired_requests += not wait.load.finished
             return self._enter_line(wait)
-        if wait.reading:
+        if wait.deadline:
             missing = any(not (block.loadable or block.failed) for block in wait.pinned)
             if missing and now < wait.deadline:
                 return False
             self.stats.expired_requests += missing
-            wait.reading = False
-            wait.budget -= now - (wait.deadline - wait.budget)
-        if self._need_room and self._need_room[0].rank < wait.rank:
+            wait.budget, wait.deadline = wait.deadline - now, 0.0
+        if self._need_room and self._need_room[0].request.rank < request.rank:
             return False  # no request overtakes one that waits for room
         found = self._num_cached(request)
         count = self._num_loadable(wait, found)
@@ -167,12 +162,12 @@ class TieredConnector(ConnectorScheduler):
             return False  # it comes with another request's blocks
         if not self._has_room(request):
             if wait not in self._need_room:
-                insort(self._need_room, wait, key=lambda each: each.rank)
+                insort(self._need_room, wait, key=lambda each: each.request.rank)
             return False
         wait.load = self._start_load(wait, found, count)
         wait.deadline = now + wait.budget
-        if not self.scheduler.running:  # no other request has to wait with it
-            self.worker.wait_for_load(wait.load.transfer)
+        if not self._shared:  # no other request has to wait with it
+            self.worker.wait_for(wait.load.transfer)
         elif not wait.load.transfer.done():
             return False
         self._finish_load(wait.load)
@@ -187,18 +182,16 @@ class TieredConnector(ConnectorScheduler):
         self._start_saves()  # what is evicted, but not copied yet, is found as well
         found = self._num_cached(request)
         names, from_disk = self._find_names(request, found)
-        rank = self.scheduler.policy(request)
-        wait = WaitingRequest(request, names, rank)
-        self.waiting[request] = wait
+        request.rank = self.scheduler.policy(request)
+        wait = self.waiting[request] = WaitingRequest(request, names)
         size, end = self.cache.block_size, len(request.tokens)
+        start, loaded = found * size, len(names) * size
+        wait.budget = self.rule.compute_seconds(start, end)
         count = len(names) - found
-        loaded = len(names) * size
-        wait.budget = self.rule.compute_seconds(found * size, end)
-        if not self.rule.should_load(found * size, loaded, end, count, from_disk):
+        if not self.rule.should_load(start, loaded, end, count, from_disk, self._shared):
             return wait
         for name in names[found:]:
-            block = self.host.get(name.digest)
-            if block is not None:
+            if block := self.host.get(name.digest):
                 self.host.pin([block])
             elif self.disk and (block := self.host.allocate(name.digest)):
                 block.loadable = False
@@ -207,7 +200,6 @@ class TieredConnector(ConnectorScheduler):
             else:
                 break
             wait.pinned.append(block)
-        wait.reading = True
         wait.deadline = self.clock() + wait.budget
         return wait
 
@@ -252,8 +244,9 @@ class TieredConnector(ConnectorScheduler):
         blocks = (self.host.get(name.digest) for name in wait.names[found:])
         count = len([*takewhile(lambda block: block and block.loadable, blocks)])
         size = self.cache.block_size
-        loaded, end = (found + count) * size, len(wait.request.tokens)
-        return count if self.rule.should_load(found * size, loaded, end, count) else 0
+        start, end = found * size, len(wait.request.tokens)
+        loaded = start + count * size
+        return count * self.rule.should_load(start, loaded, end, count, 0, self._shared)
 
     def _has_room(self, request: Request) -> bool:
         """Return True if the request would be admitted now, beside those whose loads are on their way."""
@@ -264,14 +257,18 @@ class TieredConnector(ConnectorScheduler):
 
     def _start_load(self, wait: WaitingRequest, found: int, count: int) -> Load:
         names = wait.names[found : found + count]
-        sources = [
-            block for name in names if (block := self.host.get(name.digest)) is not None
-        ]
+        sources = [block for name in names if (block := self.host.get(name.digest))]
         self.host.pin(sources)
         keys = [name.key for name in wait.names[:found]]
         cursor, cached, blocks = self.cache.begin_load(keys, wait.request.salt, count)
         self._start_saves()  # of what has just been evicted: the load writes there
-        transfer = self.worker.start_load(blocks, [block.slot for block in sources])
+        transfer = self.worker.start_copy(
+            blocks,
+            [block.slot for block in sources],
+            to_host=False,
+            after=self._saves_of({*blocks, *sources}),
+            gently=self._shared,
+        )
         load = Load(cursor, cached, names, blocks, sources, transfer)
         self.loads.append(load)
         return load
@@ -292,8 +289,12 @@ class TieredConnector(ConnectorScheduler):
 
     def held_blocks(self) -> list[int]:
         """See `ConnectorScheduler.held_blocks`: the cached and the loaded blocks of unfinished loads."""
-        loads = [load for load in self.loads if not load.finished]
-        return [block for load in loads for block in [*load.cached, *load.blocks]]
+        return [
+            block
+            for load in self.loads
+            if not load.finished
+            for block in [*load.cached, *load.blocks]
+        ]
 
     # Saves.
 
@@ -308,25 +309,31 @@ class TieredConnector(ConnectorScheduler):
         """See `ConnectorScheduler.blocks_evicted`: without `save_computed`, the next step saves them."""
         for block in reversed(blocks):  # from a sequence's beginning on
             name = self._name_of.pop(block, None)
-            if name is not None and not self.save_computed:
+            if name and not self.save_computed:
                 self._to_save[block] = name
 
     def blocks_allocated(self, blocks: Sequence[int]) -> None:
         """See `ConnectorScheduler.blocks_allocated`: let the next step wait for saves that read these
         blocks.
         """
-        self._overwritten = self._overwritten or any(
-            block in self._saving or block in self._to_save for block in blocks
-        )
+        self._overwritten.update(blocks)
 
     def before_step(self) -> None:
         """See `ConnectorScheduler.before_step`: start saves, and wait for those whose blocks the step
         overwrites.
         """
         self._start_saves()
-        if self._overwritten:
-            self.worker.wait_for_saves()
-            self._overwritten = False
+        for save in self._saves_of(self._overwritten):
+            self.worker.wait_for(save)
+        self._overwritten.clear()
+
+    def _saves_of(self, used: Container[int | HostBlock]) -> list[Transfer]:
+        """Return the copies that read one of the blocks `used`, or write to one of host memory."""
+        return [
+            save.transfer
+            for save in self.saves
+            if any(block in used for block in (*save.blocks, *save.targets))
+        ]
 
     def request_finished(self, names: Sequence[BlockName]) -> None:
         """See `ConnectorScheduler.request_finished`: keep the request's blocks longest in host memory and
@@ -334,7 +341,7 @@ class TieredConnector(ConnectorScheduler):
         """
         digests = [name.digest for name in names]
         self.host.touch(digests)
-        if self.disk is not None and digests:
+        if self.disk and digests:
             self.disk.touch(digests)
 
     def _start_saves(self) -> None:
@@ -345,19 +352,22 @@ class TieredConnector(ConnectorScheduler):
         blocks: list[int] = []
         targets: list[HostBlock] = []
         for block, name in self._to_save.items():
-            if self.host.get(name.digest) is not None or self._is_on_disk(name):
+            if self.host.get(name.digest) or self._is_on_disk(name):
                 continue
-            target = self.host.allocate(name.digest)
-            if target is None:
-                continue
-            names.append(name)
-            blocks.append(block)
-            targets.append(target)
+            if target := self.host.allocate(name.digest):
+                names.append(name)
+                blocks.append(block)
+                targets.append(target)
         self._to_save.clear()
         if blocks:
-            transfer = self.worker.start_save(blocks, [block.slot for block in targets])
+            transfer = self.worker.start_copy(
+                blocks,
+                [block.slot for block in targets],
+                to_host=True,
+                # A step that writes to evicted blocks waits for their save.
+                gently=self.save_computed and self._shared,
+            )
             self.saves.append(Save(names, blocks, targets, transfer))
-            self._saving.update(blocks)
             self.stats.saved += len(blocks)
 
     # What has finished.
@@ -372,33 +382,29 @@ class TieredConnector(ConnectorScheduler):
                 self._finish_load(load)
         for save in [each for each in self.saves if each.transfer.done()]:
             self._finish_save(save)
-        if self.disk is not None:
-            self._poll_disk(self.disk)
-        for wait in list(self.waiting.values()):
-            if wait.request.finish_reason is not None:  # aborted
+        for job in self.disk.take_finished() if self.disk else ():
+            self._finish_job(job)
+        for wait in [*self.waiting.values()]:
+            if wait.request.finish_reason:  # aborted
                 self._enter_line(wait)
 
     def _finish_save(self, save: Save) -> None:
         self.saves.remove(save)
-        self._saving = {block for each in self.saves for block in each.blocks}
         for name, block in zip(save.names, save.targets, strict=True):
             # Blocks that are still to be written must leave room for others.
-            if self.disk is not None and self.disk.pending <= len(self.host.memory) // 2:
+            if self.disk and self.disk.pending <= len(self.host.memory) // 2:
                 self.host.pin([block])
                 self.disk.write(name, block, self.host.view(block))
         self.host.unpin(save.targets)
 
-    def _poll_disk(self, disk: DiskTier) -> None:
-        jobs = disk.take_finished()
-        read = [job for job in jobs if job.reading]
-        for job in read:
-            if job.ok:
-                job.block.loadable = True
-                self.stats.read += 1
-            else:
-                self.host.fail(job.block)
-                self.stats.unread += 1
-        if read:
-            self.rule.on_read(len(read), sum(job.seconds for job in read) / READERS)
-        self.stats.written += sum(job.ok for job in jobs if not job.reading)
-        self.host.unpin([job.block for job in jobs])
+    def _finish_job(self, job: DiskJob) -> None:
+        if not job.reading:
+            self.stats.written += job.ok
+        elif job.ok:
+            job.block.loadable = True
+            self.stats.read += 1
+            self.rule.on_read(1, job.seconds / READERS)
+        else:
+            self.host.fail(job.block)
+            self.stats.unread += 1
+        self.host.unpin([job.block])

@@ -30,7 +30,7 @@ typedef Register<int32_t>::Type Integers;
 const int SIDE = 4, ROWS = 16, BLOCK = 64, GROUP = 32, AHEAD = 8192, SPINS = 400;
 
 // First the products, by their weights: with a scale for a row, with PyTorch's groups, and with those of a GGUF file.
-enum Code { FLOAT32, BFLOAT16, INT8, INT4, Q8_0, Q4_0, Q4_1, ADD, NORM, SILU, GELU, TURN, ATTEND };
+enum Code { FLOAT32, BFLOAT16, INT8, INT4, Q8_0, Q4_1, ADD, NORM, SILU, GELU, TURN, ATTEND };
 
 // Inputs that a tile multiplies at a time: those of its rows and requests stay in the nearest cache.
 const Int INPUTS = 768;
@@ -101,7 +101,7 @@ template <int CODE> static inline void unpack(const Operator &o, Int n, Int k, V
     return;
   }
   // Byte i holds inputs i and i + 16. A number times its scale is exact, so one rounding is left, as in NumPy.
-  float minimum = CODE == Q4_1 ? float(((const _Float16 *)o.minimum)[at / GROUP]) : -8 * scale;
+  float minimum = float(((const _Float16 *)o.minimum)[at / GROUP]);
   const uint8_t *bytes = (const uint8_t *)o.weight + at / 2;
   __builtin_prefetch(bytes + AHEAD);
 #if defined(__AVX512F__)
@@ -276,7 +276,6 @@ struct Step {
     if (o.code == BFLOAT16) rows<BFLOAT16>(o, first, end);
     if (o.code == INT8) rows<INT8>(o, first, end);
     if (o.code == Q8_0) rows<Q8_0>(o, first, end);
-    if (o.code == Q4_0) rows<Q4_0>(o, first, end);
     if (o.code == Q4_1) rows<Q4_1>(o, first, end);
 #if defined(__AVX512F__)
     for (Int n = first; o.code == INT4 && n < end; n += BLOCK)

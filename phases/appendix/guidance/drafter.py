@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 from common.request import Request
 from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
+from cuda_graphs.overlap import WaitingDrafter, needs_finished_step
 from speculative.stats import SpeculationStats
 from structured.masks import Constraint
 
@@ -19,7 +20,7 @@ MOST_SEQUENTIAL = 2
 is worth little, and drafts cost one more call of attention a layer, since they make queries longer."""
 
 
-class GrammarDrafter(Drafter):
+class GrammarDrafter(WaitingDrafter):
     """A `Drafter` that adds tokens which a grammar forces to the drafts of another drafter.
 
     inner: proposes drafts for requests with and without a grammar. jump_forward: whether to draft forced
@@ -64,7 +65,7 @@ class GrammarDrafter(Drafter):
         """True if steps must not overlap now: the inner drafter needs it, or requests with a grammar run
         (on a CPU).
         """
-        return self.inner.needs_finished_step or (self.in_turn and self._jumping)
+        return needs_finished_step(self.inner) or (self.in_turn and self._jumping)
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Return True if this step may have drafts: of the inner drafter, or tokens that a grammar forces.
@@ -87,7 +88,7 @@ class GrammarDrafter(Drafter):
 
         work: the request's tokens in the step. accepted: how many of its drafts the model confirmed.
         """
-        if self.inner.needs_finished_step:
+        if needs_finished_step(self.inner):
             self.inner.on_step_finished(work, accepted)
         elif work.drafts:
             self.stats.count(work, accepted)

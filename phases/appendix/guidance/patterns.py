@@ -12,11 +12,12 @@ import re
 from collections.abc import Callable
 
 from phases.appendix.guidance.spelling import Spelling
-from structured.automata.nodes import Ranges, complement
-from structured.automata.regex import ASCII, COUNT, ECMASCRIPT, PatternReader
+from structured.automata.nodes import Ranges, complement, just
+from structured.automata.regex import CLASSES, COUNT, PatternReader
 
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that JSON escapes by number, or that the library does not write: it would leave them out."""
+_PAIR = re.compile(r"u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})", re.IGNORECASE)
 _GROUP = re.compile(r"\?(?::|P?<[A-Za-z_]\w*>)|\?([is]*)(?:-([is]+))?([:)])")
 _PROPERTY = re.compile(r"[pP]\{[\w=]+\}")
 _LARK = re.compile(
@@ -24,6 +25,28 @@ _LARK = re.compile(
     r"|/(?P<regex>(?:\\.|[^/\\])+)/(?P<flags>[imslux]*)|%json\s*(?P<schema>)|<(?P<token>[^<>\s]+)>",
     re.DOTALL,
 )
+
+
+class EcmaScriptReader(PatternReader):
+    """Reads a `pattern` of a JSON schema: the regular expressions of ECMAScript with the flag `u`."""
+
+    classes = CLASSES | {
+        "s": (
+            (9, 13),
+            *just(" \xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"),
+            (0x2000, 0x200A),
+        ),
+    }
+    line_ends = just("\n\r\u2028\u2029")
+
+    def escape(self) -> Ranges:
+        """Parse an escape after its backslash as `PatternReader` does, or a pair of surrogates."""
+        found = _PAIR.match(self.pattern, self.at)
+        if found is None:
+            return super().escape()
+        self.at = found.end()
+        high, low = int(found[1], 16) - 0xD800, int(found[2], 16) - 0xDC00
+        return just(chr(0x10000 + high * 0x400 + low))
 
 
 def rewrite_pattern(pattern: str, where: str) -> str:
@@ -34,11 +57,11 @@ def rewrite_pattern(pattern: str, where: str) -> str:
     Raises:
         ValueError: no grammar can follow it, or it names a control character, which is never written.
     """
-    return _Rewriter(PatternReader(pattern, where, ECMASCRIPT)).rewritten()
+    return _Rewriter(EcmaScriptReader(pattern, where)).rewritten()
 
 
 def rewrite_regex(pattern: str, flags: str = "") -> str:
-    """Return the regular expression `pattern` of the dialect `ASCII` in the notation of llguidance.
+    """Return the regular expression `pattern` that means what `re.ASCII` says, in the notation of llguidance.
 
     flags: the letters after the expression in a Lark grammar, such as "i".
 
@@ -47,7 +70,7 @@ def rewrite_regex(pattern: str, flags: str = "") -> str:
     """
     if "x" in flags:
         raise ValueError(f"regex {pattern[:60]!r}: the flag x is not known here")
-    found = _Rewriter(PatternReader(pattern, "regex", ASCII), every="s" in flags).rewritten()
+    found = _Rewriter(PatternReader(pattern, "regex"), every="s" in flags).rewritten()
     return f"(?i:{found})" if "i" in flags else found
 
 
@@ -112,6 +135,7 @@ class _Rewriter:
 
     def __init__(self, reader: PatternReader, *, every: bool = False) -> None:
         self.reader, self.every = reader, [every]
+        self.ecmascript = isinstance(reader, EcmaScriptReader)
         self.repeatable = False
 
     def rewritten(self) -> str:
@@ -143,7 +167,7 @@ class _Rewriter:
         if char == "[":
             return self.char_class()
         if char == ".":
-            return spelled(complement(() if self.every[-1] else reader.dialect.line_ends))
+            return spelled(complement(() if self.every[-1] else reader.line_ends))
         if char == "\\":
             return self.property() or self.known(reader.escape())
         return self.known(((ord(char), ord(char)),))
@@ -169,7 +193,7 @@ class _Rewriter:
             self.every.append(self.every[-1])
             return "(?:"
         found = _GROUP.match(reader.pattern, reader.at)
-        if not found or (found[3] == ")" and reader.dialect is ECMASCRIPT):
+        if not found or (found[3] == ")" and self.ecmascript):
             raise reader.refuse(
                 "a group must begin with '?:', a name, or flags of i and s: nothing can look around"
             )
@@ -189,7 +213,7 @@ class _Rewriter:
         negated = reader.take("^")
         ranges, properties = list[tuple[int, int]](), list[str]()
         if reader.take("]"):
-            if reader.dialect is not ECMASCRIPT:
+            if not self.ecmascript:
                 raise reader.refuse("a class is empty; write \\] for the character")
             return spelled(complement(()), negated=not negated)
         while not reader.take("]"):
@@ -221,12 +245,7 @@ class _Rewriter:
             ValueError: a JSON schema's pattern names a single control character, which is never written.
         """
         (low, high), *more = ranges
-        if (
-            self.reader.dialect is ECMASCRIPT
-            and not more
-            and low == high
-            and _CONTROL.match(chr(low))
-        ):
+        if self.ecmascript and not more and low == high and _CONTROL.match(chr(low)):
             raise self.reader.refuse("it has a control character, which is never written")
         return ranges
 

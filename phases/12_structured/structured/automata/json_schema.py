@@ -28,11 +28,11 @@ from structured.automata.nodes import (
     literal,
     optional,
 )
-from structured.automata.regex import parse, parse_search
+from structured.automata.regex import parse
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 OF_TYPE = {
-    "string": {"minLength", "maxLength", "pattern"},
+    "string": {"minLength", "maxLength"},
     "array": {"items", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
@@ -184,14 +184,8 @@ class _SchemaReader:
 
     def string(self, schema: Mapping[str, Any], pointer: str) -> Node:
         """Return a node that matches all strings that a schema allows, in their quotes."""
-        if "pattern" not in schema:
-            return Cat(
-                (QUOTE, _several(ANY_CHAR, *self.counts(schema, "Length", pointer)), QUOTE)
-            )
-        pattern, where = schema["pattern"], f"{pointer}/pattern"
-        if not isinstance(pattern, str) or len(schema) > 1:
-            raise UserError(f"{where}: must be a string, with no length beside it")
-        return Cat((QUOTE, parse_search(pattern, where), QUOTE))
+        counts = self.counts(schema, "Length", pointer)
+        return Cat((QUOTE, _several(ANY_CHAR, *counts), QUOTE))
 
     def array(self, schema: Mapping[str, Any], pointer: str) -> Node:
         """Return a node that matches all arrays that a schema allows."""
@@ -260,18 +254,8 @@ def pointed(reference: str) -> Iterator[str]:
 
 
 def constant(value: Any) -> Node:
-    """Return a node that matches the JSON text of one value, with the keys of objects in the order given."""
-    if isinstance(value, str):
-        return Cat((QUOTE, literal(value, quoted=True), QUOTE))
-    if isinstance(value, list):
-        brackets, parts = "[]", [constant(part) for part in value]
-    elif isinstance(value, Mapping):
-        brackets = "{}"
-        parts = [_member(constant(key), constant(part)) for key, part in value.items()]
-    else:
-        return literal(json.dumps(value, allow_nan=False))
-    members = Members(tuple((part, True) for part in parts), COMMA)
-    return Cat((literal(brackets[0]), members, literal(brackets[1])))
+    """Return a node that matches the JSON text of one value, as `json.dumps` writes it."""
+    return literal(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def _member(key: Node, value: Node) -> Node:

@@ -3,17 +3,15 @@ r"""Parse regular expressions by recursive descent: a pattern becomes a `Node`.
 A pattern may hold characters, `.`, classes `[a-z]` and `[^...]`, `\d \w \s` and their opposites, escapes,
 groups, `|`, and `* + ? {m,n}`. Backreferences and lookaround are refused, for no finite automaton can follow
 them. `^` and `$` may stand at the ends only. A class holds characters, ranges and escapes, and nothing else:
-`[`, `&&` and `--` have no meaning of their own there. A `Dialect` says what `\s` and `.` mean.
+`[`, `&&` and `--` have no meaning of their own there. Patterns mean what Python's `re` says with `re.ASCII`.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from common.errors import UserError
 from structured.automata.nodes import (
-    EMPTY,
     LAST,
     Alt,
     Cat,
@@ -25,89 +23,40 @@ from structured.automata.nodes import (
     just,
 )
 
-
-@dataclass(frozen=True)
-class Dialect:
-    r"""The meaning of escapes and of `.` in a kind of regular expression.
-
-    spaces: the characters of `\s`.
-    line_ends: the characters that `.` does not match.
-    controls: the character of each escape such as `\n`, by its letter.
-    quoted: whether patterns match text inside a JSON string, where quotes and such are escapes.
-    """
-
-    spaces: Ranges
-    line_ends: Ranges
-    controls: dict[str, str]
-    quoted: bool = False
-
-    def escaped(self, letter: str) -> Ranges | None:
-        r"""Return the code points that an escape matches, given the letter after its backslash, such as `d`
-        or `n`; None if there is no such escape.
-        """
-        if letter in self.controls:
-            return just(self.controls[letter])
-        found = self.spaces if letter.lower() == "s" else CLASSES.get(letter.lower())
-        return complement(found) if found is not None and letter.isupper() else found
-
-
-CLASSES: dict[str, Ranges] = {"d": ((48, 57),), "w": ((48, 57), (65, 90), (95, 95), (97, 122))}
+CLASSES: dict[str, Ranges] = {
+    "d": ((48, 57),),
+    "s": ((9, 13), (32, 32)),
+    "w": ((48, 57), (65, 90), (95, 95), (97, 122)),
+}
 CONTROLS = dict(zip("ntrfv0", "\n\t\r\f\v\0", strict=True))
-ASCII = Dialect(((9, 13), (32, 32)), just("\n"), CONTROLS | {"a": "\a"})
-"""The dialect of `Grammar.regex`: that of Python's `re` with `re.ASCII`."""
-ECMASCRIPT = Dialect(
-    ((9, 13), *just(" \xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"), (0x2000, 0x200A)),
-    just("\n\r\u2028\u2029"),
-    CONTROLS,
-    quoted=True,
-)
-"""The dialect of a `pattern` in a JSON schema: ECMAScript's with the flag `u`."""
-_PAIR = r"u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})"
-HEX = re.compile(
-    rf"x([0-9a-fA-F]{{2}})|{_PAIR}|u([0-9a-fA-F]{{4}})|u\{{([0-9a-fA-F]{{1,8}})\}}"
-)
+HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,8})\}")
 COUNT = re.compile(r"\{([0-9]{1,9})(,?)([0-9]{0,9})\}")
 COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
-def parse(pattern: str, where: str = "regex") -> Node:
+def parse(pattern: str) -> Node:
     """Parse a regular expression that must match a whole text; return its syntax tree. Classes are ASCII.
-
-    where: what an error calls the pattern.
 
     Raises:
         UserError: the pattern is wrong, or no finite automaton can follow it. It names the character.
     """
-    return Alt(tuple(node for _, node, _ in PatternReader(pattern, where, ASCII).branches()))
-
-
-def parse_search(pattern: str, where: str) -> Node:
-    """Parse a pattern of a JSON schema; return a node that matches every text that contains a match.
-
-    `^` and `$` bind the match to the beginning and the end of the text. where: what an error calls it.
-
-    Raises:
-        UserError: the pattern is wrong, or no finite automaton can follow it.
-    """
-    anything, parts = Repeat(Chars(((0, LAST),), quoted=True)), list[Node]()
-    for begins, node, ends in PatternReader(pattern, where, ECMASCRIPT).branches():
-        parts.append(
-            Cat(((EMPTY if begins else anything), node, (EMPTY if ends else anything)))
-        )
-    return Alt(tuple(parts))
+    return PatternReader(pattern, "regex").whole()
 
 
 class PatternReader:
-    """Parses a regular expression; each method parses one piece and moves `at` to the character after it.
+    r"""Parses a regular expression; each method parses one piece and moves `at` to the character after it.
 
     at: the index of the next character. where: what an error calls the pattern.
-    dialect: the meaning of escapes and of `.`.
+    classes: the characters of each escape such as `\d`, by its letter; `\D` matches all others.
+    line_ends: the characters that `.` does not match.
     """
 
-    def __init__(self, pattern: str, where: str, dialect: Dialect) -> None:
+    classes = CLASSES
+    line_ends = just("\n")
+
+    def __init__(self, pattern: str, where: str) -> None:
         self.pattern = pattern
         self.where = where
-        self.dialect = dialect
         self.at = 0
 
     def refuse(self, what: str) -> UserError:
@@ -126,18 +75,16 @@ class PatternReader:
         self.at += len(text) * found
         return found
 
-    def branches(self) -> list[tuple[bool, Node, bool]]:
-        """Parse the outermost alternatives; return of each (has `^` before it, its node, has `$` after
-        it).
-        """
-        found = list[tuple[bool, Node, bool]]()
-        while not found or self.take("|"):
-            begins = self.take("^")
-            node = self.sequence()
-            found.append((begins, node, self.take("$")))
+    def whole(self) -> Node:
+        """Parse the whole pattern; return its node. `^` and `$` may stand around outermost alternatives."""
+        parts = list[Node]()
+        while not parts or self.take("|"):
+            self.take("^")
+            parts.append(self.sequence())
+            self.take("$")
         if self.at < len(self.pattern):
             raise self.refuse(f"{self.peek()!r} is out of place")
-        return found
+        return Alt(tuple(parts))
 
     def alternatives(self) -> Node:
         """Parse the alternatives of a group, separated by `|`; return a node that matches any of them."""
@@ -189,7 +136,7 @@ class PatternReader:
         if self.take("["):
             ranges = self.char_class()
         elif self.take("."):
-            ranges = complement(self.dialect.line_ends)
+            ranges = complement(self.line_ends)
         elif self.take("\\"):
             ranges = self.escape()
         elif char in "*+?{^":
@@ -197,7 +144,7 @@ class PatternReader:
         else:
             self.at += 1
             ranges = just(char)
-        return Chars(ranges, self.dialect.quoted)
+        return Chars(ranges)
 
     def group(self) -> Node:
         """Parse a group, from the character after its `(` up to and with its `)`; return its node."""
@@ -207,9 +154,7 @@ class PatternReader:
             )
         node = self.alternatives()
         if not self.take(")"):
-            raise self.refuse(
-                f"{self.peek()!r} is out of place" if self.peek() else "a group is not closed"
-            )
+            raise self.refuse("a group is not closed: ')' must come here")
         return node
 
     def escape(self) -> Ranges:
@@ -218,21 +163,16 @@ class PatternReader:
         """
         if found := HEX.match(self.pattern, self.at):
             self.at = found.end()
-            code = int(found[1] or found[4] or found[5] or "0", 16)
-            if found[2]:  # the two halves of a pair
-                code = (
-                    0x10000 + (int(found[2], 16) - 0xD800) * 0x400 + int(found[3], 16) - 0xDC00
-                )
+            code = int(found[1] or found[2] or found[3], 16)
             if code > LAST or 0xD800 <= code <= 0xDFFF:
                 raise self.refuse(f"\\{found[0]} is no character")
             return just(chr(code))
         char = self.peek()
         self.at += 1
-        ranges = self.dialect.escaped(char)
-        if char == "0" and self.peek().isdigit():
-            ranges = None
-        if ranges is not None:
-            return ranges
+        if char in CONTROLS and not (char == "0" and self.peek().isdigit()):
+            return just(CONTROLS[char])
+        if (known := self.classes.get(char.lower())) is not None:
+            return complement(known) if char.isupper() else known
         if not char or (char.isascii() and char.isalnum()):
             raise self.refuse(f"\\{char} is not known")
         return just(char)
@@ -242,7 +182,7 @@ class PatternReader:
         points.
         """
         negated, found = self.take("^"), list[tuple[int, int]]()
-        if self.peek() == "]" and self.dialect is not ECMASCRIPT:
+        if self.peek() == "]":
             raise self.refuse("a class is empty; write \\] for the character")
         while not self.take("]"):
             found += self.class_part()
@@ -270,6 +210,6 @@ class PatternReader:
         if not char:
             raise self.refuse("a class is not closed")
         if self.take("\\"):
-            return ((8, 8),) if self.take("b") else self.escape()
+            return self.escape()
         self.at += 1
         return just(char)

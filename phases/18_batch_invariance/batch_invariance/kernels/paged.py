@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 import triton
 from torch import Tensor
 
-from batch_invariance.attention import CHUNK
+from batch_invariance.attention import CHUNK, GroupedAttention
 from batch_invariance.kernels.attention import Launch, Scratch, chunked_attention
 from forward.attention import LayerSpec
-from hybrid_cache.kernels import GroupedTriton
-from hybrid_cache.pool import HybridPool
-from paged_cache import BlockPool, LayerBlocks
+from paged_cache import BlockPool, LayerBlocks, PagedBatch
 from triton_paged_attention.attention import TILE_ROWS, TritonPagedAttention
 from triton_paged_attention.hardware import multiprocessors
 
@@ -24,29 +22,30 @@ PROMPT_LAUNCH = {64: (2, 128), 128: (3, None)}
 """Padded size of a head -> stages and most registers of a thread, for tiles of prompts."""
 
 
-class ChunkedTriton(TritonPagedAttention):
+class ChunkedTriton(GroupedAttention, TritonPagedAttention):
     """`TritonPagedAttention` with one kernel for decodes and prompts; the batch does not change a request's
     bits.
 
-    pool: keys and values. num_heads: query heads. options: keywords of `TritonPagedAttention`.
-    chunk, block_n: keys of a chunk and of a tile.
+    pool: keys and values. num_heads: query heads. block_n: keys of a tile.
     """
 
-    chunk = CHUNK
-
-    def __init__(self, pool: BlockPool, num_heads: int, **options: Any) -> None:
-        super().__init__(pool, num_heads, **options)
-        device, (kv_heads, d) = pool.data.device, pool.data.shape[-2:]
+    def __init__(self, pool: BlockPool, num_heads: int) -> None:
+        super().__init__(pool, num_heads)
+        d_pad = max(16, triton.next_power_of_2(pool.data.shape[-1]))
         self.block_n = self._prefill_config.block_n
-        self._kv_heads = kv_heads
-        self._programs = 2 * multiprocessors(device)
-        self._scratch = Scratch(SCRATCH_ROWS, max(16, triton.next_power_of_2(d)), device)
+        self._scratch = Scratch(SCRATCH_ROWS, d_pad, pool.data.device)
+
+    def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
+        """See `TritonPagedAttention.begin_sorted`."""
+        super().begin_sorted(batch, members, tiles)
+        self.look_up()
 
     def decode_launch(self, items: int) -> Launch:
         """Return launch settings for `items` requests of one token or a small number: programs that fill the
         device.
         """
-        splits = max(1, self._programs // (items * self._kv_heads))
+        kv_heads, device = self.pool.data.shape[-2], self.pool.data.device
+        splits = max(1, 2 * multiprocessors(device) // (items * kv_heads))
         rows = triton.next_power_of_2(self._max_queries) * self._group
         return Launch(max(TILE_ROWS, triton.next_power_of_2(rows)), 4, 3, splits)
 
@@ -63,20 +62,20 @@ class ChunkedTriton(TritonPagedAttention):
         """
         batch, q = self.batch, q.contiguous()
         out = torch.empty_like(q)
-        shared: dict[str, Any] = {
-            "chunk": self.chunk,
-            "block_n": self.block_n,
-            "out": out,
-        }
+        compute = partial(
+            chunked_attention,
+            q,
+            cache,
+            batch.block_tables,
+            layer,
+            chunk=CHUNK,
+            block_n=self.block_n,
+            out=out,
+        )
         if self._max_queries:
             one_each = self._only is None and self._max_queries == 1
             listed = batch.context_lens if self._only is None else self._only
-            chunked_attention(
-                q,
-                cache,
-                batch.block_tables,
-                layer,
-                **shared,
+            compute(
                 launch=self.decode_launch(len(listed)),
                 context_lens=batch.context_lens,
                 query_starts=None if one_each else batch.query_starts,
@@ -85,21 +84,5 @@ class ChunkedTriton(TritonPagedAttention):
                 scratch=self._scratch,
             )
         if self._tiles is not None:
-            chunked_attention(
-                q,
-                cache,
-                batch.block_tables,
-                layer,
-                **shared,
-                launch=self.prompt_launch(),
-                tiles=self._tiles,
-            )
+            compute(launch=self.prompt_launch(), tiles=self._tiles)
         return out
-
-
-class GroupedChunkedTriton(ChunkedTriton, GroupedTriton):
-    """Batch-invariant attention by Triton (`ChunkedTriton`) over the block tables of several groups of
-    layers.
-    """
-
-    pool: HybridPool

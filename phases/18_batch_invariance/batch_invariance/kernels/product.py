@@ -6,6 +6,8 @@ with the first when weights are loaded). What would change them is a second prog
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,9 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from batch_invariance.probing import Product, random_rows, same_bits
+from triton_paged_attention.hardware import multiprocessors
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def product_kernel(
     out, x, weight, bias, rows, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
@@ -47,27 +53,57 @@ def product_kernel(
     tl.store(out + i[:, None] * N + j[None, :], acc.to(out.dtype.element_ty), mask=keep)
 
 
+@triton.jit(do_not_specialize=["rows", "programs"])
+def descriptor_kernel(
+    out, x, weight, bias, rows, N, K, programs,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
+    GROUP: tl.constexpr = 8,
+):  # fmt: skip
+    """Compute `out = x W^T + bias`, `[rows, N]`: each program several tiles, copied by hardware (TMA).
+
+    out, x, weight: descriptors of `[rows, N]`, `[rows, K]` and `[N, K]`. bias: `[N]`, read if BIAS.
+    programs: how many there are. GROUP: neighbours share the weights of so many tiles of rows, so that
+        a wave of programs finds both operands in the cache.
+    """
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, programs):
+        first = tile // (GROUP * tiles_n) * GROUP
+        height = tl.minimum(tiles_m - first, GROUP)
+        i = (first + tile % (GROUP * tiles_n) % height) * BLOCK_M
+        j = tile % (GROUP * tiles_n) // height * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for at in range(0, K, BLOCK_K):
+            acc = tl.dot(x.load([i, at]), weight.load([j, at]).T, acc)
+        if BIAS:
+            column = j + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        out.store([i, j], acc.to(out.dtype))
+
+
 class ProductTile(NamedTuple):
-    """Block sizes and launch options of `product_kernel`. rows: most rows of a batch for which it is the
-    best.
+    """Block sizes and launch options of a product's kernel.
+
+    descriptors: `descriptor_kernel` computes it, otherwise `product_kernel`.
     """
 
-    rows: int
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    descriptors: bool = False
 
 
 TILES = (
-    ProductTile(16, 16, 32, 256, 4, 3),
-    ProductTile(64, 64, 32, 128, 4, 3),
-    ProductTile(256, 64, 64, 128, 4, 3),
-    ProductTile(1 << 62, 128, 256, 64, 8, 3),
+    ProductTile(16, 32, 128, 4, 6),
+    ProductTile(64, 32, 128, 4, 5),
+    ProductTile(64, 64, 128, 4, 4, True),
+    ProductTile(128, 64, 64, 4, 6, True),
+    ProductTile(128, 128, 64, 8, 4, True),
+    ProductTile(128, 256, 64, 8, 3, True),
 )
-"""Ascending; the first is the one that the others are compared with."""
-FLOAT32_TILES = (ProductTile(1 << 62, 32, 32, 32, 4, 2),)
+"""The first is the one that the others are compared with; it needs 60 KiB of shared memory."""
+FLOAT32_TILES = (ProductTile(32, 32, 32, 4, 2),)
 
 
 def product(
@@ -75,50 +111,53 @@ def product(
 ) -> None:
     """Write `x W^T + bias` of `x [T, K]`, `weight [N, K]` and `bias [N]` (None: 0) to `out [T, N]`.
 
-    tile: block sizes of the Triton kernel.
+    tile: block sizes of the Triton kernel. One with descriptors needs rows of whole 16 bytes.
     """
     rows, inputs = x.shape
     outputs = len(weight)
     grid = triton.cdiv(rows, tile.block_m) * triton.cdiv(outputs, tile.block_n)
-    if rows:
-        product_kernel[(grid,)](
-            out, x, weight, x if bias is None else bias, rows, outputs, inputs,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            BIAS=bias is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    options = {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "BIAS": bias is not None, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+    bias = x if bias is None else bias
+    if not tile.descriptors:
+        product_kernel[(grid,)](out, x, weight, bias, rows, outputs, inputs, **options)
+        return
+    programs = min(grid, multiprocessors(x.device))
+    described = (
+        TensorDescriptor(part, list(part.shape), [part.shape[1], 1], [height, width])
+        for part, height, width in (
+            (out, tile.block_m, tile.block_n),
+            (x, tile.block_m, tile.block_k),
+            (weight, tile.block_n, tile.block_k),
+        )
+    )
+    descriptor_kernel[(programs,)](
+        *described, bias, rows, outputs, inputs, programs, **options
+    )
 
 
-class TritonProduct:
-    """The fixed product for a shape of weights: a function with one order of sums, in several tile sizes.
+def tiled_products(
+    weight: Tensor, tiles: Sequence[ProductTile] | None = None
+) -> list[Product]:
+    """Return the products of a shape of weights that give the bits of the first tile's.
 
-    weight: one of this shape, `[N, K]`.
-    tiles: those to try; None: the module's. A tile is used if its results have the bits of the first one's.
+    weight: one of this shape, `[N, K]`. tiles: those to try; None: the module's.
     """
+    first, *others = tiles or (FLOAT32_TILES if weight.dtype == torch.float32 else TILES)
+    x = random_rows(weight, 256)
+    expected = weight.new_empty(len(x), len(weight))
+    product(x, weight, None, expected, first)
+    agreeing = [tile for tile in others if agrees(tile, x, weight, expected)]
+    return [partial(product, tile=tile) for tile in (first, *agreeing)]
 
-    def __init__(self, weight: Tensor, tiles: tuple[ProductTile, ...] | None = None) -> None:
-        own = FLOAT32_TILES if weight.dtype == torch.float32 else TILES
-        first, *others = own if tiles is None else tiles
-        generator = torch.Generator(weight.device).manual_seed(1)
-        x = torch.randn(256, weight.shape[1], device=weight.device, generator=generator)
-        x = x.to(weight.dtype)
-        expected = weight.new_empty(len(x), len(weight))
-        product(x, weight, None, expected, first)
-        agreeing = [tile for tile in others if self._agrees(tile, x, weight, expected)]
-        self.tiles = (first, *agreeing)
 
-    @staticmethod
-    def _agrees(tile: ProductTile, x: Tensor, weight: Tensor, expected: Tensor) -> bool:
-        """Return True if a tile runs on this device, and gives the bits of `expected` for `x` and
-        `weight`.
-        """
-        out = torch.empty_like(expected)
-        try:
-            product(x, weight, None, out, tile)
-        except OutOfResources:
-            return False
-        return torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """See `linear.Product`: write `x W^T + bias` to `out [T, N]`, by the best tile for `T` rows."""
-        tile = next((tile for tile in self.tiles if len(x) <= tile.rows), self.tiles[-1])
-        product(x, weight, bias, out, tile)
+def agrees(tile: ProductTile, x: Tensor, weight: Tensor, expected: Tensor) -> bool:
+    """Return True if a tile runs on this device, and gives the bits of `expected` for `x` and `weight`."""
+    out = torch.empty_like(expected)
+    try:
+        product(x, weight, None, out, tile)
+    except (OutOfResources, AssertionError):  # a descriptor wants rows of whole 16 bytes
+        return False
+    return same_bits(out, expected)

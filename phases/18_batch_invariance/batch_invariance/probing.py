@@ -1,0 +1,56 @@
+"""Inputs, bits and times of products: what is asked of them when weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+Product = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+"""Writes `x W^T + bias` to `out`: takes `x [T, K]`, `W [N, K]`, `bias [N]` or None, and `out [T, N]`."""
+
+ROWS_AT_ONCE = 2048
+"""Most rows of a timing together, if it has several calls, each with another layer's weight: one weight might
+stay in the GPU's cache."""
+REPLAYS = 4
+"""How often a timing is repeated; the shortest counts."""
+
+
+def random_rows(weight: Tensor, count: int) -> Tensor:
+    """Return `count` rows of random inputs for a weight `[N, K]`: `[count, K]`, the same in every call."""
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(count, weight.shape[1], device=weight.device, generator=generator)
+    return x.to(weight.dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors of one dtype and shape have the same bits; 0.0 and -0.0 differ."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def seconds(
+    product: Product, weights: Sequence[Tensor], bias: Tensor | None, rows: int
+) -> float:
+    """Return the time of a product with `rows` rows on a GPU, in a CUDA graph, so without the launch of each
+    call.
+
+    weights: `[N, K]` each, at least one.
+    """
+    weights = weights[: max(1, ROWS_AT_ONCE // rows)]
+    x = random_rows(weights[0], rows)
+    out = x.new_empty(rows, len(weights[0]))
+    product(x, weights[0], bias, out)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for weight in weights:
+            product(x, weight, bias, out)
+    times = []
+    for _ in range(REPLAYS):
+        torch.cuda.synchronize()
+        start = perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        times.append(perf_counter() - start)
+    return min(times) / len(weights)
