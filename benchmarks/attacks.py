@@ -327,7 +327,7 @@ def run(options: BenchOptions) -> Evidence:
     runs = []
     for model in (TINY,) if options.quick else (TINY, REAL):
         with Server(model, **OPTIONS) as server:
-            target, process = server.target, server.process
+            target, process = server.target, psutil.Process(server.pid)
             bystander = Bystander(target)
             try:
                 alone = Attack("nothing", _nothing, model)

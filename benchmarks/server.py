@@ -49,6 +49,7 @@ class Started:
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": import_path(), "COLUMNS": "200"} | dict(env or {}),
         )
+        self.pid = self._process.pid
         self.target = Target("", 0)
 
     def __enter__(self) -> Self:
@@ -95,7 +96,7 @@ class Server(Started):
         self, work: Workload, *, users: int = 0, rate: float = 0.0, processes: int = 4
     ) -> Sample:
         """See `measured`; and what the API process's part in it was."""
-        process = psutil.Process(self._process.pid)
+        process = psutil.Process(self.pid)
         before = process.cpu_times()
         found = measured(self.target, work, users=users, rate=rate, processes=processes)
         after = process.cpu_times()

@@ -14,7 +14,7 @@ A table stands between two comments in a Markdown file:
 follows our rows in a table that chooses no variant. Any other name is an evidence file; words with `=` choose
 its runs (variant, workload, model, dtype or an option) and `columns` its metrics, to which `gain` (over the
 first row), `roofline` and `microseconds` (of the metric `seconds`) can be added. `rows` names options to show
-(`rows=batch`), and `sort` one to sort by. A word with spaces is quoted (`"workload=a name (burst)"`).
+(`rows=batch`) or `workload`, `sort` an option to sort by. A word with spaces is quoted (`"workload=a name"`).
 `python -m benchmarks.tables` fills all tables in; with `--check` it only says whether any is out of date. A
 table whose file does not exist yet says so, or with `when=recorded` is empty. `figure NAME "what it shows"`
 is a figure, once it is drawn. `evidence` lists the files with commit, age, host and samples, and `others` the
@@ -151,7 +151,8 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
         ]
     ]
     for run in runs:
-        said = (run.options.get(name) for name in shown)
+        facts = {**run.options, "workload": run.workload}
+        said = (facts.get(name) for name in shown)
         cells = [run.variant, *("" if value is None else str(value) for value in said)]
         lines.append([*cells, *(_cell(run, runs[0], name, columns[0]) for name in columns)])
     return _markdown(lines, text_columns=1)

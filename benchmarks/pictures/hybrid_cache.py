@@ -131,8 +131,8 @@ def groups(moments: Sequence[Moment]) -> Picture:
         340,
         [
             ("now", "a", "written in this step"),
-            ("kept", "a", "kept"),
-            ("idle", "", "given back, or never had"),
+            ("kept", "a", "has a block"),
+            ("idle", "", "no block: given back, or never had"),
         ],
     )
     return picture

@@ -256,13 +256,13 @@ def draw(evidence: Evidence, out: Path) -> None:
         right.set_xlabel("requests a second")
         right.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     else:
-        found = evidence.find(LENGTHS)
-        lines(found, "prompt", "ttft_ms_p50", axes=right, by=lambda run: PHASE)
+        by_length = evidence.find(LENGTHS)
+        lines(by_length, "prompt", "ttft_ms_p50", axes=right, by=lambda run: PHASE)
         (short, soon), *_, (long, late) = (
-            (run.options["prompt"], run.median("ttft_ms_p50")) for run in found
+            (run.options["prompt"], run.median("ttft_ms_p50")) for run in by_length
         )
         waits = f"{late / soon:.0f} times the wait for {long / short:.0f} times the prompt"
-        right.set_title(f"{found[0].options['users']} users: {waits}")
+        right.set_title(f"{by_length[0].options['users']} users: {waits}")
         right.set_xlabel("tokens of each prompt")
     save(figure, out, evidence)
 

@@ -84,7 +84,7 @@ def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
     """
     groups, length = layer.num_heads // layer.num_kv_heads, q.shape[-2]
     # The queries that share a key/value head become extra rows of one matrix product, so no key or
-    # value is ever copied ("repeat_kv" would read the cache once per query head).
+    # value is copied for each query head.
     grouped = q.reshape(*q.shape[:-3], layer.num_kv_heads, groups * length, layer.head_dim)
     scores = (grouped * layer.scale) @ k.transpose(-1, -2)  # [..., KH, G*S, L]
     scores = scores.view(*scores.shape[:-2], groups, length, k.shape[-2]).float()
@@ -92,7 +92,7 @@ def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
         scores = scores.masked_fill(~mask.unsqueeze(-3), float("-inf"))
     weights = softmax(scores, layer.sinks).to(
         v.dtype
-    )  # in float32: half precision loses the tail
+    )  # in float32: half precision is too coarse
     out = weights.flatten(-3, -2) @ v  # [..., KH, G*S, D]
     return out.view(*q.shape)
 

@@ -166,7 +166,7 @@ class MaskMaker:
     them.
 
     A mask depends on the states that one token can remove from the stack and the one below them, mostly on
-    the top state alone. A mask is cached under these states, and every stack that ends with them shares it.
+    the top state alone. These states are the key of a cached mask; every stack that ends with them shares it.
 
     made: number of masks that were computed so far.
     """
