@@ -18,7 +18,7 @@ from tests.serving_kit import make_with_grammars as make_with_grammars
 from tests.serving_kit import tokenizer as tokenizer
 
 MOST_FILES = 55
-MOST_LINES = 9_530
+MOST_LINES = 9_545
 MOST_FUNCTIONS = 358
 """Of both processes; 44 of the files are of common and of phases 01 to 12.
 
