@@ -36,6 +36,8 @@ NEWER = {"torch": "2.14.0", "triton": "3.8.0", "python": "3.12.3"}
 MODELS = {"0.6b": "qwen3-0.6b", "8b": "qwen3-8b", "q06": "qwen3-0.6b", "q30b": "qwen3-30b-a3b", "q35": "qwen3.5-0.8b"}
 PRINTED = re.compile(r"^VLLM (\S+)(?: ct8)? (256|b1|prefill 64x1024)(?: again)?: .*?s ([\d.]+) tok/s", re.M)
 WORK = {"256": "offline-256", "b1": "single-512", "prefill 64x1024": "prefill-64x1024"}
+SAMPLES = 3
+"""Of each workload, after a warm-up."""
 PROMPT = 1024
 """Prompt tokens behind each output token of the prefill."""
 LOGS = (
@@ -70,12 +72,16 @@ def main(files: Sequence[str] = ()) -> None:
 def keep(file: Path, folder: Path = RECORDED) -> Path:
     """Copy what `vllm_run.py` wrote, under a name of its own, with its log less progress bars and folders.
 
+    Of a run that was cut off, the workloads that have all of their samples are kept.
+
     Raises:
-        UserError: the run did not reach its end, or had other requests than our workloads have.
+        UserError: none has, or one had other requests than our workloads have.
     """
     said = json.loads(file.read_text(encoding="utf-8"))
     if not said.get("ended"):
-        raise UserError(f"{file} was not ended: its runs are {[one['workload'] for one in said['runs']]}")
+        said["runs"] = [one for one in said["runs"] if min(map(len, one["metrics"].values())) >= SAMPLES]
+        if not said["runs"]:
+            raise UserError(f"{file} was cut off before a workload had its {SAMPLES} samples")
     for one in said["runs"]:
         if "requests_sha256" in one and one["requests_sha256"] != workload(one["workload"]).sha256:
             raise UserError(f"{file}: {one['workload']} had other requests than {one['workload']} has now")

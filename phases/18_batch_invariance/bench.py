@@ -221,16 +221,16 @@ def draw(evidence: Evidence, out: Path) -> None:
     runs = [run for run in evidence.runs if run.model == model and "schedule" in run.options]
     figure, (axes,) = panels(1)
     bars(
-        runs,
+        sorted(runs, key=lambda run: str(run.options["schedule"])),
         "requests_with_other_logprobs",
         axes=axes,
-        label=lambda run: f"{run.variant}\n{run.options['schedule']}",
+        label=lambda run: f"{run.options['schedule']}, {run.variant[:2]}",
     )
     most = max(
         run.median("requests_with_other_logprobs") for run in runs if run.variant == PHASE
     )
     count = max(run.options["requests"] for run in runs)
     axes.set_title(
-        f"{model}: with the mode at most {most:.0f} of {count} requests have other bits"
+        f"{model}: of {count} requests, at most {most:.0f} have other bits with the mode (18)"
     )
     save(figure, out, evidence)

@@ -29,8 +29,9 @@ GENTLE = 0.5
 """Share of the rate of copies that is left to them while steps of other requests run."""
 WAIT_SECONDS = 2e-4
 """What a load costs the host besides the copy."""
-MARGIN = 1.1
-"""A load must be this many times as fast as computing: both times are estimates."""
+MARGIN = 1.5
+"""A load must be this many times as fast as what it saves: both times are estimates, and that of the load leaves
+out how long the step of the last block reads what was loaded."""
 
 
 @dataclass(frozen=True)
