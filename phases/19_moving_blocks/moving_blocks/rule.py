@@ -30,7 +30,7 @@ GENTLE = 0.5
 WAIT_SECONDS = 2e-4
 """What a load costs the host besides the copy."""
 MARGIN = 1.5
-"""A load must be this many times as fast as what it saves: both times are estimates, and that of the load leaves
+"""A load must be this many times as fast as what it saves: both times are estimates, and the load's leaves
 out how long the step of the last block reads what was loaded."""
 
 
