@@ -91,4 +91,4 @@ def draw(evidence: Evidence, out: Path) -> None:
 
 def short(run: Run) -> str:
     """Return a variant's name, in a few words."""
-    return run.variant.replace(PHASE, "09").replace(BEFORE, "08")
+    return run.variant.replace(PHASE, "09").replace(BEFORE, "08").replace("10_quant", "10")

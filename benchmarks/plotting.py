@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -384,11 +385,10 @@ def _wrap_titles(figure: Figure) -> None:
     for axes in figure.axes:
         text = axes.get_title(loc="left")
         letters = int(axes.get_window_extent().width / figure.dpi / LETTER)
-        count = len(textwrap.wrap(text, letters))
-        even = next(
-            (n for n in range(10, letters) if len(textwrap.wrap(text, n)) == count), letters
-        )
-        axes.set_title("\n".join(textwrap.wrap(text, even)))
+        lines = partial(textwrap.wrap, text, break_long_words=False, break_on_hyphens=False)
+        count = len(lines(letters))
+        even = next((n for n in range(10, letters) if len(lines(n)) == count), letters)
+        axes.set_title("\n".join(lines(even)))
 
 
 def _share(fraction: float) -> str:
