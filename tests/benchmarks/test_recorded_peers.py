@@ -218,7 +218,11 @@ def test_first_tokens_of_an_evicted_prompt_stand_beside_19(tmp_path: Path) -> No
 
 
 def test_what_was_cut_off_or_had_other_requests_is_not_kept(tmp_path: Path) -> None:
-    some = {"workload": "prefill-64x1024", "temperature": 0.0, "metrics": {"prompt_tokens_per_s": [1.0, 2.0]}}
+    some = {
+        "workload": "prefill-64x1024",
+        "temperature": 0.0,
+        "metrics": {"prompt_tokens_per_s": [1.0, 2.0]},
+    }
     with pytest.raises(UserError, match="was cut off before"):
         record.keep(measured(tmp_path, ended=False, runs=[some]), tmp_path)
     whole = some | {"metrics": {"prompt_tokens_per_s": [1.0, 2.0, 3.0]}}
