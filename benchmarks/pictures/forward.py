@@ -79,7 +79,7 @@ def rope() -> Picture:
             picture.line([(x, y), (x + 60 * cos, y - 60 * sin)], STRONG["a"], tip=True)
             picture.text(x + 74 * cos, y - 74 * sin + 4, str(at), "middle", size=11)
         picture.text(x + 100, 56, pair, bold=True)
-        picture.text(x + 100, 76, f"{turn:.3g} radians a position", fill=SOFT)
+        picture.text(x + 100, 76, f"{turn:.3g} rad a position", fill=SOFT)
     return picture
 
 
