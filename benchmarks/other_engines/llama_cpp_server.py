@@ -41,7 +41,8 @@ from benchmarks.measure import alternate, neighbours
 from benchmarks.other_engines import record
 from benchmarks.records import server_lines
 
-MODEL, REPEATS, LONGEST_START = "smollm2", 3, 120.0
+MODEL = "smollm2"
+REPEATS, LONGEST_START = 3, 120.0
 OURS, PEER = "13_serving", "llama-cpp-python"
 WAYS = {
     f"{OURS}, 10,000 turns": {"GOMP_SPINCOUNT": "10000"},
@@ -77,7 +78,8 @@ def ask(port: int, prompt: str, tokens: int) -> tuple[int, float]:
         "stream": True,
     }
     body |= {"stream_options": {"include_usage": True}}
-    begun, first, pieces, usage = time.perf_counter(), 0.0, 0, 0
+    begun, first = time.perf_counter(), 0.0
+    pieces, usage = 0, 0
     connection.request(
         "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
     )

@@ -25,7 +25,8 @@ from common.files import whole
 RECORDED = Path(__file__).parent / "recorded"
 LLAMA_SERVER = "llama_cpp_server.json"
 """Evidence of `llama_cpp_server.py`: both servers in one run."""
-NINE, TEN, THIRTEEN = "09_cuda_graphs", "10_quant", "13_serving"
+NINE, TEN = "09_cuda_graphs", "10_quant"
+THIRTEEN = "13_serving"
 SIXTEEN, SEVENTEEN = "16_experts", "17_hybrid_cache"
 EIGHTEEN, NINETEEN = "18_batch_invariance", "19_moving_blocks"
 BESIDE = {"qwen3-0.6b": NINE, "qwen3-8b": NINE, "qwen3-30b-a3b": SIXTEEN, "qwen3.5-0.8b": SEVENTEEN}

@@ -556,7 +556,7 @@ def as_decodes(
     return out
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 20])
 def test_one_query_token_and_many_get_the_same_bits(kernels: Any, window: int | None) -> None:
     expected = as_prompt(kernels, window=window)
     assert same_bits(as_prompt(kernels, 16, [7, 40], window), expected)
