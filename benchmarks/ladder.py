@@ -9,17 +9,15 @@ this work (a shared prefix, a grammar, a server) change little, and the figure s
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
+from benchmarks.measure import release_memory
 from benchmarks.plotting import bars, panels, save
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, workload
@@ -56,9 +54,7 @@ def run(options: BenchOptions) -> Evidence:
             for variant, engine in engines(phase, bench.model, len(work.items)):
                 runs += measure(bench, phase, variant, engine, work)
                 del engine
-                gc.collect()
-                if options.device.type == "cuda":
-                    torch.cuda.empty_cache()
+                release_memory(options.device)
     return evidence_of(NAME, runs, options)
 
 

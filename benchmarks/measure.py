@@ -135,6 +135,15 @@ class Beside:
         return {"load": [self._load, _load()], "busy": busy}
 
 
+def release_memory(device: torch.device) -> None:
+    """Free the memory of engines and models that nothing refers to any more, on a GPU that of PyTorch's cache
+    as well.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def say(line: str) -> None:
     """Print a line on standard error at once."""
     print(line, file=sys.stderr, flush=True)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import alternate_engines, summarize
+from benchmarks.measure import alternate_engines, release_memory, summarize
 from benchmarks.plotting import bars, panels, save
 from benchmarks.recorded_peers import beside, versus
 from benchmarks.roofline import ceilings, summarize_generation
@@ -42,9 +39,7 @@ def one_by_one(
             work = workload(name).first(8, tokens=8) if options.quick else workload(name)
             runs += in_turns(engines, work, options, roofline=roofline)
         del engines
-        gc.collect()
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(options.device)
     return runs
 
 

@@ -31,6 +31,7 @@ from benchmarks.loadtest.loops import run as run_plan
 from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample, Samples, alternate, summarize
 from benchmarks.plotting import bars, over_one, panels, save
+from benchmarks.published import SIZES
 from benchmarks.roofline import ceilings
 from benchmarks.server import Server, Started, answered, bodies_of, measured
 from benchmarks.workloads import Item, Workload, uniform, workload
@@ -50,7 +51,6 @@ DIRECT = "no router"
 FRONT = "replicas, without Ray"
 RAY = "replicas, Ray Serve"
 GPU_MODEL = "random:qwen3-8b"
-THROUGHPUT = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384}
 """Of each engine on a GPU, as in phases 09 and 13."""
 
 
@@ -58,7 +58,7 @@ def run(options: BenchOptions) -> Evidence:
     """What policies find, counted; one user's way; on GPUs replicas by number and policy."""
     bench = Bench(options)
     runs = bench.found()
-    with bench.servers(max(1, bench.gpus), **({} if bench.on_cpu else THROUGHPUT)) as targets:
+    with bench.servers(max(1, bench.gpus), **({} if bench.on_cpu else SIZES)) as targets:
         runs += bench.ways(targets[0])
         if bench.gpus:
             runs += bench.scaling(targets)

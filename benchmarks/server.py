@@ -49,8 +49,12 @@ class Started:
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": import_path(), "COLUMNS": "200"} | dict(env or {}),
         )
-        self.pid = self._process.pid
         self.target = Target("", 0)
+
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._process.pid
 
     def __enter__(self) -> Self:
         """Wait until it is ready. Raises `RuntimeError` if it never is."""

@@ -8,17 +8,14 @@ shows proportions; for rates see phase 09.
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, collect
-from benchmarks.measure import Samples, summarize
+from benchmarks.measure import Samples, release_memory, summarize
 from benchmarks.plotting import panels, save, tint
 from benchmarks.profiler import record
 from benchmarks.roofline import ceilings
@@ -83,8 +80,7 @@ def run(options: BenchOptions) -> Evidence:
             }
             runs.append(replace(found, metrics={**found.metrics, **metrics}))
         del engine
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_memory(options.device)
     return collect(
         NAME, runs, options.device, ceilings(options.device, options.dtype).to_json()
     )

@@ -80,7 +80,7 @@ def keep(file: Path, folder: Path = RECORDED) -> Path:
     """
     said = json.loads(file.read_text(encoding="utf-8"))
     if not said.get("ended"):
-        said["runs"] = [one for one in said["runs"] if min(map(len, one["metrics"].values())) >= SAMPLES]
+        said["runs"] = [one for one in said["runs"] if is_complete(one)]
         if not said["runs"]:
             raise UserError(f"{file} was cut off before a workload had its {SAMPLES} samples")
     for one in said["runs"]:
@@ -95,6 +95,11 @@ def keep(file: Path, folder: Path = RECORDED) -> Path:
     path = folder / f"{name}.json"
     path.write_text(json.dumps({**said, "log": f"{name}.log"}, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def is_complete(run: dict[str, Any]) -> bool:
+    """Return True if a workload that was measured has all samples of each metric; it may have no metric yet."""
+    return bool(run["metrics"]) and all(len(samples) >= SAMPLES for samples in run["metrics"].values())
 
 
 def text(device: str) -> str:

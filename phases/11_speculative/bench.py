@@ -7,20 +7,17 @@ their variants are called so.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import benchmarks.bench
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import Sample, alternate
+from benchmarks.measure import Sample, alternate, release_memory
 from benchmarks.plotting import bars, lines, number, panels, save
 from benchmarks.replay import time_replay
 from benchmarks.synthetic_drafter import Synthetic
@@ -118,9 +115,7 @@ class Bench(benchmarks.bench.Bench):
         self, options: BenchOptions, model: Model | None = None, ending: str = "", **given: Any
     ) -> None:
         """ending: of all variants' names, `APPENDIX` or nothing."""
-        gc.collect()
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(options.device)
         super().__init__(options, model)
         self.ending = ending
         self.given, self.length = {"prefix_cache": False, **given}, int(given["draft_length"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,9 @@ import torch
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
-from benchmarks.measure import Sample, Samples, alternate_engines, summarize
+from benchmarks.measure import Sample, Samples, release_memory, summarize
 from benchmarks.plotting import bars, panels, save
-from benchmarks.roofline import ceilings, summarize_generation
+from benchmarks.published import SIZES, in_turns
 from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, workload
 from common.events import Completion, generate
@@ -28,7 +27,8 @@ Outputs = dict[int, Completion]
 PHASE = "18_batch_invariance"
 BEFORE = "17_hybrid_cache"
 MODELS = {"cpu": ("smollm2",), "cuda": ("random:qwen3-0.6b", "random:qwen3-8b")}
-PUBLISHED = ("offline-256", "prefill-64x1024", "single-512")
+TIMED = ("offline-256", "prefill-64x1024", "single-512")
+"""Workloads in the order of the evidence: the first is the headline."""
 VARIANTS = {BEFORE: {"batch_invariant": False}, PHASE: {"batch_invariant": True}}
 SCHEDULES = {
     "cpu": ("alone", "alone again", "all at once", "in reverse", "small chunks", "drafts"),
@@ -73,7 +73,7 @@ def run(options: BenchOptions) -> Evidence:
             variant: make(model, work, **chosen) for variant, chosen in VARIANTS.items()
         }
         if device == "cuda":
-            runs += timed(own, name, model, engines)
+            runs += timed(own, engines)
         known = {}
         for variant, engine in engines.items():
             schedules = [each for each in SCHEDULES[device] if each not in others]
@@ -84,13 +84,13 @@ def run(options: BenchOptions) -> Evidence:
         del engine, engines
         for variant, chosen in VARIANTS.items():
             for schedule, more in others.items() if first else ():
-                release(options)
+                release_memory(options.device)
                 found = [serve(make(model, work, **chosen, **more), work, schedule)]
                 runs += counted(
                     own, name, model, work, variant, known[variant], [schedule], found
                 )
         del model
-        release(options)
+        release_memory(options.device)
     return evidence_of(PHASE, runs, options)
 
 
@@ -155,23 +155,11 @@ def make(model: Model, work: Workload, **options: Any) -> PagedEngine:
     """
     if model.device.type == "cuda":
         memory = torch.cuda.get_device_properties(model.device).total_memory
-        sizes = {
-            "max_rows": 256,
-            "max_len": 4096,
-            "step_tokens": 16_384,
-            "cache_bytes": int(CACHE_SHARE * memory),
-        }
+        sizes = SIZES | {"cache_bytes": int(CACHE_SHARE * memory)}
     else:
         longest = max(a + b for a, b in zip(work.prompt_lens, work.output_lens, strict=True))
         sizes = {"max_rows": len(work.items), "max_len": longest + 16}
     return engine_of("18", model, **{"drafter": "none", **sizes, **options})
-
-
-def release(options: BenchOptions) -> None:
-    """Free the memory of engines that nothing refers to."""
-    gc.collect()
-    if options.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def serve(engine: PagedEngine, work: Workload, schedule: str) -> Outputs:
@@ -189,29 +177,12 @@ def serve(engine: PagedEngine, work: Workload, schedule: str) -> Outputs:
     return found
 
 
-def timed(
-    options: BenchOptions, name: str, model: Model, engines: Mapping[str, PagedEngine]
-) -> list[Run]:
+def timed(options: BenchOptions, engines: Mapping[str, PagedEngine]) -> list[Run]:
     """Time the published workloads with the mode and without, in alternating order."""
-    runs = []
-    for load in PUBLISHED:
-        work = workload(load)
-        if options.quick:
-            work = work.first(8, tokens=8)
-        kept = alternate_engines(engines, work, device=options.device, repeats=options.repeats)
-        runs += [
-            summarize_generation(
-                variant,
-                work,
-                kept[variant],
-                model=name,
-                config=model.config,
-                dtype=model.dtype,
-                top=ceilings(options.device, options.dtype),
-                batch=len(work.items),
-            )
-            for variant in engines
-        ]
+    runs: list[Run] = []
+    for load in TIMED:
+        work = workload(load).first(8, tokens=8) if options.quick else workload(load)
+        runs += in_turns(engines, work, options)
     return runs
 
 

@@ -226,7 +226,8 @@ def test_what_was_cut_off_or_had_other_requests_is_not_kept(tmp_path: Path) -> N
     with pytest.raises(UserError, match="was cut off before"):
         record.keep(measured(tmp_path, ended=False, runs=[some]), tmp_path)
     whole = some | {"metrics": {"prompt_tokens_per_s": [1.0, 2.0, 3.0]}}
-    kept = record.keep(measured(tmp_path, ended=False, runs=[whole, some]), tmp_path)
+    begun = {"workload": "evicted-32768", "temperature": 0.0, "metrics": {}}
+    kept = record.keep(measured(tmp_path, ended=False, runs=[whole, some, begun]), tmp_path)
     assert json.loads(kept.read_text(encoding="utf-8"))["runs"] == [whole]
     other = {
         "workload": "single-512",

@@ -71,10 +71,8 @@ class DiskTier:
 
         block: in host memory; `view` are the bytes of its slot, which must not change until the job is done.
         """
-        files, finished = (
-            self.files,
-            self._finished,
-        )  # not `self`, which a queue would keep alive
+        # Not `self`, which a queue would keep alive.
+        files, finished = self.files, self._finished
         job = DiskJob(block, reading)
 
         def run() -> None:
