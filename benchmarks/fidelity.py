@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import exp
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.defined import defined
 from forward.attention import Attention, LayerSpec, RecomputeAttention
 from forward.model import Model
+from forward.surgery import clone
 from paged_cache.pool import KVFormat, encode
 from quant.formats import Scheme
 from quant.linear import QuantLinear
@@ -98,7 +98,7 @@ def _read(
     model: Model, attention: Attention, ids: Tensor, heads: dict[Scheme | None, Model]
 ) -> Read:
     """Of `ids [W, window]` all hidden states but each window's last, which predicts nothing that came."""
-    exact = defined(model)
+    exact = exactly(model)
     positions = torch.arange(ids.shape[1], device=ids.device)
     hidden = [
         exact(each, positions.expand_as(each), attention)[:, :-1].flatten(0, 1)
@@ -122,6 +122,27 @@ def difference(true: Tensor, found: Tensor, came: Tensor) -> Tensor:
     kl = (true.exp() * (true - found)).sum(-1).sum(dtype=torch.float64)
     loss = -found.gather(1, came[:, None]).sum(dtype=torch.float64)
     return torch.stack([kl, loss, (true.argmax(-1) == found.argmax(-1)).sum().double()]).cpu()
+
+
+class ExactLinear(nn.Module):
+    """`QuantLinear` by its definition, so that no device's fastest product is measured."""
+
+    def __init__(self, layer: QuantLinear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `QuantLinear.exact`."""
+        return self.layer.exact(x)
+
+
+def exactly(model: Model) -> Model:
+    """A copy of a float32 model whose quantized layers are multiplied by their definition."""
+    model = clone(model)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, QuantLinear):
+            model.set_submodule(name, ExactLinear(layer))
+    return model
 
 
 class StoredAttention(RecomputeAttention):

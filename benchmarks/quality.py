@@ -4,8 +4,8 @@
     ladder bench quality --model smollm2      one of them
     ladder bench quality --device cuda        the same numbers, sooner
 
-Measured is on the first 20,480 tokens of `checkpoint_formats.calibrate.TEXT`; GPTQ and AWQ are
-calibrated on its end. All layers are computed by their definition, in float32 (`benchmarks/defined.py`), so a
+Measured is on the first 20,480 tokens of `benchmarks.calibration.TEXT`; GPTQ and AWQ are
+calibrated on its end. All layers are computed by their definition, in float32 (`fidelity.exactly`), so a
 number says something about a format and a method, and nothing about a device.
 """
 
@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 
+from benchmarks.calibration import TEXT, quantize_model, samples
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.fidelity import WINDOW, StoredAttention, compare
 from benchmarks.measure import Samples, summarize
@@ -30,8 +31,6 @@ from forward import Model, load_model
 from forward.attention import Attention, RecomputeAttention
 from forward.surgery import clone
 from paged_cache.pool import KVFormat
-from phases.appendix.checkpoint_formats.calibrate import TEXT, samples
-from phases.appendix.checkpoint_formats.quantize import quantize_model
 from quant.feature import head_for
 from quant.formats import SCHEMES
 from quant.kv import KV_DTYPES, head_scales, sample

@@ -23,7 +23,7 @@ from common.errors import UserError
 from common.neighbours import usage
 from phases import find_phase, flags, need_checkout
 from phases.commands import arguments as a
-from phases.commands.arguments import EXTRAS, PHASE_HELP, SCHEMES, flag
+from phases.commands.arguments import EXTRAS, PHASE_HELP, flag
 from phases.process import INTERRUPTED, exit_code
 
 BEGUN = usage()
@@ -66,7 +66,6 @@ EXTRAS_HELP = ", ".join(EXTRAS)
 LOADING = {
     "run": "Loading {model} for phase {phase}",
     "demo": "Loading {model}",
-    "quantize": "Loading {model}",
     "profile": "Loading phase {phase}",
     "bench": "Loading the benchmark {what}",
 }
@@ -221,26 +220,6 @@ def run(
     **options: Any,
 ) -> None:
     """Generate text with one phase."""
-
-
-@command("phases.commands.quantize:run")
-def quantize(
-    model: Annotated[str, typer.Argument(help=a.MODEL_HELP)],
-    folder: Annotated[
-        Path, typer.Argument(metavar="OUT", help="folder to write, which is not there yet")
-    ],
-    scheme: Annotated[str, flag(", ".join(SCHEMES))] = "int4",
-    method: Annotated[str, flag("rtn (nearest), gptq, or for int4 awq")] = "rtn",
-    calibration: Annotated[
-        Path | None,
-        flag("calibration text for gptq and awq; by default one from this checkout"),
-    ] = None,
-    group_size: Annotated[int, flag("inputs that share a scale in int4")] = 128,
-    pieces: Annotated[int, flag("pieces of the calibration text, taken from its end")] = 32,
-    length: Annotated[int, flag("tokens of each piece")] = 512,
-    device: a.DeviceName = "auto",
-) -> None:
-    """Write a model's checkpoint anew in 8 or 4 bits, as compressed-tensors."""
 
 
 @command("phases.commands.serve:run")

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.fidelity import exactly as exactly
 from common.sampling.params import SamplingParams
 from forward.model import Model
-from forward.surgery import clone
 from quant.formats import DTYPES
-from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
 from tests.oracles import logits_of
 
@@ -35,26 +34,6 @@ IDS = torch.arange(1, 40)
 
 def logits(model: Model, ids: Tensor = IDS) -> Tensor:
     return logits_of(model, ids)
-
-
-def exactly(model: Model) -> Model:
-    """The same model, every quantized layer multiplied by its definition."""
-
-    class Exact(nn.Module):
-        def __init__(self, layer: QuantLinear) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer.exact(x)
-
-    model = clone(model)
-    for name in [
-        name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)
-    ]:
-        owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, Exact(model.get_submodule(name)))  # type: ignore[arg-type]
-    return model
 
 
 def families() -> dict[str, Any]:

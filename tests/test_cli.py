@@ -61,9 +61,9 @@ WRONG = {
         ["load", "http://127.0.0.1:9"],
         "no server answers at http://127.0.0.1:9 (Connection",
     ),
-    "no scheme": (
-        ["quantize", "smollm2", "/tmp/none", "--scheme", "int3"],
-        "scheme is 'int3'",
+    "no defaults": (
+        ["serve", "random:tiny", "--generation-config", "mine"],
+        "generation_config is 'mine'",
     ),
     "no log": (["serve", "random:tiny", "--access-log", "/nothing/here"], "cannot be written"),
     "no origin": (
@@ -96,7 +96,7 @@ EARLY = (
     "serve --port 99999",
     "profile 4 --dtype int4",
     "load http://127.0.0.1:9",
-    "quantize smollm2 /tmp/none --scheme int3",
+    "serve --generation-config mine",
 )
 """Commands that say what they say before PyTorch is imported, which takes seconds."""
 IMPORTED = """

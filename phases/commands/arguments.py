@@ -28,9 +28,6 @@ def joined(values: Iterable[str] | None) -> str | None:
     return None if values is None else ",".join(values)
 
 
-# Of `quant.formats` and `checkpoint_formats.quantize`: the help must not wait for their imports.
-SCHEMES = ("fp8", "fp8-block", "fp8-weights", "int8", "w8a8", "int4")
-METHODS = ("rtn", "gptq", "awq")
 _EXTRAS = "attacks kernels.paged_attention ladder quality replicas step_times"
 EXTRAS = {path.rpartition(".")[2]: f"benchmarks.{path}" for path in _EXTRAS.split()}
 """Name of a benchmark that belongs to no phase -> the module that measures and draws."""

@@ -10,13 +10,12 @@ from common.errors import UserError, choice, integer
 from common.models.hub import RANDOM, local
 from common.sampling.params import MODEL, NEUTRAL, SamplingParams
 from phases import check_phase, first_phases, phase_named
-from phases.commands.arguments import METHODS, SCHEMES, joined
+from phases.commands.arguments import joined
 
 FIRST_STEPS = 4
 """The phase whose engine marks its steps in a trace."""
 PATIENCE = 10.0
 """Seconds after which a server that does not respond is taken to be absent."""
-CHOICES = {"scheme": SCHEMES, "method": METHODS, "generation_config": (MODEL, NEUTRAL)}
 
 
 def check(given: SimpleNamespace) -> None:
@@ -31,9 +30,8 @@ def check(given: SimpleNamespace) -> None:
     phase = phase_named(given.phase) if "phase" in asked else None
     check_device(asked.get("device", "auto"))
     check_dtype(asked.get("dtype", "auto"))
-    for name, allowed in CHOICES.items():
-        if name in asked:
-            choice(name, asked[name], allowed)
+    if "generation_config" in asked:
+        choice("generation_config", given.generation_config, (MODEL, NEUTRAL))
     if "port" in asked:
         integer("port", given.port, low=0, high=65_535)
     if phase is not None and "steps" in asked and phase.number < FIRST_STEPS:

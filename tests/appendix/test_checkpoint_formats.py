@@ -1,4 +1,4 @@
-"""Checkpoint formats: tensors and configurations of other tools, read, refused by name, and written."""
+"""Checkpoint formats: tensors and configurations of other tools, read and refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,6 +18,7 @@ import cuda_graphs
 import forward
 import paged_cache
 import quant
+from benchmarks.calibration import quantize_model
 from common.errors import UserError
 from forward.loading import load_model
 from forward.model import Model
@@ -27,18 +27,12 @@ from parallel.loading import Part
 from parallel.shard import Shard
 from phases import phase_named
 from phases.appendix.checkpoint_formats.configs import stored
-from phases.appendix.checkpoint_formats.export import check_source, export
 from phases.appendix.checkpoint_formats.feature import ReadFormats
-from phases.appendix.checkpoint_formats.layouts import (
-    AWQ_ORDER,
-    TensorLayout,
-    pack_words,
-)
-from phases.appendix.checkpoint_formats.quantize import quantize_model
-from phases.cli import main
+from phases.appendix.checkpoint_formats.layouts import AWQ_ORDER, TensorLayout
 from phases.registry import load_engine
 from quant.formats import FP8, INT4, SCHEMES, Scheme
 from quant.linear import QuantLinear
+from tests.compressed_checkpoints import export, pack_words
 from tests.quant_kit import IDS, PARAMS, PROMPTS, SMALL, checked, exactly, logits
 from tests.quant_kit import folders as folders
 
@@ -368,7 +362,7 @@ def test_named_layers_come_before_all_layers() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_a_checkpoint_goes_out_and_in(
+def test_a_checkpoint_is_the_model_that_was_written(
     folders: dict[str, Path], tmp_path: Path, scheme: str, family: str
 ) -> None:
     model = quantized(folders[family], SCHEMES[scheme])
@@ -384,24 +378,6 @@ def test_a_checkpoint_goes_out_and_in(
         SCHEMES[scheme],
     )
     assert (first.weights, first.activations) == (wanted.weights, wanted.activations)
-
-
-@pytest.mark.parametrize(("family", "flag"), [("llama", True), ("qwen2", False)])
-def test_a_written_file_says_whether_the_head_is_stored(
-    folders: dict[str, Path], tmp_path: Path, family: str, flag: bool
-) -> None:
-    """Other engines believe the flag, whatever the flag of the source was."""
-    source = shutil.copytree(folders[family], tmp_path / "source")
-    raw = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": flag}
-    (source / "config.json").write_text(json.dumps(raw))
-    export(quantized(source, INT4), source, tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert (
-        written["tie_word_embeddings"]
-        == ("lm_head.weight" not in stored)
-        == (family == "qwen2")
-    )
 
 
 def quantized(folder: Path, scheme: Scheme) -> Model:
@@ -477,7 +453,7 @@ def test_fp8_by_tensor(folders: dict[str, Path], tmp_path: Path, form: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_transformers_reads_what_is_written(
+def test_transformers_reads_the_same_model(
     folders: dict[str, Path], tmp_path: Path, scheme: str, family: str
 ) -> None:
     """`compressed-tensors` finds our logits. It rounds inputs to int8 in 127.5 steps, we in 127."""
@@ -537,90 +513,6 @@ def test_a_gptq_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
     torch.testing.assert_close(logits(exactly(model)), want, atol=1e-4, rtol=0)
     engine = load(str(tmp_path / "packed"), device="cpu", dtype="float32", **SMALL)
     assert [len(done.token_ids) for done in engine.generate(PROMPTS, PARAMS)] == [6, 5, 4]
-
-
-def test_the_command_refuses_before_the_work(
-    folders: dict[str, Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from phases.commands import quantize
-
-    monkeypatch.setattr(quantize, "load_model", lambda *_, **__: pytest.fail("loaded"))
-    (tmp_path / "mine").write_text("kept")
-    for out, flags, says in (
-        (tmp_path, [], "is there already"),
-        (tmp_path / "mine", [], "is there already"),
-        (tmp_path / "out", ["--scheme", "int3"], "scheme is 'int3', but must be one of"),
-        (
-            tmp_path / "out",
-            ["--method", "hqq"],
-            "method is 'hqq', but must be one of rtn, gptq, awq",
-        ),
-        (tmp_path / "out", ["--group-size", "7"], "group_size is 7, but must be one of 16"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["quantize", str(folders["llama"]), str(out), "--device", "cpu", *flags])
-        assert ended.value.code == 2 and says in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_command_writes_a_checkpoint(
-    folders: dict[str, Path], tmp_path: Path, capsys: Any
-) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                "quantize",
-                str(folders["llama"]),
-                str(out),
-                "--scheme",
-                "w8a8",
-                "--device",
-                "cpu",
-            ]
-        )
-    assert ended.value.code == 0 and capsys.readouterr().out.strip().endswith(out.name)
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert config["format"] == "int-quantized" and config["ignore"] == ["lm_head"]
-    engine = load(str(out), device="cpu", **SMALL)
-    assert len(list(engine.stream([[1, 2]], PARAMS[:1]))) == 6
-
-
-def test_a_full_disk_is_an_error_with_a_name(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from phases.appendix.checkpoint_formats import export as module
-
-    def full(*_: Any) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(module, "save_file", full)
-    model = quantized(folders["llama"], SCHEMES["int8"])
-    with pytest.raises(UserError, match=r"out cannot be written: .*No space left on device"):
-        export(model, folders["llama"], tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_goes_along_and_what_is_refused(
-    folders: dict[str, Path], packed: Path, tmp_path: Path
-) -> None:
-    model = quantized(folders["llama"], SCHEMES["int8"])
-    source = shutil.copytree(folders["llama"], tmp_path / "source")
-    names = (
-        "chat_template.jinja",
-        "chat_template.json",
-        "additional_chat_templates/tool_use.jinja",
-    )
-    for name in names:
-        (source / name).parent.mkdir(exist_ok=True)
-        (source / name).write_text(name)
-    (tmp_path / "empty").mkdir()
-    for out in (tmp_path / "new", tmp_path / "empty"):
-        export(model, source, out)
-        assert [(out / name).read_text() for name in names] == [*names]
-    with pytest.raises(UserError, match="is there already: name a folder that is not"):
-        export(model, source, tmp_path)
-    with pytest.raises(UserError, match="is quantized already"):
-        check_source(packed)
 
 
 class SecondOfTwo(Part):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.calibration import TEXT
 from common.environment import PASSIVE, SHORT_SPIN, SPIN, limit_threads_and_noise, quota
 from common.errors import UserError
 from common.events import generate
@@ -20,7 +21,6 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from phases import ROOT, phase_named
-from phases.appendix.checkpoint_formats.calibrate import TEXT
 from phases.appendix.cpu_step import feature
 from phases.appendix.cpu_step.blocks import BlockProduct
 from phases.registry import check_options, default_weights, load_engine

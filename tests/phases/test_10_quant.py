@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import quant
-from benchmarks.defined import defined_layer
 from benchmarks.fidelity import compare, difference
 from common.errors import UserError
 from forward.attention import RecomputeAttention
@@ -310,18 +309,6 @@ def test_gptq_of_inputs_that_were_never_seen() -> None:
 
 
 # Quality by definition.
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_layers_by_definition_are_dequantized_and_multiplied_in_float32(scheme: str) -> None:
-    """In parts of bfloat16 or not: what is left out is below a hundred thousandth."""
-    layer = QuantLinear.of(nn.Linear(256, 130), SCHEMES[scheme], "w")
-    x = torch.randn(2, 9, 256) * 3
-    want, found = layer.exact(x), defined_layer(layer)(x)
-    worst = float((found - want).abs().max() / want.abs().max())
-    assert worst < 2e-5, (
-        f"{scheme}: an output by definition differs by {worst:.1e} of the largest"
-    )
 
 
 def test_quality_is_of_the_whole_text(tiny: Model) -> None:

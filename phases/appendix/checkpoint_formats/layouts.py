@@ -189,18 +189,6 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     )
 
 
-def pack_words(numbers: Tensor, bits: int) -> Tensor:
-    """Pack unsigned numbers `[R, C]` of `bits` bits into int32 words `[R, ceil(C * bits / 32)]`, padded
-    with zeros.
-    """
-    numbers = torch.nn.functional.pad(
-        numbers.to(torch.uint8), (0, -numbers.shape[1] % (32 // bits))
-    )
-    packed = numbers if bits == 8 else pack_nibbles(numbers)
-    # A single row may have any strides.
-    return packed.flatten().view(torch.int32).view(len(numbers), -1)
-
-
 def unpack_awq(words: Tensor) -> Tensor:
     """Unpack words `[R, C]` int32 in AWQ's order into numbers `[R, C * 8]` uint8."""
     numbers = unpack_words(words, 4).view(len(words), -1, 8)

@@ -1,4 +1,4 @@
-"""Write a quantized model as a checkpoint of the format compressed-tensors, which other engines read as well.
+"""Checkpoints of the format compressed-tensors, as other tools write them.
 
 Format: https://github.com/vllm-project/compressed-tensors, its `pack-quantized`, `int-quantized` and
 `float-quantized`.
@@ -7,97 +7,34 @@ Format: https://github.com/vllm-project/compressed-tensors, its `pack-quantized`
 from __future__ import annotations
 
 import json
-import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common.device import pick_dtype
-from common.errors import UserError
-from common.files import read_bytes
 from common.models.fields import read_object
-from common.text.tokenizer_files import MOST_TOKENIZER_BYTES
 from forward.model import Model
-from phases.appendix.checkpoint_formats.layouts import pack_words
 from quant.formats import BLOCK, Scheme
 from quant.linear import QuantLinear
-from quant.weights import QuantizedWeight, unpack_nibbles
-
-_KEPT = (
-    "generation_config.json",
-    "tokenizer*.*",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.j*",
-    "additional_chat_templates/*.jinja",
-)
-
-
-def check_source(folder: Path) -> None:
-    """Raise `UserError` unless the checkpoint in `folder` is one text model that is not quantized yet."""
-    raw = read_object(folder / "config.json")
-    if "text_config" in raw or raw.get("model_type") == "gpt2":
-        kind = "gpt2" if raw.get("model_type") == "gpt2" else "a multimodal model"
-        raise UserError(f"{folder} holds {kind}, which `quantize` cannot write")
-    if raw.get("quantization_config") is not None:
-        raise UserError(
-            f"{folder} is quantized already: its config.json has a quantization_config"
-        )
-
-
-def check_target(folder: Path) -> Path:
-    """Return `folder` as an absolute path. Raises `UserError` unless it is empty or does not exist."""
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} is there already: name a folder that is not")
-        return folder.resolve()
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
+from quant.weights import QuantizedWeight, pack_nibbles, unpack_nibbles
 
 
 def export(model: Model, source: Path, folder: Path) -> None:
     """Write a quantized model as a compressed-tensors checkpoint; all its layers share one scheme.
 
-    Args:
-        model: its layers are those of `quantize_model`.
-        source: the checkpoint that it was loaded from, whose configuration and tokenizer are copied.
-        folder: must not exist or be empty. It appears when all of it is written.
-
-    Raises:
-        UserError: the folder or a file cannot be written.
+    model: its layers are those of `quantize_model`. source: the checkpoint that it was loaded from.
     """
-    folder = check_target(folder)
-    work = folder.with_name(f".{folder.name}.partial")
-    try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        for path in (path for name in _KEPT for path in source.glob(name)):
-            kept = work / path.relative_to(source)
-            kept.parent.mkdir(exist_ok=True)
-            kept.write_bytes(read_bytes(path, MOST_TOKENIZER_BYTES))
-        raw = read_object(source / "config.json")
-        dtype = pick_dtype(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"))
-        config = raw | {"quantization_config": configuration(model)}
-        found = tensors(model, dtype)
-        config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in found)
-        (work / "config.json").write_text(
-            json.dumps(config, indent=2) + "\n", encoding="utf-8"
-        )
-        found = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
-        save_file(found, work / "model.safetensors", {"format": "pt"})
-        work.rename(folder)
-    except (OSError, SafetensorError) as error:
-        # The latter is what a full disk is, for the weights.
-        said = getattr(error, "strerror", None) or error
-        raise UserError(f"{folder} cannot be written: {said}") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    raw = read_object(source / "config.json")
+    dtype = pick_dtype(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"))
+    config = raw | {"quantization_config": configuration(model)}
+    found = {name: tensor.cpu().contiguous() for name, tensor in tensors(model, dtype).items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
 
 
 def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -123,6 +60,18 @@ def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
             if whole not in tied:
                 found[whole if whole.startswith("lm_head.") else f"model.{whole}"] = tensor
     return found
+
+
+def pack_words(numbers: Tensor, bits: int) -> Tensor:
+    """Pack unsigned numbers `[R, C]` of `bits` bits into int32 words `[R, ceil(C * bits / 32)]`, padded
+    with zeros.
+    """
+    numbers = torch.nn.functional.pad(
+        numbers.to(torch.uint8), (0, -numbers.shape[1] % (32 // bits))
+    )
+    packed = numbers if bits == 8 else pack_nibbles(numbers)
+    # A single row may have any strides.
+    return packed.flatten().view(torch.int32).view(len(numbers), -1)
 
 
 def layer_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -153,8 +102,6 @@ def configuration(model: Model) -> dict[str, Any]:
     kinds: dict[Scheme, list[str]] = defaultdict(list)
     for name, layer in layers.items():
         kinds[layer.scheme].append(name)
-    if len({scheme.weights for scheme in kinds}) != 1:
-        raise UserError("a checkpoint is written with layers of one kind only")
     groups = {}
     for number, (scheme, names) in enumerate(kinds.items()):
         ends = sorted({name.rpartition(".")[2] for name in names})
