@@ -15,6 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 """The checkout, or the package `inference_ladder` of a wheel, without benchmarks, exercises and figures."""
 
 
+_EXTRAS = "attacks kernels.paged_attention ladder quality replicas step_times"
+EXTRAS = {path.rpartition(".")[2]: f"benchmarks.{path}" for path in _EXTRAS.split()}
+"""Name of a benchmark that belongs to no phase -> the module that measures and draws."""
+
+
 def in_checkout() -> bool:
     """Return True if this package lies in a checkout (with lessons, benchmarks, tests), False in a wheel."""
     return (ROOT / "benchmarks").is_dir()

@@ -21,9 +21,9 @@ from common.console import err
 from common.environment import limit_threads_and_noise
 from common.errors import UserError
 from common.neighbours import usage
-from phases import find_phase, flags, need_checkout
+from phases import EXTRAS, find_phase, flags, need_checkout
 from phases.commands import arguments as a
-from phases.commands.arguments import EXTRAS, PHASE_HELP, flag
+from phases.commands.arguments import PHASE_HELP, flag
 from phases.process import INTERRUPTED, exit_code
 
 BEGUN = usage()
@@ -311,7 +311,7 @@ def demo(
     """Answer the same questions with every phase that can, and compare their speeds."""
 
 
-@command("phases.commands.benches:bench", checkout=True)
+@command("benchmarks.bench_command:bench", checkout=True)
 def bench(
     what: Annotated[
         str,
@@ -347,7 +347,7 @@ def profile(
     """Show the kernels of a phase's steps, and write a trace for chrome://tracing or Perfetto."""
 
 
-@command("phases.commands.benches:plot", checkout=True)
+@command("benchmarks.bench_command:plot", checkout=True)
 def plot(
     what: Annotated[
         str | None,

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks import bench_command
 from common.errors import UserError
 from common.models.gguf_import import import_gguf
 from cuda_graphs.overlap import OverlappedLoop
 from phases import registry
 from phases.cli import main
-from phases.commands import benches, doctor, engines, plain
+from phases.commands import doctor, engines, plain
 from phases.commands.engines import read_prompts
 from phases.process import LONGEST_LINE
 from prefix_cache import PrefixCache
@@ -148,7 +149,7 @@ def test_a_bench_whose_result_has_no_place_does_not_begin(
 ) -> None:
     (tmp_path / "home").write_text("no folder")
     monkeypatch.setenv("LADDER_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(benches, "_announce", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(bench_command, "_announce", lambda *_: pytest.fail("it measures"))
     code, out, err = cli("bench", "1", "--quick", "--device", "cpu")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert (

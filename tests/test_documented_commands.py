@@ -10,10 +10,9 @@ import pytest
 import torch
 import typer.main
 
-from phases import PHASES, find_phase, first_phases, registry
+from phases import EXTRAS, PHASES, find_phase, first_phases, registry
 from phases.cli import WITH_ENGINE_FLAGS, app
 from phases.commands import course  # noqa: F401  (the commands of `ladder course`)
-from phases.commands.arguments import EXTRAS
 from phases.commands.flags import add_engine_flags
 from tests.test_links import sources
 

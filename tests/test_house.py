@@ -337,7 +337,6 @@ def test_a_phase_imports_only_from_below(phase):
 
 
 IN_A_CHECKOUT = {
-    "phases/commands/benches.py": "bench, plot",
     "phases/commands/early.py": "load",
     "phases/commands/plain.py": "the gains of list",
     "phases/course/grading.py": "course",

@@ -28,9 +28,6 @@ def joined(values: Iterable[str] | None) -> str | None:
     return None if values is None else ",".join(values)
 
 
-_EXTRAS = "attacks kernels.paged_attention ladder quality replicas step_times"
-EXTRAS = {path.rpartition(".")[2]: f"benchmarks.{path}" for path in _EXTRAS.split()}
-"""Name of a benchmark that belongs to no phase -> the module that measures and draws."""
 MODEL_HELP = "smollm2, gemma3-270m, a folder or a Hugging Face hub id"
 DEFAULTS_HELP = (
     "sampling where nothing is said: neutral, or model (its generation_config.json)"

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import bench_command
 from benchmarks.evidence import Evidence, Metric, Run, collect
 from common.device import device_name, pick_device
 from common.device_names import device_folder
 from common.errors import UserError
-from phases.commands import benches
 
 CPU = pick_device("cpu")
 HERE = device_folder("cpu", device_name(CPU))
@@ -32,23 +32,23 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A checkout and a cache folder, and a benchmark that measures 20 where 10 is recorded."""
     checkout, cache = tmp_path / "checkout", tmp_path / "cache"
     monkeypatch.setenv("LADDER_GIT_COMMIT", "f" * 40)
-    monkeypatch.setattr(benches, "ROOT", checkout)
-    monkeypatch.setattr(benches, "RESULTS", checkout / "benchmarks" / "results")
-    monkeypatch.setattr(benches, "FIGURES", checkout / "figures")
-    monkeypatch.setattr(benches, "cache_home", lambda: cache)
+    monkeypatch.setattr(bench_command, "ROOT", checkout)
+    monkeypatch.setattr(bench_command, "RESULTS", checkout / "benchmarks" / "results")
+    monkeypatch.setattr(bench_command, "FIGURES", checkout / "figures")
+    monkeypatch.setattr(bench_command, "cache_home", lambda: cache)
     recorded = replace(evidence(10.0), seconds=300.0)
-    monkeypatch.setattr(benches, "results", lambda: {HERE: {"01_forward": recorded}})
+    monkeypatch.setattr(bench_command, "results", lambda: {HERE: {"01_forward": recorded}})
     module = SimpleNamespace(
         run=lambda options: evidence(20.0), draw=lambda _, out: out.write_bytes(b"png")
     )
-    monkeypatch.setattr(benches, "_module", lambda name: module)
+    monkeypatch.setattr(bench_command, "_module", lambda name: module)
     return checkout, cache
 
 
 def bench(**changed: bool) -> int:
     asked = {"quick": False, "record": False} | changed
     given = {"what": "01", "device": "cpu", "dtype": "auto", "model": None, "repeats": None}
-    return benches.bench(SimpleNamespace(**given, **asked))
+    return bench_command.bench(SimpleNamespace(**given, **asked))
 
 
 def written(home: Path) -> list[str]:
@@ -101,6 +101,6 @@ def test_what_belongs_to_no_commit_and_a_quick_look_are_no_evidence(
 
 
 def test_bytes_are_printed_as_the_gigabytes_that_their_label_says() -> None:
-    assert benches._number(5_004_656_640.0, "kv_cache_bytes") == "5.005"
-    assert benches._number(5_004.4, "output_tokens_per_s") == "5,004"
-    assert benches._number(None, "kv_cache_bytes") == ""
+    assert bench_command._number(5_004_656_640.0, "kv_cache_bytes") == "5.005"
+    assert bench_command._number(5_004.4, "output_tokens_per_s") == "5,004"
+    assert bench_command._number(None, "kv_cache_bytes") == ""

@@ -10,8 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from benchmarks import bench_command
 from benchmarks.evidence import FIGURES, ROOT, results
-from phases.commands import benches
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,9 @@ RECORDED = {
     for name, found in all_of.items()
 }
 DRAWN = [
-    name for name, found in RECORDED.items() if hasattr(benches._module(found.phase), "draw")
+    name
+    for name, found in RECORDED.items()
+    if hasattr(bench_command._module(found.phase), "draw")
 ]
 
 
@@ -41,7 +43,7 @@ def figure(
     evidence = RECORDED[request.param]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        benches._module(evidence.phase).draw(evidence, tmp_path / "figure.png")
+        bench_command._module(evidence.phase).draw(evidence, tmp_path / "figure.png")
     (one,) = saved
     one.draw_without_rendering()  # at its own resolution again
     return one

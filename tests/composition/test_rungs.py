@@ -70,7 +70,7 @@ def test_running_a_rung_imports_nothing_above_it(number: str) -> None:
 def test_measuring_a_rung_imports_nothing_above_it(phase: Phase) -> None:
     program = (
         "import json, sys\n"
-        "from phases.commands.benches import _module\n"
+        "from benchmarks.bench_command import _module\n"
         "_module(sys.argv[1])\nprint(json.dumps(list(sys.modules)))"
     )
     assert not above(loaded(program, phase.name), phase.number)

@@ -19,8 +19,7 @@ from common.files import check_folder, whole
 from common.neighbours import usage, warn
 from common.paths import cache_home
 from common.words import count
-from phases import PHASES, ROOT, Phase, phase_named
-from phases.commands.arguments import EXTRAS
+from phases import EXTRAS, PHASES, ROOT, Phase, phase_named
 
 MOST_REPEATS = 1000
 
