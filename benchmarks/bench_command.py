@@ -8,14 +8,22 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, Run, results
+from benchmarks.evidence import (
+    FIGURES,
+    RESULTS,
+    BenchOptions,
+    Evidence,
+    Run,
+    check_folder,
+    device_folder,
+    results,
+)
 from benchmarks.gains import factor_text, gain, gain_words, headline_of
 from benchmarks.labels import axis_label, scale_of
 from benchmarks.provenance import clean
 from common.console import err, out, table
-from common.device_names import device_folder
 from common.errors import UserError, integer
-from common.files import check_folder, whole
+from common.files import whole
 from common.neighbours import usage, warn
 from common.paths import cache_home
 from common.words import count

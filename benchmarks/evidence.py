@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -24,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.provenance import git_state
-from common.device_names import device_folder
 from common.errors import UserError
 from common.files import whole
 
@@ -370,3 +371,33 @@ def _run_from_json(raw: Mapping[str, Any]) -> Run:
         roofline=Roofline(**raw["roofline"]) if raw.get("roofline") else None,
         noise=raw.get("noise"),
     )
+
+
+def device_folder(device: str, name: str) -> str:
+    """Return the name of a device's folder of evidence: `cpu`, or a GPU's short name: `NVIDIA H200` ->
+    `h200`.
+
+    device: `cpu` or `cuda`. name: the vendor's name.
+    """
+    if device == "cpu":
+        return "cpu"
+    short = re.sub(r"\b(nvidia|geforce|amd|apple|graphics)\b", "", name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or device
+
+
+def check_folder(folder: Path, name: str = "") -> None:
+    """Create a folder and write a temporary file of 64 KB to it.
+
+    name: the option that it was given by, such as `--output`.
+
+    Raises:
+        UserError: files cannot be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(1 << 16))
+    except OSError as error:
+        raise UserError(
+            f"{name} {folder} cannot be written: {error.strerror}".lstrip()
+        ) from None

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from benchmarks.evidence import check_folder
 from benchmarks.profiler import record
 from benchmarks.trace import StepTable, read_trace, step_tables
 from benchmarks.workloads import uniform
 from common.console import err, out, table
 from common.device import pick_device, pick_dtype
 from common.errors import UserError, integer
-from common.files import check_folder
 from common.models.hub import model_folder
 from common.words import count
 from continuous.engine import Engine

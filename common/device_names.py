@@ -28,15 +28,3 @@ def check_dtype(name: str) -> str:
     if name not in ("auto", *DTYPES):
         raise UserError(f"dtype is {name!r}, but it must be one of auto, {', '.join(DTYPES)}")
     return name
-
-
-def device_folder(device: str, name: str) -> str:
-    """Return the name of a device's folder of evidence: `cpu`, or a GPU's short name: `NVIDIA H200` ->
-    `h200`.
-
-    device: `cpu` or `cuda`. name: the vendor's name.
-    """
-    if device == "cpu":
-        return "cpu"
-    short = re.sub(r"\b(nvidia|geforce|amd|apple|graphics)\b", "", name.lower())
-    return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or device

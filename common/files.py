@@ -1,21 +1,16 @@
-"""Write files completely or not at all, read files with a limit of size, and test folders
-before long work.
-"""
+"""Write files completely or not at all, and read files with a limit of size."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.errors import UserError
 from common.temporary import lock_path, sweep
-
-PROBE_BYTES = 1 << 16
 
 
 @contextmanager
@@ -46,24 +41,6 @@ def whole(path: Path) -> Iterator[Path]:
             scratch.unlink()
         if lock is not None:
             os.close(lock)
-
-
-def check_folder(folder: Path, name: str = "") -> None:
-    """Create a folder and write a temporary file of 64 KB to it.
-
-    name: the option that it was given by, such as `--output`.
-
-    Raises:
-        UserError: files cannot be written there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(PROBE_BYTES))
-    except OSError as error:
-        raise UserError(
-            f"{name} {folder} cannot be written: {error.strerror}".lstrip()
-        ) from None
 
 
 def read_bytes(path: Path, most: int) -> bytes:

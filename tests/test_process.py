@@ -19,8 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.evidence import check_folder
 from common.errors import EngineLost, UserError
-from common.files import check_folder, whole
+from common.files import whole
 from phases import ROOT
 from phases.process import exit_code
 

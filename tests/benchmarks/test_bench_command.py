@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import bench_command
-from benchmarks.evidence import Evidence, Metric, Run, collect
+from benchmarks.evidence import Evidence, Metric, Run, collect, device_folder
 from common.device import device_name, pick_device
-from common.device_names import device_folder
 from common.errors import UserError
 
 CPU = pick_device("cpu")

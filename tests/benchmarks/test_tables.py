@@ -20,6 +20,7 @@ from benchmarks.evidence import (
     Roofline,
     Run,
     collect,
+    device_folder,
     results,
 )
 from benchmarks.gains import HEADLINES, factor_text, gain, gain_words, headline_of
@@ -27,7 +28,6 @@ from benchmarks.numbers import GENERATED, NUMBER, QUOTED, UNIT, WORKED
 from benchmarks.published import PUBLISHED, metric_of
 from benchmarks.recorded_peers import beside, versus
 from benchmarks.tables import fill, fill_all
-from common.device_names import device_folder
 from common.errors import UserError
 from phases import PHASES, Phase, find_phase
 from phases.registry import import_phase, preset
