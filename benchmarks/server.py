@@ -80,6 +80,17 @@ class Started:
         assert self._process.stdout is not None
         self._process.stdout.close()
 
+    def sample(
+        self, work: Workload, *, users: int = 0, rate: float = 0.0, processes: int = 4
+    ) -> Sample:
+        """See `measured`; and what the API process's part in it was."""
+        process = psutil.Process(self.pid)
+        before = process.cpu_times()
+        found = measured(self.target, work, users=users, rate=rate, processes=processes)
+        after = process.cpu_times()
+        used = after.user + after.system - before.user - before.system
+        return found | {"api_cpu_us_per_token": used / found["output_tokens"] * 1e6}
+
 
 class Server(Started):
     """`ladder serve MODEL` with these options."""
@@ -95,17 +106,6 @@ class Server(Started):
             else:
                 flags += [flag, str(value)]
         super().__init__("-m", "phases", "serve", model, *USUAL, *flags, env=env)
-
-    def sample(
-        self, work: Workload, *, users: int = 0, rate: float = 0.0, processes: int = 4
-    ) -> Sample:
-        """See `measured`; and what the API process's part in it was."""
-        process = psutil.Process(self.pid)
-        before = process.cpu_times()
-        found = measured(self.target, work, users=users, rate=rate, processes=processes)
-        after = process.cpu_times()
-        used = after.user + after.system - before.user - before.system
-        return found | {"api_cpu_us_per_token": used / found["output_tokens"] * 1e6}
 
 
 def measured(

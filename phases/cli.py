@@ -258,7 +258,7 @@ def serve(
         flag("file that gets a line of JSON for each request; -: standard output; or none"),
     ] = "-",
     generation_config: Annotated[str, flag(a.DEFAULTS_HELP)] = "model",
-    phase: Annotated[str, flag(f"phase of the engine: {PHASE_HELP}")] = "13",
+    phase: Annotated[str, flag(f"phase of the engine, from 04 on: {PHASE_HELP}")] = "13",
     device: a.DeviceName = "auto",
     prefill_device: Annotated[
         str | None,

@@ -56,6 +56,10 @@ WRONG = {
         ["run", "5", "--no-guidance"],
         "--no-guidance is for phases from 12 on",
     ),
+    "a phase that serves one batch": (
+        ["serve", "--phase", "2"],
+        "phases are served from 04 on, but the phase is 02_kv_cache",
+    ),
     "nearly a phase": (["run", "paged-cach"], "did you mean 'paged_cache'?"),
     "no server": (
         ["load", "http://127.0.0.1:9"],

@@ -20,7 +20,7 @@ from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
 from benchmarks.plotting import bars, lines, panels, save
 from benchmarks.recorded_peers import beside
-from benchmarks.server import Server
+from benchmarks.server import Server, Started
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 
@@ -73,7 +73,7 @@ def on_cpu(options: BenchOptions) -> list[Run]:
     many = 8 if options.quick else 64
     runs: list[Run] = []
 
-    def ask(variant: str, server: Server, work: Workload, repeats: int, **facts: int) -> None:
+    def ask(variant: str, server: Started, work: Workload, repeats: int, **facts: int) -> None:
         server.sample(work.cold(99).first(2), users=1, processes=1)  # the first steps allocate
         samples = Samples(
             [
@@ -86,7 +86,7 @@ def on_cpu(options: BenchOptions) -> list[Run]:
 
     with (
         Server(model, **flags, **sizes) as server,
-        Server(model, **flags, phase="02") as alone,
+        Started("-m", "benchmarks.one_at_a_time", model, *flags.values()) as alone,
     ):
         for users in USERS[:2] if options.quick else USERS:
             work = closed(max(4, users), QUESTION, 8 if options.quick else ANSWER)

@@ -13,7 +13,7 @@ from phases import check_phase, first_phases, phase_named
 from phases.commands.arguments import joined
 
 FIRST_STEPS = 4
-"""The phase whose engine marks its steps in a trace."""
+"""The first phase whose engine has steps: that requests can join, and that a trace shows."""
 PATIENCE = 10.0
 """Seconds after which a server that does not respond is taken to be absent."""
 
@@ -34,10 +34,12 @@ def check(given: SimpleNamespace) -> None:
         choice("generation_config", given.generation_config, (MODEL, NEUTRAL))
     if "port" in asked:
         integer("port", given.port, low=0, high=65_535)
-    if phase is not None and "steps" in asked and phase.number < FIRST_STEPS:
-        raise UserError(
-            f"steps are profiled from phase {FIRST_STEPS:02d} on, but the phase is {phase.name}"
-        )
+    if phase is not None and phase.number < FIRST_STEPS:
+        for name, what in (("steps", "profiled"), ("port", "served")):
+            if name in asked:
+                raise UserError(
+                    f"phases are {what} from {FIRST_STEPS:02d} on, but the phase is {phase.name}"
+                )
     if "url" in asked:
         reach(given.url)
     model = asked.get("model")

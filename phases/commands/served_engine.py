@@ -85,7 +85,7 @@ def _folder_of(model: str, folder: Path) -> Path:
 def make_engine(
     model: str, folder: str, phase: str, options: Mapping[str, Any], device: str, dtype: str
 ) -> Any:
-    """Return the engine of a phase; one of phase 01 to 03 is wrapped, and serves one request at a time.
+    """Return the engine of a phase, 04 or later.
 
     A line on standard error says what the phase lacks on this machine.
 
@@ -96,8 +96,7 @@ def make_engine(
     from common.console import err
     from common.device import pick_device
     from common.text.tokenizer import Tokenizer
-    from phases.commands.one_at_a_time import OneAtATime
-    from phases.registry import ROWS, default_weights, load_checked, missing_for
+    from phases.registry import default_weights, load_checked, missing_for
 
     checked, where = check(phase, options, device, dtype), pick_device(device)
     gc.freeze()  # modules stay: to look for garbage among them takes 0.1 s
@@ -107,10 +106,9 @@ def make_engine(
             f"[dim]{name} runs in an interpreter or not at all here: it needs {missing}[/dim]"
         )
     weights = default_weights(checked, model, where, dtype)
-    engine = load_checked(
+    return load_checked(
         checked, weights, device=device, dtype=dtype, tokenizer=Tokenizer(Path(folder))
     )
-    return engine if checked.phase.number >= ROWS else OneAtATime(engine)
 
 
 def make_observer(engine: Engine) -> Observer:

@@ -1,25 +1,37 @@
-"""An early phase behind the server: requests are served one after the other, each to its end.
+"""Phase 02 behind the server: requests are served one after the other, each to its end.
 
-What every request of the line would wait for, if there were no continuous batching. The bench measures it.
+What every request of the line would wait for, if there were no continuous batching; phase 13's bench starts
+it: `python -m benchmarks.one_at_a_time MODEL DEVICE DTYPE`.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import uvloop
+
 from common.events import Streams, TokenEvent
+from common.models.hub import model_folder
 from common.request import Request
 from common.rules import check_prompt, output_limit
 from common.sampling.params import SamplingParams
+from common.sockets import listen
+from common.text.tokenizer import Tokenizer
 from continuous.work import Output
+from phases import phase_named
+from phases.appendix.server import whole_app, whole_server
+from phases.registry import load_engine
+from serving.liveness import EngineProcess
 
 
 class OneAtATime:
-    """Serves requests one after the other with an engine of phases 01 to 03, which cannot batch new ones.
+    """Serves requests one after the other with the engine of phase 02.
 
     It has the methods that the server's worker calls on an engine of phase 04 or later, and no blocks.
     """
@@ -28,8 +40,7 @@ class OneAtATime:
 
     def __init__(self, engine: Any) -> None:
         self.engine: Streams = engine
-        self.config = engine.model.config if hasattr(engine, "model") else engine.config
-        self.max_len: int = getattr(engine, "max_len", None) or engine.model.max_len
+        self.config, self.max_len = engine.model.config, engine.model.max_len
         self._line: deque[Request] = deque()
         self._events: Iterator[TokenEvent] = iter(())
         self._now: Request | None = None
@@ -105,3 +116,22 @@ class OneAtATime:
             Output(request, event.token_id, event.finish_reason, event.time, event.logprob)
         )
         return outputs
+
+
+def make(folder: str, device: str, dtype: str) -> OneAtATime:
+    """Return the engine, in its process."""
+    return OneAtATime(load_engine(phase_named("02"), folder, device=device, dtype=dtype))
+
+
+def main(model: str, device: str, dtype: str) -> None:
+    """Serve at a free port until a signal, and print `Ready: URL` first."""
+    folder, listening = model_folder(model), listen("127.0.0.1", 0)
+    engine = EngineProcess(partial(make, str(folder), device, dtype))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    app = whole_app(engine, Tokenizer(folder), model)
+    server = whole_server(app, on_ready=partial(print, f"Ready: {url}", flush=True))
+    uvloop.run(server.serve([listening]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
