@@ -14,7 +14,7 @@ import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from common.neighbours import Usage, others_share, processors, usage
+from common.neighbours import Usage, processors, share, usage
 
 QUIET = {"KINETO_LOG_LEVEL": "99"}
 """Turns off the profiler's own log, which says when it began and ended."""
@@ -73,7 +73,7 @@ def is_crowded(
     if threads.isdigit() and int(threads) > len(processors()):
         return True
     time.sleep(max(0.0, before.clock + SAMPLE_SECONDS - time.perf_counter()))
-    return others_share(before, usage()) > CROWDED
+    return share(before, usage()) > CROWDED
 
 
 def quota(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float | None:

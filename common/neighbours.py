@@ -22,9 +22,7 @@ from common.console import err
 MOST = 1 / 3
 """Share of the processors, taken by other programs, above which a warning is printed."""
 LEAST_SECONDS = 0.2
-"""Shortest interval to measure. The counters tick every 10 ms on each processor: a handful of ticks is no
-information.
-"""
+"""Shortest interval to warn of, or to measure: a handful of ticks is no information."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,7 @@ def usage() -> Usage:
 
 
 def share(before: Usage, after: Usage) -> float:
-    """Return the share 0 to 1 of the processors that other programs took between two readings; 0 if these are
-    too close in time.
-    """
-    return others_share(before, after) if after.clock - before.clock >= LEAST_SECONDS else 0.0
-
-
-def others_share(before: Usage, after: Usage) -> float:
-    """Return the share 0 to 1 of the processors that other programs took between two readings, however close.
+    """Return the share 0 to 1 of the processors that other programs took between two readings.
 
     The counters tick every 10 ms, so that close readings give a coarse share.
     """
@@ -77,8 +68,9 @@ def others_share(before: Usage, after: Usage) -> float:
 
 def warn(before: Usage) -> None:
     """Print a warning on standard error if other programs have taken more than `MOST` since `before`."""
-    part = share(before, usage())
-    if part > MOST:
+    after = usage()
+    part = share(before, after)
+    if part > MOST and after.clock - before.clock >= LEAST_SECONDS:
         err.print(
             f"Other programs take {part:.0%} of the processor, so this is slower than it could be."
             + _advice(),

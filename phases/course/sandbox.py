@@ -188,22 +188,16 @@ def describe_gaps(namespaces: bool, landlock: bool) -> str:
 
     namespaces, landlock: whether the system has each.
     """
-    if sys.platform != "linux":
-        lacks = "confines nothing: only Linux has the means used here, and macOS' sandbox-exec is deprecated"
-    elif not namespaces:
-        lacks = "forbids user namespaces: a run may use the network, and signal or outlive other processes"
-        lacks += (
-            ""
-            if landlock
-            else ". It has no Landlock either: a run may read and write where you may"
-        )
-    else:
-        lacks = "" if landlock else "has no Landlock: a run may read what you may"
-    return (
-        f"this system {lacks}. Grade strangers' work in a container without network"
-        if lacks
-        else ""
+    lacks = (
+        []
+        if namespaces
+        else ["no user namespaces: a run may use the network and signal others"]
     )
+    lacks += [] if landlock else ["no Landlock: a run may read what you may"]
+    if not lacks:
+        return ""
+    found = ", and ".join(lacks)
+    return f"this system has {found}. Grade strangers' work in a container without network"
 
 
 def _continue_in_child(most: int = 0) -> None:

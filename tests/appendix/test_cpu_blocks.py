@@ -215,7 +215,7 @@ def test_without_a_compiler_commands_take_floats(
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.environment.quota", lambda: None)
-    monkeypatch.setattr("common.environment.others_share", lambda before, after: 0.0)
+    monkeypatch.setattr("common.environment.share", lambda before, after: 0.0)
 
 
 def settled(given: dict[str, str], **options: bool) -> dict[str, str]:
@@ -231,7 +231,7 @@ def test_threads_spin_a_little_on_an_idle_machine(idle: None) -> None:
 def test_threads_sleep_at_once_beside_other_programs(
     idle: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.environment.others_share", lambda before, after: 0.5)
+    monkeypatch.setattr("common.environment.share", lambda before, after: 0.5)
     assert settled({}).items() >= PASSIVE.items()
     assert settled({}, measuring=True).items() >= SPIN.items()
     assert "OMP_WAIT_POLICY" not in settled({"GOMP_SPINCOUNT": "7"}), (

@@ -20,12 +20,16 @@ MOST_SEQUENTIAL = 2
 is worth little, and drafts cost one more call of attention a layer, since they make queries longer."""
 
 
+MOST_OVERLAPPED = 4
+"""Most running requests for which steps that overlap draft what is forced: such a step has no graph, so with
+more requests drafts cost more than they save."""
+
+
 class GrammarDrafter(WaitingDrafter):
     """A `Drafter` that adds tokens which a grammar forces to the drafts of another drafter.
 
     inner: proposes drafts for requests with and without a grammar. jump_forward: whether to draft forced
         tokens.
-    most_overlapped: most running requests for which an overlapped step has drafts.
     in_turn: whether steps do not overlap while a request has a grammar and at most `MOST_SEQUENTIAL` run.
         On a CPU overlapping hides nothing, and fewer forced tokens would be known in time.
 
@@ -49,12 +53,10 @@ class GrammarDrafter(WaitingDrafter):
         inner: Drafter = NO_DRAFTS,
         *,
         jump_forward: bool = True,
-        most_overlapped: int = 64,
         in_turn: bool = False,
     ) -> None:
         self.inner = inner
         self.jump_forward = jump_forward
-        self.most_overlapped = most_overlapped
         self.in_turn = in_turn
         self.forced = self.refused = 0
         self.stats: SpeculationStats = getattr(self.inner, "stats", None) or SpeculationStats()
@@ -79,7 +81,7 @@ class GrammarDrafter(WaitingDrafter):
             and len(running) <= most
             and any(one.constraint is not None for one in running)
         )
-        self.drafts_overlapped = self._jumping and len(running) <= self.most_overlapped
+        self.drafts_overlapped = self._jumping and len(running) <= MOST_OVERLAPPED
         return guessing or self._jumping
 
     def on_step_finished(self, work: Work, accepted: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from phases.appendix.guidance.patterns import rewrite_pattern
+from phases.appendix.guidance.patterns import CONTROL, rewrite_pattern
 
 OWN_OPTIONS = "x-guidance"
 """The key under which a schema has options for the library. Some let through what does not validate, or is no
@@ -38,8 +38,6 @@ SUSPECT = re.compile(
 )
 """In the text of every schema that has to be looked through; the others are not read here. Behind a backslash
 a character may be hidden."""
-_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Characters that JSON escapes by number, or that the library does not write: it would leave them out."""
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum")
@@ -217,7 +215,7 @@ def _check_value(value: Any, where: str) -> None:
     if isinstance(value, list):
         for part in value:
             _check_value(part, where)
-    elif isinstance(value, str) and _CONTROL.search(value):
+    elif isinstance(value, str) and CONTROL.search(value):
         raise ValueError(f"{where} has a control character, which is never written")
     elif isinstance(value, int) and abs(value) > LARGEST:
         raise ValueError(f"{where} has {str(value)[:40]}, which is beyond 64 bits")

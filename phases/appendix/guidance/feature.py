@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from common.errors import UserError, boolean, integer
+from common.errors import UserError, boolean
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
@@ -31,14 +31,10 @@ class Guidance(Feature):
     on_with = (Structured,)
 
     jump_forward: bool = option(True, "tokens that a grammar forces are drafted")
-    jump_rows: int = option(
-        4, "running requests, at most, for which steps that overlap draft what is forced"
-    )
 
     def __post_init__(self) -> None:
         """Raise `UserError` for an option outside its range."""
         boolean("jump_forward", self.jump_forward)
-        integer("jump_rows", self.jump_rows, low=0)
 
     def install(self, builder: EngineBuilder) -> None:
         """Replace phase 12's grammar manager by one with llguidance, and wrap the drafter in a
@@ -63,19 +59,16 @@ class Guidance(Feature):
             seconds=plain.pool.seconds,
             threads=2 if (os.cpu_count() or 1) < 8 else 4,
         )
-        most_forced = self.jump_rows if self.jump_forward else 0
         builder.grammar_manager.decorate(
             self,
-            lambda inner: LibraryGrammarManager(plain, pool=pool, most_forced=most_forced),
+            lambda inner: LibraryGrammarManager(plain, pool, self.jump_forward),
         )
         if builder.drafter.part is NO_DRAFTS:
             if not self.jump_forward:
                 return
             builder.verifier.replace(self, lambda rows: Verifier(rows.tokens))
-        forced = partial(
-            GrammarDrafter, jump_forward=self.jump_forward, most_overlapped=self.jump_rows
-        )
-        builder.drafter.decorate(self, partial(forced, in_turn=on_cpu))
+        forced = partial(GrammarDrafter, jump_forward=self.jump_forward, in_turn=on_cpu)
+        builder.drafter.decorate(self, forced)
 
 
 def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:

@@ -13,6 +13,7 @@ from common.request import Request
 from common.sampling.sampler import TokenBitmask
 from continuous.batch import upload
 from continuous.work import Work
+from phases.appendix.guidance.drafter import MOST_OVERLAPPED
 from structured.masks import AutomataGrammarManager, constrained, hold_back
 from structured.matcher import Words
 from structured.pool import GrammarPool
@@ -83,7 +84,7 @@ class LibraryGrammarManager(AutomataGrammarManager):
     """A grammar manager that lets threads compute masks, and begins before the sampler asks for them.
 
     plain: the manager of phase 12 that this one replaces. pool: compiles grammars.
-    most_forced: most requests in a step for which forced tokens are noted for a drafter.
+    jump_forward: whether forced tokens are noted for a drafter, up to `MOST_OVERLAPPED` requests.
 
     In a step the engine launches forward n + 1, reads token n, and calls `begin`. That advances every
     matcher by token n. Threads then write the masks of n + 1, while the host distributes token n and
@@ -92,12 +93,12 @@ class LibraryGrammarManager(AutomataGrammarManager):
     """
 
     def __init__(
-        self, plain: AutomataGrammarManager, pool: GrammarPool, *, most_forced: int
+        self, plain: AutomataGrammarManager, pool: GrammarPool, jump_forward: bool
     ) -> None:
         super().__init__(
             pool, plain.vocab_size, sorted(plain.eos), plain.device, refusal=plain.refusal
         )
-        self.most_forced = most_forced
+        self.jump_forward = jump_forward
         self._staging = MaskStaging(-(-plain.vocab_size // 32), plain.device)
         self._filling: Filling | None = None
         self._jobs: list[tuple[Request, Job]] = []  # of the newest step
@@ -119,7 +120,8 @@ class LibraryGrammarManager(AutomataGrammarManager):
         self._wait()  # for a step that failed in between
         positions, self._jobs = list[int](), []
         for position, drafts, request, matcher in self._follow(works, sampled):
-            matcher.certain = matcher.forced() if len(works) <= self.most_forced else ()
+            certain = self.jump_forward and len(works) <= MOST_OVERLAPPED
+            matcher.certain = matcher.forced() if certain else ()
             self._jobs.append((request, (matcher, len(positions), drafts)))
             positions += range(position, position + len(drafts) + 1)
         words, jobs = self._staging.host(len(positions)), [job for _, job in self._jobs]

@@ -15,7 +15,7 @@ from phases.appendix.guidance.spelling import Spelling
 from structured.automata.nodes import Ranges, complement, just
 from structured.automata.regex import CLASSES, COUNT, PatternReader
 
-_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that JSON escapes by number, or that the library does not write: it would leave them out."""
 _PAIR = re.compile(r"u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})", re.IGNORECASE)
 _GROUP = re.compile(r"\?(?::|P?<[A-Za-z_]\w*>)|\?([is]*)(?:-([is]+))?([:)])")
@@ -245,7 +245,7 @@ class _Rewriter:
             ValueError: a JSON schema's pattern names a single control character, which is never written.
         """
         (low, high), *more = ranges
-        if self.ecmascript and not more and low == high and _CONTROL.match(chr(low)):
+        if self.ecmascript and not more and low == high and CONTROL.match(chr(low)):
             raise self.reader.refuse("it has a control character, which is never written")
         return ranges
 
