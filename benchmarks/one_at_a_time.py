@@ -24,9 +24,8 @@ from common.sampling.params import SamplingParams
 from common.sockets import listen
 from common.text.tokenizer import Tokenizer
 from continuous.work import Output
-from phases import phase_named
+from kv_cache import load
 from phases.appendix.server import whole_app, whole_server
-from phases.registry import load_engine
 from serving.liveness import EngineProcess
 
 
@@ -120,7 +119,7 @@ class OneAtATime:
 
 def make(folder: str, device: str, dtype: str) -> OneAtATime:
     """Return the engine, in its process."""
-    return OneAtATime(load_engine(phase_named("02"), folder, device=device, dtype=dtype))
+    return OneAtATime(load(folder, device=device, dtype=dtype))
 
 
 def main(model: str, device: str, dtype: str) -> None:
