@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from common.errors import UserError
+
+PATIENCE = 10.0
+"""Seconds after which a server that does not respond is taken to be absent."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,18 @@ class Target:
             raise UserError(f"URL is {url!r}, but must be like http://127.0.0.1:8000")
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port, f"{prefix}/v1/completions", key, model)
+
+
+def reach(url: str) -> None:
+    """Raise `UserError` if `url` is no address, or no server listens at it."""
+    target = Target.of(url)
+    try:
+        socket.create_connection((target.host, target.port), PATIENCE).close()
+    except OSError as error:
+        raise UserError(
+            f"no server answers at {url} ({error.strerror or error}): "
+            "start one with `ladder serve`, or mend the address"
+        ) from None
 
 
 @dataclass

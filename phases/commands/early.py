@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from types import SimpleNamespace
 
 from common.device_names import check_device, check_dtype
@@ -14,8 +13,6 @@ from phases.commands.arguments import joined
 
 FIRST_STEPS = 4
 """The first phase whose engine has steps: that requests can join, and that a trace shows."""
-PATIENCE = 10.0
-"""Seconds after which a server that does not respond is taken to be absent."""
 
 
 def check(given: SimpleNamespace) -> None:
@@ -41,6 +38,8 @@ def check(given: SimpleNamespace) -> None:
                     f"phases are {what} from {FIRST_STEPS:02d} on, but the phase is {phase.name}"
                 )
     if "url" in asked:
+        from benchmarks.loadtest.user import reach
+
         reach(given.url)
     model = asked.get("model")
     if model is not None and not model.startswith(RANDOM):
@@ -70,17 +69,3 @@ def _read(given: SimpleNamespace) -> None:
         **given.said,
     )
     given.prompts = read_prompts(given.prompt, given.prompts_file)
-
-
-def reach(url: str) -> None:
-    """Raise `UserError` if `url` is no address, or no server listens at it."""
-    from benchmarks.loadtest.user import Target
-
-    target = Target.of(url)
-    try:
-        socket.create_connection((target.host, target.port), PATIENCE).close()
-    except OSError as error:
-        raise UserError(
-            f"no server answers at {url} ({error.strerror or error}): "
-            "start one with `ladder serve`, or mend the address"
-        ) from None

@@ -15,9 +15,8 @@ import pytest
 from benchmarks.loadtest import command as load
 from benchmarks.loadtest.loops import LoadPlan, poisson, run
 from benchmarks.loadtest.report import Goal, summarize
-from benchmarks.loadtest.user import Outcome, Target, ask
+from benchmarks.loadtest.user import Outcome, Target, ask, reach
 from common.errors import UserError
-from phases.commands.early import reach
 from tests.servers import Running
 
 
