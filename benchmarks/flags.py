@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import get_args, get_type_hints
 
 from common.files import whole
-from common.options import described, names
+from common.options import names
 from continuous.sizes import Sizes
 from paged_cache import PagedSizes
 from phases import PHASES, ROOT, Flag, phase_named, registry
@@ -37,6 +40,20 @@ def _panel(number: int) -> str:
 
 def _of(kind: type, panel: str, first: int = 0) -> list[Flag]:
     return [Flag(*option, panel, first) for option in described(kind)]
+
+
+def described(kind: type) -> Iterator[tuple[str, str, str]]:
+    """Yield the name, type and line of help of each option that the dataclass `kind` has.
+
+    The type is int, float, bool or str: of `int | None` int, and of a `Literal` of strings str.
+    """
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        parts = [part for part in get_args(hints[item.name]) if part is not type(None)] or [
+            hints[item.name]
+        ]
+        found = parts[0] if isinstance(parts[0], type) else type(parts[0])
+        yield item.name, found.__name__, item.metadata.get("help", "")
 
 
 def text() -> str:

@@ -5,10 +5,10 @@ The same field is a keyword of `load`, a flag of the command line and a key of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
 from difflib import get_close_matches
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from common.errors import UserError
 
@@ -24,20 +24,6 @@ def option(default: Any, help: str) -> Any:
 def names(kind: type) -> tuple[str, ...]:
     """Return the names of the options (fields) that the dataclass `kind` has, in order."""
     return tuple(item.name for item in fields(kind))
-
-
-def described(kind: type) -> Iterator[tuple[str, str, str]]:
-    """Yield the name, type and line of help of each option that the dataclass `kind` has.
-
-    The type is int, float, bool or str: of `int | None` int, and of a `Literal` of strings str.
-    """
-    hints = get_type_hints(kind)
-    for item in fields(kind):
-        parts = [part for part in get_args(hints[item.name]) if part is not type(None)] or [
-            hints[item.name]
-        ]
-        found = parts[0] if isinstance(parts[0], type) else type(parts[0])
-        yield item.name, found.__name__, item.metadata.get("help", "")
 
 
 def route(
