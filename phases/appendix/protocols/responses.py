@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from threading import Lock
 from typing import Annotated, Any, Literal
 
@@ -74,14 +74,12 @@ class Conversations:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
-        self._sizes: Counter[bytes] = Counter()
-        self._counts: Counter[bytes] = Counter()
         self._lock = Lock()
 
     @property
     def size(self) -> int:
         """Return the bytes of all stored conversations."""
-        return sum(self._sizes.values())
+        return sum(len(data) for _, data in self._kept.values())
 
     def keep(self, id: str, messages: Messages, client: bytes = b"") -> None:
         """Store the conversation of response `id`; beyond a limit the oldest are dropped.
@@ -91,17 +89,9 @@ class Conversations:
         data = msgspec.json.encode(messages)
         with self._lock:
             self._kept[id] = client, data
-            self._sizes[client] += len(data)
-            self._counts[client] += 1
-            while (
-                self._sizes[client] > MOST_BYTES // SHARE
-                or self._counts[client] > MOST_KEPT // SHARE
-            ):
-                self._drop(
-                    next(one for one, (whose, _) in self._kept.items() if whose == client)
-                )
-            while len(self._kept) > MOST_KEPT or self.size > MOST_BYTES:
-                self._drop(next(iter(self._kept)))
+            own = [one for one, (whose, _) in self._kept.items() if whose == client]
+            self._trim(own, SHARE)
+            self._trim([*self._kept], 1)
 
     def find(self, id: str) -> Messages:
         """Return the conversation of response `id`.
@@ -121,12 +111,13 @@ class Conversations:
         found: Messages = msgspec.json.decode(data)
         return found
 
-    def _drop(self, id: str) -> None:
-        client, data = self._kept.pop(id)
-        self._sizes[client] -= len(data)
-        self._counts[client] -= 1
-        if not self._counts[client]:
-            del self._sizes[client], self._counts[client]
+    def _trim(self, ids: list[str], share: int) -> None:
+        """Drop the oldest of some conversations until these have a `share`-th of the limits at most."""
+        size = sum(len(self._kept[id][1]) for id in ids)
+        for number, id in enumerate(ids):
+            if len(ids) - number <= MOST_KEPT // share and size <= MOST_BYTES // share:
+                return
+            size -= len(self._kept.pop(id)[1])
 
 
 class Responses(Translation):
