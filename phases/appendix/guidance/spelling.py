@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Self
 
 import tokenizers
@@ -72,16 +73,11 @@ class Encoder:
         self._names = re.compile(f"({names})" if added else "(?!)")
         self._ids = {data: token for token, data in enumerate(tokens) if data}
         self._longest = max(map(len, self._ids), default=0)
-        self._known: dict[str, list[int]] = {}
+        self._short = lru_cache(MOST_KEPT)(self._encode)
 
     def __call__(self, text: str) -> list[int]:
         """Return token ids of a text; if some character has no token, only of the text before."""
-        found = self._known.get(text)
-        if found is None:
-            found = self._encode(text)
-            if len(text) <= LONGEST_KEPT and len(self._known) < MOST_KEPT:
-                self._known[text] = found
-        return found
+        return self._short(text) if len(text) <= LONGEST_KEPT else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
         data = text.encode()
