@@ -103,10 +103,10 @@ class StateManager(SingleTypeManager):
         work: one request's tokens in the step, from its token `work.start` on.
 
         Returns:
-            The end of these tokens less the drafts, if these may be rejected. Otherwise the place where the
-            prompt leaves what the prefix index knows, if it lies strictly within the work. Otherwise the last
-            page boundary before the work's last token, or `work.start`, which means none, if that boundary is
-            not after the start.
+            The end of these tokens less `work.drafts`, if there are drafts and they may be rejected
+            (`work.drafts_forced` is False). Otherwise the row's `divergence`, if it lies strictly within the
+            work. Otherwise the last page boundary before the work's last token, or `work.start`, which means
+            none, if that boundary is not after the start.
         """
         start = work.start
         end = work.start + work.count
@@ -121,8 +121,9 @@ class StateManager(SingleTypeManager):
         """Return how many of a request's first `upto` tokens its state has seen.
 
         upto: number of tokens that are computed and accepted.
-        If drafts were among the tokens of the request's last step, the state has seen those before them:
-        `request.num_computed_tokens` is set back to there. A rollback happens once.
+        If drafts were among the tokens of the request's last step, `rollback_to` has for its row the number
+        of tokens that the state has seen. If this is less than `upto`, `request.num_computed_tokens` is set
+        back to it. A rollback happens once.
         """
         seen = self.rollback_to.pop(request.row, upto)
         if seen < upto:
