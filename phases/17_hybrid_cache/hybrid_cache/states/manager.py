@@ -1,16 +1,16 @@
-"""Which slot holds the state of Gated DeltaNet behind a page's tokens: snapshots and rollback.
+"""Which slot holds the state of Gated DeltaNet after a page's tokens: snapshots and rollback.
 
-1. A slot holds one state, of all layers. A page has a slot or none: the state behind its last computed token.
-2. A step reads the slot of the page before its first token, and writes that of the page of its last token.
+1. A slot holds one state, of all layers. A page has a slot or none: the state after its last computed token.
+2. A step reads the slot of the page of the token before it, and writes that of the page of its last token.
 3. Within a page both are one slot, updated in place. A step that enters another page leaves a snapshot.
-4. A step of several tokens also saves the state at one place within, its *snapshot boundary*:
+4. A step of several tokens also saves the state at one point within, its *snapshot boundary*:
 5. before draft tokens that may be rejected, if it has any;
-6. else where the prompt diverges from a cached one, so that the next prompt that does so finds a snapshot;
+6. else where the prompt leaves what the prefix index knows, so that the next such prompt finds a snapshot;
 7. else at the last page boundary before its last token.
-8. Rollback: the state behind drafts is dropped. The request goes on from rule 5's boundary, and computes
-   drafts that were accepted again, together with the token behind them.
+8. Rollback: no state after drafts is kept. The request continues from rule 5's boundary. It computes
+   accepted drafts again, together with the token after them.
 9. A prefix hit ends where a page has a snapshot. Of a request's decodes only the newest snapshot stays.
-10. No work writes a slot that another work of its step reads: slots are released after the launch.
+10. No request writes a slot that another one reads in the same step: slots are released after the launch.
 """
 
 from __future__ import annotations
