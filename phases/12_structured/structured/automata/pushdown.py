@@ -118,11 +118,11 @@ class Machine:
         self.start: Place = frozenset(self.expand_calls((firsts[numbers[start]],)))
 
     def expand_calls(self, stack: Stack) -> set[Stack]:
-        """Return all stacks that `stack` may become, by any number of calls and returns, before the next byte.
+        """Return all stacks that `stack` may become by calls and returns before the next byte.
 
-        No call is a choice, too: `stack` itself is one of them. Of all these stacks only those are returned
-        whose top state can read a byte (`reads`), and the stack of a single state that accepts: there the
-        output may end. A call replaces the top state by two states: the caller's next state, and above it
+        `stack` itself is one of them: it need not call. Of these stacks, only those are returned whose top
+        state can read a byte (`reads`), and the stack of a single state that accepts, where the output may
+        end. A call replaces the top state by two states: the caller's next state, and above it
         the first state of the called rule. The caller's next state is left out if its rule must end there
         (`ends`), so a chain of last calls needs a short stack. A return removes the top state if it accepts
         and another state is below it.
