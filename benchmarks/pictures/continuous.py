@@ -56,7 +56,8 @@ def record() -> Trace:
     trace = Trace()
 
     def note(moment: str, now: int = 0) -> None:
-        known, computed, coming = len(one.tokens), one.num_computed_tokens, one.placeholders
+        known, coming = len(one.tokens), one.placeholders
+        computed = one.num_computed_tokens
         looks = {
             "kept": computed - now,
             "now": now,

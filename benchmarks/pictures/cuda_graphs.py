@@ -19,38 +19,38 @@ from benchmarks.pictures.svg import (
 )
 
 UNIT = 25
-PLAN, DEAL, STEP = 2, 2, 4
+HOST, STEP = 2, 4
 """How long each is drawn. The order is the engine's; the lengths are not measured."""
 
 
 def panel(overlap: bool) -> Box:
     """Lanes of host and device, and which tokens the host knows whenever it plans a step.
 
-    One request, from its prompt to its last token. In each of its steps the engine plans first, then deals
-    out tokens. A step begins when it is planned and the one before it has ended; a deal waits for its step.
+    One request, from its prompt to its last token. In each of its steps the engine plans first, then reads
+    tokens. A step begins when it is planned and the one before it has ended; reading waits for its step.
     """
     engine: Any = cuda_graphs.load(tiny(), overlap=overlap, max_rows=1, max_len=32)
     (request,) = engine.add([1, 2, 3], exactly(3))
     lanes: dict[str, list[tuple[float, Box]]] = {"host": [], "device": [], "host knows": []}
     ends: list[int] = [0]
-    now = dealt = 0
+    now = read = 0
     while not engine.idle:
         computed = request.num_computed_tokens
         looks = ["known a"] * len(request.tokens) + ["coming a"] * request.placeholders
         outputs = engine.step()
         if request.num_computed_tokens > computed:
             step = len(ends) - 1
-            lanes["host"].append((UNIT * now, Cell(f"plan {step}", "kept", UNIT * PLAN)))
+            lanes["host"].append((UNIT * now, Cell(f"plan {step}", "kept", UNIT * HOST)))
             lanes["host knows"].append((UNIT * now, cells([""] * len(looks), looks, 13, 17)))
-            now += PLAN
+            now += HOST
             begin = max(now, ends[-1])
             lanes["device"].append((UNIT * begin, Cell(f"step {step}", "now a", UNIT * STEP)))
             ends.append(begin + STEP)
         for _ in outputs:
-            now = max(now, ends[dealt + 1])
-            lanes["host"].append((UNIT * now, Cell(f"deal {dealt}", "known", UNIT * DEAL)))
-            now += DEAL
-            dealt += 1
+            now = max(now, ends[read + 1])
+            lanes["host"].append((UNIT * now, Cell(f"read {read}", "known", UNIT * HOST)))
+            now += HOST
+            read += 1
     lines: Lines = [[name, track(places)] for name, places in lanes.items()]
     return titled("one step ahead" if overlap else "one after the other", table(lines, down=6))
 
