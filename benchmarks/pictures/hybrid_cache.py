@@ -42,12 +42,12 @@ def load(layout: LayerGroups, step_tokens: int) -> tuple[HybridCache, ChunkedSch
     return cache, ChunkedScheduler(RequestRows(3, 64), cache, step_tokens=step_tokens)
 
 
-def slots(cache: HybridCache, request: Request) -> list[int | None]:
-    """The state slot of each of a request's pages, or None."""
+def slots(cache: HybridCache, request: Request) -> dict[int, int]:
+    """The state slots of a request's pages; some pages have none."""
     manager = cache.state_manager
     assert manager is not None
-    found = [int(manager.blocks[0, page]) for page in cache.blocks_of(request.row)]
-    return [None if slot == manager.pool.null else slot for slot in found]
+    found = enumerate(manager.blocks[0, cache.blocks_of(request.row)].tolist())
+    return {page: slot for page, slot in found if slot != manager.pool.null}
 
 
 def groups() -> Picture:
@@ -106,13 +106,12 @@ def states() -> Picture:
         label = f"decode token {start}" if start else f"prompt of {end} tokens"
         lines.append([label])
         for page in range(3):
-            slot = held[page] if page < len(held) else None
-            words = f"slot {slot}: {min(end, (page + 1) * P)} tokens"
-            look = "now a" if page == written or not start else "kept a"
-            lines[-1].append(
-                Cell(words, look, 112) if slot is not None else Cell("", "idle", 112)
-            )
-        says = f"reads slot {held[read]}" if read != written else "updated in place"
+            words, look = "", "idle"
+            if page in held:
+                words = f"slot {held[page]}: {min(end, (page + 1) * P)} tokens"
+                look = "now a" if page == written or not start else "kept a"
+            lines[-1].append(Cell(words, look, 112))
+        says = f"reads slot {held.get(read)}" if read != written else "updated in place"
         lines[-1].append(Text(says if start else "", "soft"))
     return picture(
         "The slots of one request's states over five steps",
@@ -139,11 +138,7 @@ def snapshots() -> Picture:
             words = Text(f"found {found}, known {known}", "soft")
             strip = cells([""] * len(tokens), looks, CELL, 24)
             lines.append([Text(f"prompt {at + 1}", f"bold {who}"), strip, words])
-            ends = [
-                min((page + 1) * P, len(tokens))
-                for page, slot in enumerate(slots(cache, request))
-                if slot is not None
-            ]
+            ends = [min((page + 1) * P, len(tokens)) for page in slots(cache, request)]
             marks = [(CELL * end - 12.0, Text(f"↑{end}", f"mid {who}", CELL)) for end in ends]
             lines.append([Box(), track(marks)])
     return picture(

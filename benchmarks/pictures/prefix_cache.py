@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import prefix_cache
@@ -53,15 +53,14 @@ def texts(node: Node) -> list[str]:
 
 
 def branch(
-    node: Node, users: Sequence[int], tables: Mapping[str, list[int]], arrows: list[Arrow]
+    node: Node, tables: Mapping[str, list[int]], arrows: list[Arrow]
 ) -> tuple[Box, Box]:
     """A node with all that is below it, and the node alone.
 
-    users: of each block of the pool. tables: of running requests. arrows: gets those of the branch.
+    tables: of running requests. arrows: gets those of the branch.
     """
     whose = [who for who, table in tables.items() if node.blocks[-1] in table]
     assert len(whose) == node.pins, "a pin for each request that uses the node's blocks"
-    assert {users[block] for block in node.blocks} == {node.pins + 1}, "and the memory"
     look = "kept" if len(whose) > 1 else f"kept {whose[0]}" if whose else "idle"
     shown = [Cell(text.replace(" ", "␣"), look, 44) for text in texts(node)]
     numbers = [Text(str(block), "mid soft") for block in node.blocks]
@@ -69,7 +68,7 @@ def branch(
     own = table([[pins], shown, numbers], label=0)
     below = []
     for child in node.children.values():
-        whole, start = branch(child, users, tables, arrows)
+        whole, start = branch(child, tables, arrows)
         below.append(whole)
         arrows.append((own, start, ""))
     return row(own, column(*below, gap=4), gap=36) if below else own, own
@@ -93,7 +92,7 @@ def tree(count: int = len(PROMPTS)) -> Picture:
                 Text(f"{name} found {one.cached_tokens} tokens, table {numbers}", name)
             )
         (node,) = top(engine)
-        whole, _ = branch(node, engine.cache.allocator.refs, tables, arrows)
+        whole, _ = branch(node, tables, arrows)
         moments.append([titled(TITLES[who], *says), whole])
         if who == "b":
             engine.step()

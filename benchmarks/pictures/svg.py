@@ -29,7 +29,6 @@ STRONG = {
     "c": "#37794a",
     "d": "#7a4f9e",
     "e": "#ad4536",
-    "f": "#22757d",
 }
 PALE = {
     "a": "#cfdff0",
@@ -37,7 +36,6 @@ PALE = {
     "c": "#cfe6d4",
     "d": "#e3d7ef",
     "e": "#f4d5cf",
-    "f": "#cbe6e8",
 }
 """Of a request, by its letter: what is computed now, and what was computed before."""
 
