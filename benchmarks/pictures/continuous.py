@@ -76,7 +76,7 @@ def record() -> Trace:
         now = sum(work.count for work in works if work.request is one)
         if now:
             note(f"step {len(trace.works)} is scheduled", now)
-        engine.collect(engine.launch(works))
+        engine.collect(engine.sample(engine.forward(works)))
         if now:
             note(f"step {len(trace.works)} is finished")
         engine.take_outputs()
