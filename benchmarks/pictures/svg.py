@@ -180,8 +180,8 @@ class Cell(Box):
     def __init__(
         self, words: str = "", look: str = "free", width: float = 38, height: float = 27
     ) -> None:
-        super().__init__(width, height, words)
-        self.look = look
+        super().__init__(width, height, words or look.partition(" ")[0])
+        self.words, self.look = words, look
 
     def draw(self, on: Picture, x: float, y: float) -> None:
         """Draw the cell, a little smaller than its place."""
@@ -194,8 +194,8 @@ class Cell(Box):
         size = {"width": self.width - 2, "height": self.height - 2}
         dash = {"stroke_dasharray": "3 2"} if kind == "coming" else {}
         on.add("rect", x=x + 1, y=y + 1, **size, rx=3, fill=fill, stroke=stroke, **dash)
-        if self.says:
-            on.text(x + self.width / 2, y + self.height / 2 + 4, self.says, "middle", ink)
+        if self.words:
+            on.text(x + self.width / 2, y + self.height / 2 + 4, self.words, "middle", ink)
 
 
 class Dial(Box):
@@ -244,8 +244,8 @@ def table(
             right = max(right, x + widths[at])
             x += widths[at] + (gap if at else label)
         y += high + down
-    says = "; ".join(" ".join(box.says for box in line if box.says) for line in boxes)
-    return Box(right, y - down, says, parts)
+    says = [" ".join(box.says for box in line if box.says) for line in boxes]
+    return Box(right, y - down, "; ".join(filter(None, says)), parts)
 
 
 def _box(column: int, item: Item) -> Box:
