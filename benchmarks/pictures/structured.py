@@ -96,7 +96,7 @@ def walk(state: int = 0) -> Picture:
         at = reached[node]
         words = f"{text[-1:]} → {at}" if at >= 0 else f"{text[-1:]} ✗"
         look = "idle" if at < 0 else "kept a" if text else "known a"
-        own = Cell(words if text else f"in {state}", look, 58)
+        own = Cell(words if text else f"state {state}", look, 58)
         whole = column(own, Text(text if text in TOKENS else "", "mid", 58), gap=0)
         below = []
         for child in range(trie.children[node], trie.children[node + 1]):
@@ -123,7 +123,7 @@ def walk(state: int = 0) -> Picture:
             titled("masks: which tokens are allowed", table(lines)),
             gap=40,
         ),
-        "Letter → state; below it the token that ends there. ✗: there is no edge.",
+        "Letter → state; below it the token that ends there. ✗: the node is dead.",
         arrows=arrows,
         across=True,
     )
