@@ -123,6 +123,7 @@ def record() -> list[Note]:
     from common.sockets import listen
     from common.text.made_up import write_tokenizer
     from serving.app import App
+    from serving.endpoints import ServedModel
     from serving.http.server import HttpServer
     from serving.liveness import EngineProcess
 
@@ -130,7 +131,7 @@ def record() -> list[Note]:
         write_tokenizer(Path(folder), 257, (0,))
         options = {"max_rows": 8, "cache_bytes": 1 << 22}
         engine = EngineProcess(partial(make_engine, folder, options))
-        app = App(engine, Tokenizer(folder), "tiny")
+        app = App(engine, ServedModel("tiny", Tokenizer(folder)))
         recorder, listening = Recorder(app), listen("127.0.0.1", 0)
         port = listening.getsockname()[1]
         server = HttpServer(

@@ -20,6 +20,7 @@ from common.text.tokenizer_files import (
     named_tokens,
     read_json,
 )
+from common.text.turns import join_turns
 
 # The library is given batches of one, for which it lets Python's lock go: else a megabyte would stop every
 # thread for seconds, the event loop of a server among them. Threads of its own would gain nothing there.
@@ -112,27 +113,36 @@ class Tokenizer:
             variables: passed on to the template, such as `tools` or `enable_thinking=False`.
 
         Raises:
-            UserError: the model has no chat template, or the template does not take these messages.
+            UserError: the model has no chat template, or the template does not take these messages, also
+                when turns of one role in a row are joined.
         """
-        template, guard = (
-            self.tool_template if variables.get("tools") else self.chat_template,
-            self._guard,
-        )
+        template = self.tool_template if variables.get("tools") else self.chat_template
         conversation = template.conversation(messages, ignored)
-        guarded, variables = guard.hide([conversation, plain := variables])
-        text = template.render(
-            guarded,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
-        if (guarded, variables) == (conversation, plain):
-            ids = self._encode(
-                text, add_special_tokens=False
-            )  # the template has written them out
-        else:
-            with library_errors("the conversation"):
-                ids = guard.encode(_unicode(text))
+        variables["add_generation_prompt"] = add_generation_prompt
+        try:
+            ids = self._render(template, conversation, variables)
+        except UserError:
+            joined = join_turns(conversation)
+            if joined == conversation:
+                raise
+            ids = self._render(template, joined, variables)
         return self._begun(ids) if add_special_tokens else ids
+
+    def _render(
+        self, template: ChatTemplate, conversation: list[dict[str, Any]], variables: Any
+    ) -> list[int]:
+        """Return the ids of a conversation; special tokens count only where the template writes them.
+
+        variables: of the template, besides the conversation.
+        """
+        guarded, variables = self._guard.hide([conversation, plain := variables])
+        text = template.render(guarded, **variables)
+        if (guarded, variables) == (conversation, plain):
+            return self._encode(
+                text, add_special_tokens=False
+            )  # the template has written them
+        with library_errors("the conversation"):
+            return self._guard.encode(_unicode(text))
 
     def encode_guarded(self, text: str) -> list[int]:
         """Return the ids of a text that continues a conversation; special tokens in it are ordinary

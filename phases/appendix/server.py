@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from common.text.tokenizer import Tokenizer
 from phases.appendix.access.policy import ANY, AccessPolicy
@@ -18,6 +17,7 @@ from phases.appendix.observability.metrics import Metrics
 from phases.appendix.protocols.extension import add_protocols
 from serving.app import App
 from serving.client import EngineClient
+from serving.endpoints import ServedModel
 from serving.http.limits import Limits
 from serving.http.server import HttpServer
 
@@ -32,8 +32,8 @@ def whole_app(
     keys: tuple[str, ...] = (),
     access_log: str = "none",
     limits: Limits | None = None,
+    defaults: Mapping[str, float] | None = None,
     version: str = "0",
-    **server: Any,
 ) -> App:
     """Return the ASGI application that `ladder serve` runs: phase 13's, with the appendix's routes and
     fields.
@@ -43,17 +43,14 @@ def whole_app(
     keys: API keys of which a client must send one; none: no key is needed.
     access_log: a path, "-" for standard error, or "none". limits: on what a client may send; None: the
         defaults.
-    version: of the server. server: further arguments of `App`.
+    defaults: sampling settings of requests that do not set them, by name. version: of the server.
     """
     checked = limits or Limits()
     app = App(
         engine,
-        tokenizer,
-        model,
-        limits=checked,
+        ServedModel(model, tokenizer, checked, defaults or {}),
         completion_handlers=completion_handlers(tokenizer, checked),
         chat_handlers=chat_handlers(tokenizer, checked),
-        **server,
     )
     metrics = Metrics()
     for entry in (

@@ -148,7 +148,7 @@ def test_calls_are_found_however_the_text_is_cut(name, size):
     content = ""
     pieces = dict[int, str]()
     for at in range(0, len(text), size):
-        for delta in reader.read(text[at : at + size], at + size >= len(text)):
+        for delta in reader.deltas(text[at : at + size], at + size >= len(text)):
             content += delta.get("content", "")
             for call in delta.get("tool_calls", ()):
                 place = call["index"]
@@ -178,7 +178,7 @@ def test_text_without_calls_is_left_as_it_is(name):
             deltas = [
                 delta
                 for n, p in enumerate(pieces)
-                for delta in reader.read(p, n == len(pieces) - 1)
+                for delta in reader.deltas(p, n == len(pieces) - 1)
             ]
             found = "".join(delta["content"] for delta in deltas)
             assert found == text and not reader.calls, (
@@ -190,7 +190,7 @@ def test_a_call_that_was_cut_off_is_not_complete():
     whole = written(HERMES, [("now", '{"a": {}}')])
     for cut in range(len(whole)):
         reader = CallReader(HERMES)
-        reader.read(whole[:cut], True)
+        reader.deltas(whole[:cut], True)
         assert reader.complete == (cut >= whole.index("{}}") + 3), f"cut after {whole[:cut]!r}"
 
 

@@ -34,6 +34,7 @@ from replicas.routing import (
     make_policy,
 )
 from serving.app import App
+from serving.endpoints import ServedModel
 from serving.http.limits import Limits
 from serving.liveness import StartupError
 from tests.coroutines import asynchronously
@@ -615,7 +616,9 @@ def test_rays_own_addresses_are_rays():
 def served(tmp_path: Any) -> tuple[Loopback, App]:
     model = load_model("random:tiny")
     engine = Loopback(cuda_graphs.load(model, max_rows=4, cache_bytes=2_000_000))
-    return engine, App(engine, tokenizer_for(tmp_path, model.config.vocab_size), "tiny")
+    return engine, App(
+        engine, ServedModel("tiny", tokenizer_for(tmp_path, model.config.vocab_size))
+    )
 
 
 def test_a_replica_answers_under_its_name_with_the_body_that_came_along(tmp_path):

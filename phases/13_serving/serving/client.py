@@ -7,7 +7,6 @@ Everything here runs in one thread, the event loop's. A completion is a number; 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -66,12 +65,11 @@ class EngineClient:
         self.stats = StepStats()
         self.now = 0.0
         self.restarts = 0
-        self.on_step: list[Callable[[StepReport], None]] = []
+        self.on_step = list[Callable[[StepReport], None]]()
         self.on_ready: Callable[[], None] = lambda: None
-        self._sinks: dict[int, Sink] = {}
+        self._sinks = dict[int, Sink]()
         self._next = 0
-        self._outbox: list[Command] = []
-        self._heard = 0.0
+        self._outbox = list[Command]()
         self._life: asyncio.Future[None] | None = None
 
     def transmit(self, data: bytes) -> None:
@@ -114,8 +112,6 @@ class EngineClient:
         """
         numbers = range(self._next, self._next + params.n)
         self._next += params.n
-        if not self._sinks:
-            self._heard = time.monotonic()  # it had no reason to speak before
         self._sinks.update(zip(numbers, sinks, strict=True))
         self.tell(AddRequest(numbers.start, prompt, params, priority, salt, [*wanted]))
         return numbers

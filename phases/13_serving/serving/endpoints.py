@@ -14,7 +14,6 @@ from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
 from common.text.chat_template import count_characters
 from common.text.tokenizer import Tokenizer
-from common.text.turns import join_turns
 from serving.formatter import ChatFormatter, ResponseFormatter
 from serving.http.errors import ApiError, ErrorForm, too_many, wrong
 from serving.http.limits import Limits
@@ -31,8 +30,6 @@ COPIED = [
     if name in SamplingParams.__dataclass_fields__
 ]
 """Fields that are settings of the sampler."""
-MOST_TEMPERATURE = 2.0
-"""Of OpenAI's routes; an engine takes more."""
 RESERVED = {
     "messages",
     "add_generation_prompt",
@@ -81,7 +78,7 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
-    limits: Limits
+    limits: Limits = field(default_factory=Limits)
     defaults: Mapping[str, float] = field(default_factory=dict)
 
     def check(self, name: str | None) -> None:
@@ -101,11 +98,8 @@ class ServedModel:
         self.check(generation.model)
         if generation.stream_options is not None and not generation.stream:
             raise wrong("stream_options", "stream_options needs stream to be true")
-        sampling = dict[str, Any]()
-        for name in COPIED:
-            value = getattr(generation, name)
-            if value is not None:
-                sampling[name] = value
+        given = {name: getattr(generation, name) for name in COPIED}
+        sampling = {name: value for name, value in given.items() if value is not None}
         return ParsedRequest(generation, fields, sampling, ready, source)
 
     def check_length(self, characters: int, ready: Ready, param: str) -> None:
@@ -198,13 +192,9 @@ class TextEndpoint:
     ) -> ParsedRequest:
         """See `Endpoint.parse`."""
         request = self.read(fields, ready)
-        heat = request.generation.temperature or 0.0
-        if heat > MOST_TEMPERATURE:
-            limit = f"between 0 and {MOST_TEMPERATURE:g}"
-            raise wrong("temperature", f"temperature is {heat}, but must be {limit}")
         self.model.finish(request, self.default_tokens)
         request.formatter = self.formatter(
-            f"{self.prefix}-{http.short_id}", self.model.name, request
+            f"{self.prefix}-{http.id}", self.model.name, request
         )
         return request
 
@@ -275,22 +265,7 @@ class ChatEndpoint(TextEndpoint):
         request.variables["add_special_tokens"] = bool(request.generation.add_special_tokens)
         self.model.check_length(count_characters(given.messages), ready, self.source)
         self.read_fields(request)
-        self._render(request)
-        return request
-
-    def _render(self, request: ParsedRequest) -> None:
-        """Apply the chat template to the request's messages, tokenize the text, and set `request.prompts`.
-
-        Messages of one role are joined if the template does not take them in a row.
-        """
-        tokenizer, messages = self.model.tokenizer, request.messages
-        ignored = set[str]()
-        try:
-            ids = tokenizer.chat(messages, ignored=ignored, **request.variables)
-        except UserError:
-            joined = join_turns(messages)
-            if joined == messages:
-                raise
-            ids = tokenizer.chat(joined, **request.variables)
-        request.prompts = [ids]
+        ignored, chat = set[str](), self.model.tokenizer.chat
+        request.prompts = [chat(request.messages, ignored=ignored, **request.variables)]
         request.ignored += [f"messages.{name}" for name in sorted(ignored)]
+        return request

@@ -22,19 +22,15 @@ def usage(group: ChoiceGroup) -> dict[str, Any]:
     completions.
     """
     prompt, output = group.prompt_tokens, group.output_tokens
-    cached = sum(sum(choice.notes[CACHED]) for choice in group.choices)
-    found = {
+    cached = sum(max(choice.notes[CACHED], default=0) for choice in group.choices)
+    thoughts = sum(c.reader.reasoning_tokens for c in group.choices if c.reader is not None)
+    return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
+        "completion_tokens_details": {"reasoning_tokens": thoughts},
     }
-    if group.request.reasoning is not None:
-        thoughts = sum(
-            choice.reasoning.reasoning_tokens for choice in group.choices if choice.reasoning
-        )
-        found["completion_tokens_details"] = {"reasoning_tokens": thoughts}
-    return found
 
 
 class ResponseFormatter:
@@ -143,10 +139,7 @@ class ChatFormatter(ResponseFormatter):
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
         for delta in choice.deltas(choice.text, True):
             message |= delta
-        if choice.calls is not None and choice.calls.calls:
-            message |= {
-                "content": message["content"] or None,
-                "tool_calls": choice.calls.calls,
-            }
+        if choice.reader is not None and (calls := choice.reader.calls):
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         details = self.details(choice, Piece("", 0, len(choice.tokens)))
         return {"message": message, **details, "finish_reason": choice.finish_reason}

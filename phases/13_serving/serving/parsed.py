@@ -22,40 +22,29 @@ Delta = dict[str, Any]
 """An addition to a message: `reasoning_content`, `content`, or `tool_calls` with a call or a part of one."""
 
 
-class ReasoningSplitter(Protocol):
-    """Interface of what splits a completion's text, as it comes, into reasoning and answer.
+class MessageReader(Protocol):
+    """Interface of what makes a chat message of a completion's text, as it comes, with more than content.
 
-    Stop strings are looked for in the answer alone.
+    answer: gets the text of each token, and whether it is the last; returns what of it belongs to the answer,
+        in which stop strings are looked for. None: all does.
+    calls: the tool calls found so far, as in the API's field `tool_calls`.
     """
+
+    answer: Callable[[str, bool], str] | None
+    calls: list[dict[str, Any]]
 
     @property
     def reasoning_tokens(self) -> int:
-        """Return how many output tokens so far belong to the reasoning, at least in part."""
+        """Return how many output tokens so far belong to reasoning, at least in part."""
 
-    def read(self, text: str, last: bool) -> str:
-        """Add the text of the next token; return what of it belongs to the answer. last: the completion
-        has ended.
-        """
+    @property
+    def complete(self) -> bool:
+        """Return True if there are calls, and the answer has ended after a whole one."""
 
-    def take_reasoning(self) -> str:
-        """Return the text of the reasoning that has come since the last call."""
+    def deltas(self, text: str, last: bool) -> list[Delta]:
+        """Add the next text of the answer; return the parts that it adds to the message.
 
-
-class CallSplitter(Protocol):
-    """Interface of what finds tool calls in an answer's text, as it comes.
-
-    calls: the tool calls found so far, as in the API's field `tool_calls`.
-    complete: there are calls, and the answer has ended after a whole one.
-    """
-
-    calls: list[dict[str, Any]]
-    complete: bool
-
-    def read(self, text: str, last: bool) -> list[Delta]:
-        """Add the next text of the answer; return the parts that it adds to the message: content and tool
-        calls.
-
-        last: the answer ends with this text.
+        last: the completion has ended.
         """
 
 
@@ -102,7 +91,7 @@ class ParsedRequest:
     shown: ids of special tokens that belong to the text.
     wanted: kinds of extra data about completions (notes) that the engine's observer shall send.
     prompt_only: whether the one token that the engine makes of each prompt is of no interest.
-    reasoning, calls: make the splitters of each completion's text, for reasoning and for tool calls.
+    reader: makes what reads each completion's text if a chat message has more than content; else None.
     details: functions that return JSON fields beside the text of a piece. A thread calls them for the first
         piece, which may have those of a whole prompt.
     """
@@ -127,8 +116,7 @@ class ParsedRequest:
     shown: frozenset[int] = frozenset()
     wanted: list[str] = field(default_factory=list)
     prompt_only: bool = False
-    reasoning: Callable[[], ReasoningSplitter] | None = None
-    calls: Callable[[], CallSplitter] | None = None
+    reader: Callable[[], MessageReader] | None = None
     details: list[Callable[[Choice, Piece], dict[str, Any]]] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     formatter: Formatter = field(init=False)

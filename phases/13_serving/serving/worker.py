@@ -29,7 +29,7 @@ from serving.messages import (
 )
 
 if TYPE_CHECKING:
-    from serving.process import Pipe
+    from serving.liveness import Pipe
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +102,8 @@ class Worker:
         self.engine = engine
         self.channel = channel
         self.observer = observer or NullObserver()
-        self.live: dict[int, Request] = {}
-        self._fresh: set[int] = (
-            set()
-        )  # the first completions of prompts, before their first output
-        self._ends: list[messages.End] = []
+        self.live = dict[int, Request]()
+        self._ends = list[messages.End]()
         self._steps = self._computed = 0
         self._stopped = False
 
@@ -163,19 +160,16 @@ class Worker:
             self._ends += [ending(number, "error", error) for number in numbers]
         else:
             self.live.update(zip(numbers, requests, strict=True))
-            self._fresh.add(first)
             if command.wanted:
                 self.observer.hear(command, requests)
 
     def _report(self, outputs: list[Output], started: float) -> StepReport:
         step = StepReport([], [], self._ends, self._stats(time.perf_counter() - started))
         self._ends = []
-        for request, token, reason, _, logprob, _ in outputs:
+        for request, token, reason, at, logprob, _ in outputs:
             number, place = request.index + request.sample, messages.NO_TOKEN
-            if number in self._fresh:
-                self._fresh.discard(number)
-                if request.cached_tokens:
-                    step.notes.append((number, messages.CACHED, [request.cached_tokens]))
+            if request.cached_tokens and not request.sample and at == request.first_token:
+                step.notes.append((number, messages.CACHED, [request.cached_tokens]))
             if token is not None:
                 place = len(step.tokens)
                 if logprob is not None:

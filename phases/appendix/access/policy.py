@@ -57,8 +57,6 @@ class AccessPolicy:
     async def before(self, http: HttpRequest) -> bool:
         """Check a request; return True if it was a browser's preflight request, which is answered here.
 
-        A form's or missing content type becomes JSON's in `http.headers` where no web page can have sent it.
-
         Raises:
             ApiError: the request is refused.
         """
@@ -69,11 +67,22 @@ class AccessPolicy:
             return True
         if self.keys and http.path not in OPEN:
             self.check_key(http)
+        if http.method == "POST":
+            self.check_type(http)
+        return False
+
+    def check_type(self, http: HttpRequest) -> None:
+        """Raise `ApiError` (415) for a body that is not declared as JSON, or compressed.
+
+        A form's type, or none, is accepted where no web page can have sent it.
+        """
         kind = http.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         loose = kind in FORMS or http.path.startswith("/api/")  # Ollama's clients send any
-        if loose and WEB_PAGE.isdisjoint(http.headers):  # a form, and no web page sends it
-            http.headers[b"content-type"] = b"application/json"
-        return False
+        typed = kind == b"application/json" or (loose and WEB_PAGE.isdisjoint(http.headers))
+        coding = http.headers.get(b"content-encoding") or b"identity"
+        if not typed or coding != b"identity":
+            words = "the content-type must be application/json, and the body not compressed"
+            raise ApiError(415, words)
 
     def check_host(self, http: HttpRequest) -> None:
         """Raise `ApiError` if a request's Host header names a host that is not allowed.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -16,7 +17,7 @@ from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from phases.appendix.tools.formats import HERMES, OPENING
 from phases.appendix.tools.reader import decided_length, settled
-from serving.parsed import ParsedRequest
+from serving.parsed import Delta, MessageReader, ParsedRequest
 
 BEGIN, END = "<think>", "</think>"
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
@@ -72,18 +73,19 @@ class Reasoning:
             request.ignored.append("reasoning_effort")
 
     def _part(self, request: ParsedRequest) -> None:
-        tokenizer = self.tokenizer
+        """Have a `ReasoningReader` read the outputs of `request`, in front of the reader that it has."""
+        tokenizer, inner = self.tokenizer, request.reader
+        made: Callable[[], ThinkReader | ChannelReader]
         if has_channels(tokenizer):
-            has_calls = request.calls is not None
-            request.reasoning = lambda: ChannelReader(has_calls)
+            made = partial(ChannelReader, inner is not None)
             marks = [CHANNEL, MESSAGE, *ENDS]
         else:
             within = opened(tokenizer, request.prompts[0])
             if within is None:
                 return
-            trigger = "" if request.calls is None else HERMES.trigger
-            request.reasoning = partial(ThinkReader, within, trigger)
+            made = partial(ThinkReader, within, "" if inner is None else HERMES.trigger)
             marks = [BEGIN, END]
+        request.reader = lambda: ReasoningReader(made(), inner and inner())
         ids = {tokenizer.backend.token_to_id(mark) for mark in marks}
         request.shown |= tokenizer.special_ids & ids
 
@@ -110,6 +112,40 @@ def opened(tokenizer: Tokenizer, prompt: list[int]) -> bool | None:
     if BEGIN not in tokenizer.chat_template.source:
         return None
     return tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip().endswith(BEGIN)
+
+
+class ReasoningReader:
+    """Reads an output's text (`MessageReader`) that has reasoning before its answer.
+
+    splitter: parts the two. inner: reads the answer, such as for tool calls; None: all of it is content.
+    """
+
+    def __init__(
+        self, splitter: ThinkReader | ChannelReader, inner: MessageReader | None
+    ) -> None:
+        self._splitter = splitter
+        self._inner = inner
+        self.answer: Callable[[str, bool], str] | None = splitter.read
+        self.calls = [] if inner is None else inner.calls
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Return how many tokens so far belong to the reasoning, at least in part."""
+        return self._splitter.reasoning_tokens
+
+    @property
+    def complete(self) -> bool:
+        """Return True if there are calls, and the answer has ended after a whole one."""
+        return self._inner is not None and self._inner.complete
+
+    def deltas(self, text: str, last: bool) -> list[Delta]:
+        """Add the next text of the answer; return the parts that it and the reasoning add to the message."""
+        found = list[Delta]()
+        if reasoning := self._splitter.take_reasoning():
+            found.append({"reasoning_content": reasoning})
+        if self._inner is not None:
+            return found + self._inner.deltas(text, last)
+        return [*found, {"content": text}] if text else found
 
 
 class ThinkReader:

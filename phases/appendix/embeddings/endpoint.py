@@ -17,6 +17,7 @@ from common.json_text import convert_fields
 from phases.appendix.api.scheduling import SchedulingFields, SchedulingHandler
 from phases.appendix.embeddings.note_kinds import MEAN
 from phases.appendix.protocols.ollama import check_model, error_form
+from phases.appendix.protocols.translation import renamed
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import COPIED, ServedModel
 from serving.http.errors import ApiError, ErrorForm, wrong
@@ -129,7 +130,7 @@ class Embeddings:
             SchedulingFields,
         ]
         names = {"prompt": self.source, "n": self.source}
-        self.form = ErrorForm(names) if ours else error_form(names)
+        self.form = ErrorForm(renamed(names)) if ours else error_form(names)
 
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready

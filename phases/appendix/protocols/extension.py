@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from phases.appendix.protocols.anthropic import Messages, count
@@ -16,6 +17,8 @@ from phases.appendix.protocols.ollama import (
 )
 from phases.appendix.protocols.responses import Responses
 from serving.app import App
+from serving.http.errors import ErrorForm
+from serving.http.request import HttpRequest
 
 
 def add_protocols(app: App) -> None:
@@ -34,4 +37,16 @@ def add_protocols(app: App) -> None:
         "/api/ps": {"GET": partial(running, app)},
         "/api/version": {"GET": lambda http: http.json({"version": VERSION})},
     }
-    app.forms |= {"/api/": error_form({}), "/v1/messages": messages.form}
+    forms = {"/api/": error_form({}), "/v1/messages": messages.form}
+    app.before.insert(0, partial(set_form, forms))
+
+
+async def set_form(forms: Mapping[str, ErrorForm], http: HttpRequest) -> bool:
+    """Give all errors of an HTTP request the form of its protocol, also of a path that there is not.
+
+    forms: of errors, by the beginning of the path. Returns False: the request is not answered here.
+    """
+    for beginning, form in forms.items():
+        if http.path.startswith(beginning):
+            http.form = form
+    return False

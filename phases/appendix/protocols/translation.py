@@ -7,7 +7,8 @@ fields, limits, queue, deadlines, metrics, leavers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -18,7 +19,7 @@ from phases.appendix.tools.described import Message, with_system
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import ChatEndpoint
 from serving.formatter import usage
-from serving.http.errors import ErrorForm, wrong
+from serving.http.errors import ApiError, ErrorForm, error_body, wrong
 from serving.http.request import EVENTS, HttpRequest, encode_json
 from serving.http.schema import GenerationFields
 from serving.messages import Ready
@@ -107,13 +108,37 @@ class Events:
         return b""
 
 
+Shape = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def renamed(
+    names: Mapping[str, str], shape: Shape = lambda body: body
+) -> Callable[[ApiError], dict[str, Any]]:
+    """Return a function that makes the JSON object of an error in another protocol's words.
+
+    names: the protocol's name of a field, by OpenAI's name, where they differ. shape: turns OpenAI's error
+        object into the protocol's.
+    """
+
+    def body(error: ApiError) -> dict[str, Any]:
+        message, param = str(error), error.param
+        if param is not None and param in names:
+            message = re.sub(rf"^{param}\b", names[param], message)
+            param = names[param]
+        return shape(error_body(ApiError(error.status, message, param=param, code=error.code)))
+
+    return body
+
+
 class Translation:
     """Base class of endpoints of other protocols, whose requests become chats of OpenAI's form.
 
     fields: the struct that declares the protocol's request fields.
+    names: the protocol's name of a field, by OpenAI's name, where they differ.
     """
 
     fields: type[Struct]
+    names: Mapping[str, str]
     form: ErrorForm
     source = "messages"
     threaded = False
@@ -140,8 +165,8 @@ class Translation:
             ignored.append("stream_options")
         request = self.chat.read(translated, ready)
         self.chat.model.finish(request)
-        names = self.form.names
-        request.ignored = [*(names.get(name, name) for name in request.ignored), *ignored]
+        said = (self.names.get(name, name) for name in request.ignored)
+        request.ignored = [*said, *ignored]
         request.formatter = self.formatter(given, request, http)
         return request
 

@@ -125,7 +125,7 @@ class ToolHandler:
         request.names["grammar"] = "tools"
         request.explain = partial(refusal, grammar=grammar)
         request.constrained = must or content is not None
-        request.calls = partial(CallReader, format)
+        request.reader = partial(CallReader, format)
 
     def _functions(self, given: ToolFields, request: ParsedRequest) -> dict[str, Schema]:
         """Return name -> schema of the arguments for each function among the tools.

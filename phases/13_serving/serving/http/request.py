@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from serving.http.errors import RETRY, ApiError, ErrorForm, too_large
+from serving.http.errors import ApiError, ErrorForm, too_large
 from serving.http.limits import Limits
 
 if TYPE_CHECKING:
@@ -49,6 +49,12 @@ def encode_json(value: Any) -> bytes:
     return data
 
 
+def listed(names: list[str]) -> bytes:
+    """Return the value of a header: these names with commas between them, as many as fit."""
+    text = ", ".join(name[:100] for name in names[:16])
+    return re.sub("[^ -~]", "?", text).encode()
+
+
 class ClientDisconnected(Exception):
     """Raised when the client has closed the connection before its request was complete."""
 
@@ -70,7 +76,7 @@ class HttpRequest:
         self.method, self.path = scope["method"], scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
-        self.id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        self.id = given if _ID.fullmatch(given) else secrets.token_hex(12)
         self.started = time.perf_counter()
         self.content_length = self.headers.get(b"content-length", b"0")
         self.unread = (
@@ -79,27 +85,16 @@ class HttpRequest:
         self.status = 0
         self.sent_bytes = 0
         self.group: ChoiceGroup | None = None
-        self.extra: list[Header] = []
+        self.extra = list[Header]()
         self.form = ErrorForm()
-
-    @property
-    def short_id(self) -> str:
-        """Return the request's id without `req-`; ids of responses are a prefix of their own and this."""
-        return self.id.removeprefix("req-")
 
     async def body(self) -> bytes:
         """Read and return the whole body.
 
         Raises:
-            ApiError: 413: too large, before it is read where its length is declared; 408: too slow; 415: not
-                declared as JSON (so that no web page can send one without asking), or compressed.
+            ApiError: 413: too large, before it is read where its length is declared; 408: too slow.
             ClientDisconnected: the client has left.
         """
-        kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        coding = self.headers.get(b"content-encoding") or b"identity"
-        if kind != b"application/json" or coding != b"identity":
-            words = "the content-type must be application/json, and the body not compressed"
-            raise ApiError(415, words)
         most = self.limits.max_body_bytes
         if self.content_length.isdigit() and int(self.content_length[:20]) > most:
             raise too_large(most)
@@ -165,6 +160,7 @@ class HttpRequest:
         """Send an error: as the response, or as the last event of a stream that has begun."""
         body = self.form.body(error)
         if not self.status:
-            await self.json(body, error.status, RETRY.get(error.status, ()))
+            state = error.status in (429, 503)  # the server's, not the request's fault
+            await self.json(body, error.status, [(b"retry-after", b"1")] if state else ())
         else:
             await self.write(self.form.event.replace(b"%s", encode_json(body)), more=False)
