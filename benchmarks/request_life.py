@@ -122,9 +122,9 @@ def record() -> list[Note]:
 
     from common.sockets import listen
     from common.text.made_up import write_tokenizer
+    from phases.appendix.connections.server import HttpServer
     from serving.app import App
     from serving.endpoints import ServedModel
-    from serving.http.server import HttpServer
     from serving.liveness import EngineProcess
 
     with tempfile.TemporaryDirectory() as folder:

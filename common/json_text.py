@@ -1,4 +1,4 @@
-"""JSON from clients: bounded before it is decoded, and then read strictly."""
+"""JSON from clients, bounded before it is decoded and then read strictly; JSON to clients, on one line."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ _TYPES = {
     "object": "an object",
 }
 T = TypeVar("T")
+_encode = msgspec.json.Encoder().encode
+_LINE_ENDS = {"\u2028": b"\\u2028", "\u2029": b"\\u2029", "\x85": b"\\u0085"}
+"""Characters of a string that some readers of lines take for an end of the line."""
 
 
 class FieldError(UserError):
@@ -126,3 +129,14 @@ def _in_words(message: str) -> tuple[str | None, str]:
     names = [_TYPES.get(name, name) for name in kinds[1].split(" | ") if name != "null"]
     got = f", but is {_TYPES.get(kinds[2], kinds[2])}" if kinds[2] else kinds[3]
     return field, f"{path} must be {' or '.join(names)}{got}"
+
+
+def encode_json(value: Any) -> bytes:
+    """Return a value as JSON in UTF-8 on one line; characters that some readers take for a line end are
+    escaped.
+    """
+    data = _encode(value)
+    if b"\xe2\x80" in data or b"\xc2\x85" in data:
+        for character, escaped in _LINE_ENDS.items():
+            data = data.replace(character.encode(), escaped)
+    return data

@@ -6,10 +6,12 @@ import contextlib
 import resource
 from collections.abc import Callable, Mapping
 
+from common.http.limits import Limits
 from common.text.tokenizer import Tokenizer
 from phases.appendix.access.policy import ANY, AccessPolicy
 from phases.appendix.api.extension import Document, chat_handlers, completion_handlers
 from phases.appendix.connections.connection import NEVER, Connection
+from phases.appendix.connections.server import HttpServer
 from phases.appendix.embeddings.endpoint import Embeddings
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
@@ -18,8 +20,6 @@ from phases.appendix.protocols.extension import add_protocols
 from serving.app import App
 from serving.client import EngineClient
 from serving.endpoints import ServedModel
-from serving.http.limits import Limits
-from serving.http.server import HttpServer
 
 
 def whole_app(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from common.http.errors import ApiError
+from common.http.limits import Limits
 from phases.appendix.protocols.responses import MOST_BYTES, MOST_KEPT, SHARE, Conversations
-from serving.http.errors import ApiError
-from serving.http.limits import Limits
 from tests.servers import Asked, Client
 from tests.serving_kit import make_with_grammars as make_with_grammars
 from tests.serving_kit import metrics, settle

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from common.errors import UserError
+from common.http.errors import ApiError
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer
 from forward.loading import random_model
@@ -24,7 +25,6 @@ from phases.appendix.server import whole_app
 from phases.appendix.tools.formats import HERMES, LLAMA, CallFormat, format_of
 from phases.appendix.tools.reader import CallReader
 from phases.appendix.tools.request import conversation, refusal
-from serving.http.errors import ApiError
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import make_with_grammars as make_with_grammars

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from common.http.limits import Limits
 from common.request import Request
 from common.sampling.params import SamplingParams
 from common.text import detokenizer
@@ -26,7 +27,6 @@ from phases.appendix.server import whole_app
 from serving import app as serving_app
 from serving.app import App
 from serving.endpoints import ServedModel
-from serving.http.limits import Limits
 from serving.messages import AbortRequests, AddRequest
 from serving.worker import Worker
 from tests.coroutines import asynchronously
@@ -552,7 +552,7 @@ async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenize
     await tasks[1]
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     assert [fast.text()] == texts(model, tokenizer, ["hello"], params)
-    (group,) = app.groups
+    (group,) = [http.group for http in app.requests if http.group is not None]
     assert group.failure is not None and group.failure[0] == "slow"
     unsent = sum(len(choice.texts) - choice.sent for choice in group.choices)
     assert len(slow.chunks) == 1 and unsent <= 21, "its buffer has no bound"

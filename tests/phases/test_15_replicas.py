@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import cuda_graphs
 from common.errors import UserError
+from common.http.limits import Limits
 from forward.loading import load_model
 from phases import ROOT
 from replicas import gate, heartbeats
@@ -35,7 +36,6 @@ from replicas.routing import (
 )
 from serving.app import App
 from serving.endpoints import ServedModel
-from serving.http.limits import Limits
 from serving.liveness import StartupError
 from tests.coroutines import asynchronously
 from tests.servers import JSON, Asked, Loopback, tokenizer_for

@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from common.errors import UserError
+from common.http.errors import ApiError, wrong
 from common.json_text import FieldError, decode_object
 from common.text.tokenizer import LONG
 from serving.client import EngineClient
-from serving.completion import ChoiceGroup, serve
+from serving.completion import serve
 from serving.endpoints import ChatEndpoint, CompletionEndpoint, Endpoint, ServedModel
-from serving.http.errors import ApiError, wrong
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 from serving.messages import Ready
 from serving.parsed import FieldHandler, ParsedRequest
@@ -111,11 +111,6 @@ class App:
             raise ApiError(404, f"there is no {path[:100]!r} here", code="not_found")
         found = self.routes[path]
         return found | {"HEAD": found["GET"]} if "GET" in found else found
-
-    @property
-    def groups(self) -> list[ChoiceGroup]:
-        """Return the requests for tokens that are being served, each as the group of its completions."""
-        return [http.group for http in self.requests if http.group is not None]
 
     @property
     def state(self) -> str:

@@ -99,21 +99,17 @@ class EngineClient:
         prompt: list[int],
         params: SamplingParams,
         sinks: Sequence[Sink],
-        *,
-        priority: int = 0,
-        salt: str = "",
-        wanted: Sequence[str] = (),
+        **options: Any,
     ) -> range:
         """Send a prompt of `params.n` completions to the engine; return their numbers.
 
-        prompt: token ids. sinks: one for each completion. priority: place in the waiting line. salt: only
-            requests of the same salt share cached prefixes. wanted: kinds of observer's notes for the sinks.
+        prompt: token ids. sinks: one for each completion. options: further fields of `AddRequest`.
         If the engine has ended meanwhile, the sinks get an error.
         """
         numbers = range(self._next, self._next + params.n)
         self._next += params.n
         self._sinks.update(zip(numbers, sinks, strict=True))
-        self.tell(AddRequest(numbers.start, prompt, params, priority, salt, [*wanted]))
+        self.tell(AddRequest(numbers.start, prompt, params, **options))
         return numbers
 
     def abort(self, numbers: Iterable[int]) -> None:

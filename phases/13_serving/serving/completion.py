@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from common.events import FinishReason, Logprob
+from common.http.errors import STATUS, ApiError, too_many
+from common.http.limits import Limits
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.http.errors import STATUS, ApiError, too_many
-from serving.http.limits import Limits
 from serving.http.request import ClientDisconnected, HttpRequest, listed
 from serving.parsed import Delta, ParsedRequest
 
@@ -45,12 +45,7 @@ class Choice:
     reader: finds reasoning and tool calls in the text; None: all of it is content.
     """
 
-    def __init__(
-        self,
-        group: ChoiceGroup,
-        index: int,
-        tokenizer: Tokenizer,
-    ) -> None:
+    def __init__(self, group: ChoiceGroup, index: int, tokenizer: Tokenizer) -> None:
         self.group = group
         self.index = index
         self.request = request = group.request
@@ -179,14 +174,7 @@ class ChoiceGroup:
         params = replace(request.params, stop=()) if request.params.stop else request.params
         for place, prompt in enumerate(request.prompts):
             mine = self.choices[place * params.n : (place + 1) * params.n]
-            numbers = self.engine.submit(
-                prompt,
-                params,
-                mine,
-                priority=request.priority,
-                salt=request.salt,
-                wanted=request.wanted,
-            )
+            numbers = self.engine.submit(prompt, params, mine, **request.options)
             for choice, number in zip(mine, numbers, strict=True):
                 choice.number = number
 
@@ -232,9 +220,8 @@ class ChoiceGroup:
     @property
     def output_tokens(self) -> int:
         """Return the number of tokens generated so far, without those that no client sees."""
-        if self.request.prompt_only:
-            return 0
-        return sum(len(choice.tokens) for choice in self.choices)
+        seen = () if self.request.prompt_only else self.choices
+        return sum(len(choice.tokens) for choice in seen)
 
 
 # The life of a request.

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from common.errors import UserError
+from common.http.errors import ApiError, ErrorForm, too_many, wrong
+from common.http.limits import Limits
 from common.json_text import convert_fields
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
 from common.text.chat_template import count_characters
 from common.text.tokenizer import Tokenizer
 from serving.formatter import ChatFormatter, ResponseFormatter
-from serving.http.errors import ApiError, ErrorForm, too_many, wrong
-from serving.http.limits import Limits
 from serving.http.request import HttpRequest
 from serving.http.schema import ChatFields, CompletionFields, GenerationFields
 from serving.messages import Ready
@@ -96,8 +96,6 @@ class ServedModel:
         """
         generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
-        if generation.stream_options is not None and not generation.stream:
-            raise wrong("stream_options", "stream_options needs stream to be true")
         given = {name: getattr(generation, name) for name in COPIED}
         sampling = {name: value for name, value in given.items() if value is not None}
         return ParsedRequest(generation, fields, sampling, ready, source)
@@ -211,10 +209,8 @@ class TextEndpoint:
         Raises:
             ApiError: a field asks for what cannot be served.
         """
-        names = set(request.fields).union(*request.messages)
-        for message in request.messages:
-            if isinstance(role := message.get("role"), str):
-                names.add(role)
+        roles = (str(message.get("role")) for message in request.messages)
+        names = set(request.fields).union(roles, *request.messages)
         for handler in self.handlers:
             if not names.isdisjoint(handler.names):
                 handler.read(convert_fields(handler.fields, request.fields), request)

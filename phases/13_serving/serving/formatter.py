@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from common.json_text import encode_json
 from serving.completion import Choice, ChoiceGroup, Piece
-from serving.http.request import EVENTS, encode_json
+from serving.http.request import EVENTS
 from serving.messages import CACHED
 from serving.parsed import ParsedRequest
 
@@ -121,18 +122,17 @@ class ChatFormatter(ResponseFormatter):
 
         Its first event has the role. last: the completion has ended, so the last event has the reason.
         """
-        events, details = list[bytes](), self.details(choice, piece)
+        data, details = b"", self.details(choice, piece)
         if not piece.start:
             role = {"role": "assistant", "content": ""}
-            events.append(self.event(choice, {"delta": role, **NOTHING}))
+            data = self.event(choice, {"delta": role, **NOTHING})
         for delta in choice.deltas(piece.text, last):
-            events.append(self.event(choice, {"delta": delta, **details}))
+            data += self.event(choice, {"delta": delta, **details})
             details = NOTHING  # the first event has its tokens
-        if details != NOTHING:
-            events.append(self.event(choice, {"delta": {}, **details}))
-        if last:
-            events.append(self.event(choice, {"delta": {}, **NOTHING}, choice.finish_reason))
-        return b"".join(events)
+        if last or details != NOTHING:
+            reason = choice.finish_reason if last else None
+            data += self.event(choice, {"delta": {}, **details}, reason)
+        return data
 
     def shape(self, choice: Choice) -> dict[str, Any]:
         """Return a whole chat completion as an entry of the response's list `choices`."""

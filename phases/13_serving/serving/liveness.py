@@ -189,7 +189,7 @@ class EngineProcess(EngineClient):
             child.close()
 
 
-# In the engine process. What needs PyTorch is imported in `main`, since the API process imports this file, too.
+# In the engine process. `main` imports what needs PyTorch, since the API process imports this file, too.
 
 
 class Pipe:

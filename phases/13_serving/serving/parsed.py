@@ -8,8 +8,8 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
+from common.http.errors import ApiError, wrong
 from common.sampling.params import SamplingParams
-from serving.http.errors import ApiError, wrong
 from serving.http.schema import GenerationFields
 from serving.messages import Ready
 
@@ -82,14 +82,13 @@ class ParsedRequest:
     fields, generation: all fields as the client has sent them, and those that every request may have.
     prompts: token ids of each.
     ready: the engine's sizes. source: the name of the field with the prompt.
-    priority, salt: place in the waiting line; only requests of one salt share cached prefixes.
+    options: further fields of the command `AddRequest` by which the engine gets each prompt.
     seconds: time limit of the whole request.
     names: the client's name of a setting or of `grammar`, where it differs.
     constrained: whether the output follows a grammar from its first token, so that it has no reasoning.
     explain: puts the engine's refusal of a grammar into the client's words.
     headers: of the response.
     shown: ids of special tokens that belong to the text.
-    wanted: kinds of extra data about completions (notes) that the engine's observer shall send.
     prompt_only: whether the one token that the engine makes of each prompt is of no interest.
     reader: makes what reads each completion's text if a chat message has more than content; else None.
     details: functions that return JSON fields beside the text of a piece. A thread calls them for the first
@@ -105,8 +104,7 @@ class ParsedRequest:
     variables: dict[str, Any] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)
-    priority: int = 0
-    salt: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
     seconds: float = inf
     names: dict[str, str] = field(default_factory=dict)
     constrained: bool = False
@@ -114,7 +112,6 @@ class ParsedRequest:
     on_prompt: list[Callable[[], None]] = field(default_factory=list)
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     shown: frozenset[int] = frozenset()
-    wanted: list[str] = field(default_factory=list)
     prompt_only: bool = False
     reader: Callable[[], MessageReader] | None = None
     details: list[Callable[[Choice, Piece], dict[str, Any]]] = field(default_factory=list)

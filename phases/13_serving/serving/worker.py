@@ -16,12 +16,14 @@ from continuous.engine import Engine
 from continuous.work import Output
 from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
-from serving import messages
 from serving.messages import (
+    CACHED,
+    NO_TOKEN,
     AbortRequests,
     AddRequest,
     Command,
     DrawEngine,
+    End,
     Ready,
     StepReport,
     StepStats,
@@ -52,8 +54,8 @@ def ready(engine: Engine) -> Ready:
 
 
 def ending(
-    number: int, reason: str, error: BaseException | None, place: int = messages.NO_TOKEN
-) -> messages.End:
+    number: int, reason: str, error: BaseException | None, place: int = NO_TOKEN
+) -> End:
     """Return the report of a completion's end. A fault of the request itself is explained to its sender.
 
     number: of the completion. reason: "stop", "length", "abort", or "error" with the exception `error`.
@@ -62,7 +64,7 @@ def ending(
     message = FAILED if reason == "error" else ""
     if isinstance(error, UserError | NotANumber):
         reason, message = "refused" if isinstance(error, UserError) else "nan", str(error)
-    return messages.End(number, reason, message, place)
+    return End(number, reason, message, place)
 
 
 class Observer(Protocol):
@@ -103,7 +105,7 @@ class Worker:
         self.channel = channel
         self.observer = observer or NullObserver()
         self.live = dict[int, Request]()
-        self._ends = list[messages.End]()
+        self._ends = list[End]()
         self._steps = self._computed = 0
         self._stopped = False
 
@@ -167,9 +169,9 @@ class Worker:
         step = StepReport([], [], self._ends, self._stats(time.perf_counter() - started))
         self._ends = []
         for request, token, reason, at, logprob, _ in outputs:
-            number, place = request.index + request.sample, messages.NO_TOKEN
+            number, place = request.index + request.sample, NO_TOKEN
             if request.cached_tokens and not request.sample and at == request.first_token:
-                step.notes.append((number, messages.CACHED, [request.cached_tokens]))
+                step.notes.append((number, CACHED, [request.cached_tokens]))
             if token is not None:
                 place = len(step.tokens)
                 if logprob is not None:

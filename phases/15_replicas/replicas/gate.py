@@ -17,18 +17,12 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from common.http.errors import ApiError, error_body
+from common.http.limits import Limits
+from common.json_text import encode_json
 from replicas.heartbeats import ASSIGNMENTS, BEAT_SECONDS, Watch
 from replicas.prefixes import chain_of, keeper_of
-from serving.http.errors import ApiError, error_body
-from serving.http.limits import Limits
-from serving.http.request import (
-    ClientDisconnected,
-    HttpRequest,
-    Receive,
-    Scope,
-    Send,
-    encode_json,
-)
+from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import ipaddress
 import re
 from contextlib import suppress
 
+from common.http.errors import ApiError
 from serving.app import App
-from serving.http.errors import ApiError
 from serving.http.request import HttpRequest
 
 ANY = "*"

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from serving.http.server import KEEP_ALIVE_SECONDS
+from phases.appendix.connections.server import KEEP_ALIVE_SECONDS
 
 if TYPE_CHECKING:
+    from common.http.limits import Limits
     from serving.app import App
-    from serving.http.limits import Limits
 
 UNREAD_BYTES = 128 << 10
 """What the system keeps of what a client has not read yet; beyond that the server knows that it is slow."""

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.errors import UserError
+from common.json_text import encode_json
 from phases.appendix.observability.metrics import Metrics, first_token
 from serving.app import App
-from serving.http.request import HttpRequest, encode_json
+from serving.http.request import HttpRequest
 
 
 class AccessLog:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from common.http.errors import ErrorForm, wrong
 from common.json_text import convert_fields
 from phases.appendix.protocols.translation import (
     NAMED_EVENT,
@@ -20,7 +21,6 @@ from phases.appendix.tools.written import decode_written
 from serving.app import App
 from serving.completion import Choice
 from serving.endpoints import ServedModel
-from serving.http.errors import ErrorForm, wrong
 from serving.http.request import HttpRequest
 from serving.messages import Ready
 from serving.parsed import ParsedRequest

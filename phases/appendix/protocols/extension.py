@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from common.http.errors import ErrorForm
 from phases.appendix.protocols.anthropic import Messages, count
 from phases.appendix.protocols.ollama import (
     VERSION,
@@ -17,7 +18,6 @@ from phases.appendix.protocols.ollama import (
 )
 from phases.appendix.protocols.responses import Responses
 from serving.app import App
-from serving.http.errors import ErrorForm
 from serving.http.request import HttpRequest
 
 

@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from common.json_text import convert_fields
+from common.http.errors import ErrorForm
+from common.json_text import convert_fields, encode_json
 from phases.appendix.api.reasoning import reasons
 from phases.appendix.protocols.translation import Events, Translation, renamed
 from phases.appendix.tools.written import decode_written
 from serving.app import App
 from serving.completion import Choice, serve
 from serving.endpoints import COPIED, ChatEndpoint, ServedModel
-from serving.http.errors import ErrorForm
-from serving.http.request import HttpRequest, encode_json
+from serving.http.request import HttpRequest
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
 

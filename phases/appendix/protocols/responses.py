@@ -11,6 +11,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from common.http.errors import ApiError, ErrorForm, too_many, wrong
+from common.json_text import encode_json
 from phases.appendix.protocols.translation import (
     NAMED_EVENT,
     Events,
@@ -22,8 +24,7 @@ from phases.appendix.protocols.translation import (
 from phases.appendix.tools.described import text_of
 from serving.completion import Choice
 from serving.endpoints import ChatEndpoint
-from serving.http.errors import ApiError, ErrorForm, too_many, wrong
-from serving.http.request import HttpRequest, encode_json
+from serving.http.request import HttpRequest
 from serving.parsed import ParsedRequest
 
 MOST_KEPT, MOST_BYTES = 1024, 32 << 20

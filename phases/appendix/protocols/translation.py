@@ -13,14 +13,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from common.json_text import convert_fields
+from common.http.errors import ApiError, ErrorForm, error_body, wrong
+from common.json_text import convert_fields, encode_json
 from phases.appendix.api.scheduling import SchedulingFields
 from phases.appendix.tools.described import Message, with_system
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import ChatEndpoint
 from serving.formatter import usage
-from serving.http.errors import ApiError, ErrorForm, error_body, wrong
-from serving.http.request import EVENTS, HttpRequest, encode_json
+from serving.http.request import EVENTS, HttpRequest
 from serving.http.schema import GenerationFields
 from serving.messages import Ready
 from serving.parsed import ParsedRequest

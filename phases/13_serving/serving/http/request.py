@@ -10,10 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from serving.http.errors import ApiError, ErrorForm, too_large
-from serving.http.limits import Limits
+from common.http.errors import ApiError, ErrorForm, too_large
+from common.http.limits import Limits
+from common.json_text import encode_json
 
 if TYPE_CHECKING:
     from serving.completion import ChoiceGroup
@@ -32,21 +31,7 @@ EVENTS = [
 ]
 DRAINED_BYTES, DRAIN_SECONDS = 64 << 10, 1.0
 """Of a body that is refused unread: it is taken for so long, so that the answer is read."""
-_encode = msgspec.json.Encoder().encode
-_LINE_ENDS = {"\u2028": b"\\u2028", "\u2029": b"\\u2029", "\x85": b"\\u0085"}
-"""Characters of a string that some readers of lines take for an end of the line."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-def encode_json(value: Any) -> bytes:
-    """Return a value as JSON in UTF-8 on one line; characters that some readers take for a line end are
-    escaped.
-    """
-    data = _encode(value)
-    if b"\xe2\x80" in data or b"\xc2\x85" in data:
-        for character, escaped in _LINE_ENDS.items():
-            data = data.replace(character.encode(), escaped)
-    return data
 
 
 def listed(names: list[str]) -> bytes:

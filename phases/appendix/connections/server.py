@@ -14,10 +14,9 @@ from typing import Any
 
 import uvicorn
 
-from common.errors import UserError
 from common.words import count
 from serving.app import App
-from serving.liveness import StartupError
+from serving.completion import ChoiceGroup
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +41,9 @@ class HttpServer(uvicorn.Server):
 
     app: what it serves. on_ready: called when the engine first takes requests.
     config: uvicorn's settings that shall differ from `CONFIG`.
-    failure: why the engine could not be started; None: it could.
     code: the exit code with which the process should end.
     """
 
-    failure: Exception | None = None
     code = 0
 
     def __init__(
@@ -73,21 +70,24 @@ class HttpServer(uvicorn.Server):
         self.app.draining = True
         log.warning(
             "draining: %s may finish, nothing new is taken",
-            count(len(self.app.groups), "request"),
+            count(len(self._groups), "request"),
         )
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
         end = time.monotonic() + self.app.limits.grace_seconds
-        while self.app.groups and time.monotonic() < end and not self.should_exit:
+        while self._groups and time.monotonic() < end and not self.should_exit:
             await asyncio.sleep(0.05)
-        for group in self.app.groups:
+        for group in self._groups:
             group.give_up("died", "the server is shutting down")
         self.app.closing = self.should_exit = True
 
     async def serve(self, sockets: Any = None) -> None:
-        """Serve until a signal comes, or until the engine cannot be started. sockets: uvicorn's; None: it
+        """Serve until a signal comes, or the engine is no longer kept alive. sockets: uvicorn's; None: it
         opens its own.
+
+        Raises:
+            StartupError, UserError: the engine cannot be started.
         """
         self._loop = asyncio.get_running_loop()
         engine = self.app.engine.start()
@@ -98,11 +98,13 @@ class HttpServer(uvicorn.Server):
             await self.app.engine.stop()
             engine.cancel()
             await asyncio.wait({engine})
+        if not engine.cancelled():
+            engine.result()
+
+    @property
+    def _groups(self) -> list[ChoiceGroup]:
+        """Return the requests for tokens that are being served, each as the group of its completions."""
+        return [http.group for http in self.app.requests if http.group is not None]
 
     def _engine_ended(self, task: asyncio.Future[None]) -> None:
-        failure = None if task.cancelled() else task.exception()
-        if isinstance(failure, StartupError | UserError):
-            self.failure, self.should_exit = failure, True
-        elif failure is not None:
-            log.error("the engine is no longer kept alive", exc_info=failure)
-            self.code, self.should_exit = 1, True
+        self.should_exit = True
