@@ -9,7 +9,7 @@ from typing import Any
 import cuda_graphs
 from benchmarks.pictures.driving import exactly, tiny
 from benchmarks.pictures.svg import LINE, SOFT, Kind, Picture
-from common.sampling.sampler import SamplingFlags
+from common.sampling.metadata import SamplingFlags
 from cuda_graphs.decode_graph import DecodeGraph
 from cuda_graphs.executors import DecodeGraphExecutor
 

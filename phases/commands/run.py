@@ -14,7 +14,7 @@ from common.device import pick_device, pick_dtype
 from common.errors import UserError
 from common.models.hub import model_folder
 from common.neighbours import usage, warn
-from common.sampling.params import sampling_defaults
+from common.sampling.defaults import sampling_defaults
 from common.text.tokenizer import Tokenizer
 from common.words import count
 from phases import Phase, phase_named

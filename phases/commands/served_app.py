@@ -11,7 +11,7 @@ from common.collector import freeze_collector
 from common.console import err, out
 from common.errors import EngineLost
 from common.neighbours import Usage, warn
-from common.sampling.params import sampling_defaults
+from common.sampling.defaults import sampling_defaults
 from common.text.tokenizer import Tokenizer
 from phases.appendix.access.options import hosts, names_of, origins
 from phases.appendix.server import whole_app, whole_server

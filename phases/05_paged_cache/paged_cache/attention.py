@@ -20,7 +20,21 @@ from continuous.attention import (
 )
 from continuous.batch import Batch
 from forward.attention import LayerSpec
-from paged_cache.pool import BlockPool, LayerBlocks, encode
+from paged_cache.pool import BlockPool, LayerBlocks, largest
+
+
+def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return keys or values `x [..., KH, D]` as they are stored: divided by `scale [KH]`, within `dtype`'s
+    range.
+
+    scale: None: only the dtype changes.
+    """
+    if scale is None:
+        return x.to(dtype)
+    x = x.float() / scale[:, None]
+    if not dtype.is_floating_point:
+        x = (x + 0.5).floor()
+    return x.clamp(-largest(dtype), largest(dtype)).to(dtype)
 
 
 @dataclass(frozen=True)
