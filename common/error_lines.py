@@ -1,4 +1,4 @@
-"""Error messages of libraries in one line."""
+"""Error messages of libraries, in one line and in our words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import re
 
 from common.errors import brief
 
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
 _DRAWN_REGEX = re.compile(
     r"""(?:invalid\ regex\ .*\ \(in\ regex\):\ )?
     regex\ parse\ error:\n
@@ -30,3 +38,25 @@ def one_line(message: str) -> str:
 
     message = _DRAWN_REGEX.sub(place, _LISTED_SOURCE.sub("", message))
     return " ".join(_PLACE.sub(r"line \1, character \2: ", message).split())
+
+
+def type_error(message: str) -> tuple[str | None, str]:
+    """Return the field in msgspec's error message (None: the whole object), and the complaint as a
+    sentence.
+    """
+    found = re.search(r"`\$\.?([^`]*)`$", message)
+    path = found[1] if found else ""
+    if missing := re.search(r"required field `(\w+)`", message):
+        path = f"{path}.{missing[1]}".lstrip(".")
+        return re.split(r"[.[]", path)[0], f"{path} is missing"
+    field = re.split(r"[.[]", path)[0] or None
+    if value := re.match(r"Invalid enum value (.{1,60})", message.partition(" - at ")[0]):
+        return field, f"{path} is not supported with the value {value[1]}"
+    if message.startswith("Expected `null`"):
+        return field, f"{path} is not supported"
+    kinds = re.match(r"Expected `([^`]+)`(?:, got `(\w+)`)?(.*?) - at", message)
+    if kinds is None:
+        return field, f"{path}: {message}"
+    names = [_TYPES.get(name, name) for name in kinds[1].split(" | ") if name != "null"]
+    got = f", but is {_TYPES.get(kinds[2], kinds[2])}" if kinds[2] else kinds[3]
+    return field, f"{path} must be {' or '.join(names)}{got}"

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 
 from common.http.limits import Limits
 from common.text.tokenizer import Tokenizer
-from phases.appendix.access.policy import ANY, AccessPolicy
+from phases.appendix.access.cors import ANY
+from phases.appendix.access.policy import AccessPolicy
 from phases.appendix.api.extension import Document, chat_handlers, completion_handlers
 from phases.appendix.connections.connection import NEVER, Connection
 from phases.appendix.connections.server import HttpServer

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from common.errors import UserError
-from common.http.errors import ApiError, wrong
+from common.http.errors import ApiError, ErrorForm, wrong
 from common.json_text import FieldError, decode_object
 from common.text.tokenizer import LONG
 from serving.client import EngineClient
@@ -37,6 +37,7 @@ class App:
     model: the model that is served, with the limits of requests.
     completion_handlers, chat_handlers: read further fields of the requests of these two routes.
     routes: handlers of HTTP requests, by path and method. endpoints: routes that generate tokens, by path.
+    forms: JSON forms of errors, by the beginning of the path.
     before: hooks that get each HTTP request first, and return True if they have answered it.
     on_end: hooks that get each HTTP request when it has its answer, or its client has left.
     draining: no new requests for tokens are taken; those that run go on.
@@ -60,6 +61,7 @@ class App:
         self.on_end = list[Callable[[HttpRequest], None]]()
         self.created = int(time.time())
         self.endpoints = dict[str, Endpoint]()
+        self.forms = dict[str, ErrorForm]()
         self.routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": lambda http: http.json({"status": "alive"})},
             "/ready": {"GET": self._ready},
@@ -95,6 +97,9 @@ class App:
                 hook(http)
 
     async def _answer(self, http: HttpRequest) -> None:
+        for beginning, form in self.forms.items():
+            if http.path.startswith(beginning):
+                http.form = form
         for hook in self.before:
             if await hook(http):
                 return
@@ -151,10 +156,10 @@ class App:
     def add(self, path: str, endpoint: Endpoint) -> None:
         """Serve POST requests at `path` by `endpoint`, a route that generates tokens."""
         self.endpoints[path] = endpoint
+        self.forms[path] = endpoint.form
         self.routes[path] = {"POST": partial(self._tokens, endpoint)}
 
     async def _tokens(self, endpoint: Endpoint, http: HttpRequest) -> None:
-        http.form = endpoint.form
         parse = partial(self.parse, endpoint, http)
         request = await self.read(http, parse, endpoint.source, endpoint.threaded)
         await serve(http, request, self.engine, self.model.tokenizer)

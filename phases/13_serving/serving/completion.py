@@ -64,11 +64,6 @@ class Choice:
         self.begins = self.stream.begins
 
     @property
-    def text(self) -> str:
-        """Return the completion's text so far."""
-        return "".join(self.texts)
-
-    @property
     def prompt(self) -> list[int]:
         """Return the token ids of the prompt that this completion continues."""
         return self.request.prompts[self.index // self.request.params.n]

@@ -96,8 +96,8 @@ class ServedModel:
         """
         generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
-        given = {name: getattr(generation, name) for name in COPIED}
-        sampling = {name: value for name, value in given.items() if value is not None}
+        given = ((name, getattr(generation, name)) for name in COPIED)
+        sampling = {name: value for name, value in given if value is not None}
         return ParsedRequest(generation, fields, sampling, ready, source)
 
     def check_length(self, characters: int, ready: Ready, param: str) -> None:

@@ -69,7 +69,7 @@ class ResponseFormatter:
 
     def shape(self, choice: Choice) -> dict[str, Any]:
         """Return a whole completion as an entry of the response's list `choices`."""
-        piece = Piece(choice.text, 0, len(choice.tokens))
+        piece = choice.take()
         details = self.details(choice, piece)
         return {"text": piece.text, **details, "finish_reason": choice.reason}
 
@@ -137,9 +137,10 @@ class ChatFormatter(ResponseFormatter):
     def shape(self, choice: Choice) -> dict[str, Any]:
         """Return a whole chat completion as an entry of the response's list `choices`."""
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-        for delta in choice.deltas(choice.text, True):
+        piece = choice.take()
+        for delta in choice.deltas(piece.text, True):
             message |= delta
         if choice.reader is not None and (calls := choice.reader.calls):
             message |= {"content": message["content"] or None, "tool_calls": calls}
-        details = self.details(choice, Piece("", 0, len(choice.tokens)))
+        details = self.details(choice, piece)
         return {"message": message, **details, "finish_reason": choice.finish_reason}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -98,7 +97,7 @@ class ParsedRequest:
     generation: GenerationFields
     fields: Mapping[str, Any]
     sampling: dict[str, Any]
-    ready: Ready = field(default_factory=partial(Ready, 0, 0))
+    ready: Ready
     source: str = "prompt"
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)

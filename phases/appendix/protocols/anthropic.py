@@ -147,7 +147,6 @@ async def count(app: App, messages: Messages, http: HttpRequest) -> None:
             call()
         return len(request.prompts[0])
 
-    http.form = messages.form
     await http.json({"input_tokens": await app.read(http, parse, messages.source)})
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
-from common.http.errors import ErrorForm
 from phases.appendix.protocols.anthropic import Messages, count
 from phases.appendix.protocols.ollama import (
     VERSION,
@@ -18,11 +16,11 @@ from phases.appendix.protocols.ollama import (
 )
 from phases.appendix.protocols.responses import Responses
 from serving.app import App
-from serving.http.request import HttpRequest
 
 
 def add_protocols(app: App) -> None:
     """Add to a server the routes of OpenAI's Responses, Anthropic's Messages, and Ollama's API."""
+    app.forms["/api/"] = error_form({})
     messages = Messages(app.chat)
     app.add("/v1/responses", Responses(app.chat))
     app.add("/v1/messages", messages)
@@ -37,16 +35,3 @@ def add_protocols(app: App) -> None:
         "/api/ps": {"GET": partial(running, app)},
         "/api/version": {"GET": lambda http: http.json({"version": VERSION})},
     }
-    forms = {"/api/": error_form({}), "/v1/messages": messages.form}
-    app.before.insert(0, partial(set_form, forms))
-
-
-async def set_form(forms: Mapping[str, ErrorForm], http: HttpRequest) -> bool:
-    """Give all errors of an HTTP request the form of its protocol, also of a path that there is not.
-
-    forms: of errors, by the beginning of the path. Returns False: the request is not answered here.
-    """
-    for beginning, form in forms.items():
-        if http.path.startswith(beginning):
-            http.form = form
-    return False

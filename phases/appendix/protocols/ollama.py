@@ -286,7 +286,6 @@ async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
 
     app: the server. ollama: the route, which translates the request.
     """
-    http.form = ollama.form
 
     def parse(fields: dict[str, Any], ready: Ready) -> ParsedRequest | dict[str, Any]:
         return ollama.loads(fields) or app.parse(ollama, http, fields, ready)

@@ -100,7 +100,7 @@ class Events:
     def body(self, group: ChoiceGroup) -> bytes:
         """Return the whole response as JSON, for a request that is not streamed."""
         (choice,) = group.choices
-        self.chunk(choice, Piece(choice.text, 0, len(choice.tokens)), True)
+        self.chunk(choice, choice.take(), True)
         return encode_json(self.value)
 
     def end(self, group: ChoiceGroup) -> bytes:
