@@ -90,7 +90,7 @@ def record() -> Trace:
         }
         takes_part = one.finish_reason is None
         note(f"step {len(steps) + 1} is scheduled", works)
-        engine.collect(engine.launch(works))
+        engine.collect(engine.sample(engine.forward(works)))
         engine.take_outputs()
         steps.append(Step(rows, given[-1]))
         if takes_part:

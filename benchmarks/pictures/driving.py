@@ -35,5 +35,5 @@ def steps(engine: Any) -> Iterator[list[Work]]:
         engine.process_inbox()
         works = engine.schedule()
         yield works
-        engine.collect(engine.launch(works))
+        engine.collect(engine.sample(engine.forward(works)))
         engine.take_outputs()

@@ -1,1 +1,1 @@
-"""What several phases say over HTTP: errors, and limits on what a client may send."""
+"""Errors over HTTP, and limits on what a client may send: of several phases."""

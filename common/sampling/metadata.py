@@ -1,4 +1,4 @@
-"""How a batch is sampled, decided on the host: which operations its requests need, and which rows."""
+"""Decisions about a batch, made on the host: which operations its requests need, and which rows."""
 
 from __future__ import annotations
 

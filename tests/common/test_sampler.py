@@ -201,12 +201,12 @@ def correlated(one: Tensor, other: Tensor) -> None:
 def test_noise_of_neighbouring_tokens_steps_and_seeds_is_independent() -> None:
     ids = torch.arange(3000, dtype=torch.int32)
 
-    def noise(seeds: Sequence[int], steps: Sequence[int]) -> Tensor:
+    def bits_of(seeds: Sequence[int], steps: Sequence[int]) -> Tensor:
         keys = torch.tensor([noise.stream_key(seed) for seed in seeds])
         lower, upper = noise.random_words(keys, torch.tensor(steps)).split(1, dim=1)
         return noise.noise_bits(upper, lower, ids)
 
-    by_step, by_seed = noise([3] * 40, range(40)), noise(range(40), [0] * 40)
+    by_step, by_seed = bits_of([3] * 40, range(40)), bits_of(range(40), [0] * 40)
     for distance in (1, 2, 3, 16, 256, 1024):
         correlated(by_step[:, distance:], by_step[:, :-distance])
     correlated(by_step[1:], by_step[:-1])

@@ -322,7 +322,6 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "too many stops": ({"prompt": "a", "stop": ["x"] * 65}, 400, "stop", "at most 64"),
     "bias of no token": ({"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "256"),
     "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix", ""),
-    "options without stream": ({"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream"),
     "priority": ({"prompt": "a", "priority": 1}, 400, "priority", "fcfs"),
     "deadline": ({"prompt": "a", "deadline_ms": 0}, 400, "deadline_ms", ">= 1"),
     "deadline of 400 digits": (b'{"prompt": "a", "deadline_ms": ' + b"9" * 400 + b"}", 400, "deadline_ms",

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from continuous.attention import (
+from continuous.batch import Batch
+from continuous.groups import (
     PADDING_PER_CALL,
     Group,
     attend_masked,
@@ -18,7 +19,6 @@ from continuous.attention import (
     prompt_attention,
     prompt_groups,
 )
-from continuous.batch import Batch
 from forward.attention import LayerSpec
 from paged_cache.pool import BlockPool, LayerBlocks, largest
 

@@ -162,7 +162,7 @@ class App:
     async def _tokens(self, endpoint: Endpoint, http: HttpRequest) -> None:
         parse = partial(self.parse, endpoint, http)
         request = await self.read(http, parse, endpoint.source, endpoint.threaded)
-        await serve(http, request, self.engine, self.model.tokenizer)
+        await serve(self, http, request)
 
     def parse(
         self, endpoint: Endpoint, http: HttpRequest, fields: dict[str, Any], ready: Ready

@@ -56,7 +56,7 @@ class EngineClient:
     ready, stats: the engine's sizes, and its statistics after the last step.
     now: `time.perf_counter()` when the step arrived whose tokens are being given to sinks.
     on_step: hooks that are called with each step's report once its tokens have been given to sinks.
-    on_ready: hook that is called when the first engine takes requests.
+    on_ready: hooks that are called when the first engine takes requests.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class EngineClient:
         self.now = 0.0
         self.restarts = 0
         self.on_step = list[Callable[[StepReport], None]]()
-        self.on_ready: Callable[[], None] = lambda: None
+        self.on_ready = list[Callable[[], None]]()
         self._sinks = dict[int, Sink]()
         self._next = 0
         self._outbox = list[Command]()

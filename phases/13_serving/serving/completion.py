@@ -6,16 +6,18 @@ import asyncio
 import time
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from common.events import FinishReason, Logprob
 from common.http.errors import STATUS, ApiError, too_many
 from common.http.limits import Limits
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
-from serving.client import EngineClient
 from serving.http.request import ClientDisconnected, HttpRequest, listed
 from serving.parsed import Delta, ParsedRequest
+
+if TYPE_CHECKING:
+    from serving.app import App
 
 LONG_ANSWER = 250
 """Tokens of a prompt and its whole answer above which a thread writes it, so that no stream waits."""
@@ -142,20 +144,14 @@ class ChoiceGroup:
     unsent: those of a stream whose end has not been sent. prompt_tokens: of all prompts.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        tokenizer: Tokenizer,
-        request: ParsedRequest,
-        most_unsent: int,
-    ) -> None:
-        self.engine = engine
+    def __init__(self, app: App, request: ParsedRequest) -> None:
+        self.engine = app.engine
         self.request = request
         self.streamed = bool(request.generation.stream)
-        self.most_unsent = most_unsent
+        self.most_unsent = app.limits.max_unsent
         self.failure: tuple[str, str] | None = None
         self.choices = [
-            Choice(self, index, tokenizer)
+            Choice(self, index, app.model.tokenizer)
             for index in range(len(request.prompts) * request.params.n)
         ]
         self.left = len(self.choices)
@@ -222,29 +218,26 @@ class ChoiceGroup:
 # The life of a request.
 
 
-async def serve(
-    http: HttpRequest, request: ParsedRequest, engine: EngineClient, tokenizer: Tokenizer
-) -> None:
+async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     """Run a request for tokens in the engine, and send its whole response, from admission to the last byte.
 
-    tokenizer: makes text of the tokens. A header names the fields that were ignored. However this function is
-    left, the engine drops what is not finished.
+    A header names the fields that were ignored. However this function is left, the engine drops what is not
+    finished.
 
     Raises:
         ApiError: the request cannot be answered, or not in full.
         ClientDisconnected: the client has left.
     """
-    limits = http.limits
-    check_admission(request, limits, engine.in_flight)
+    check_admission(request, app.limits, app.engine.in_flight)
     http.extra += request.headers
     if request.ignored:
         http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
-    group = http.group = ChoiceGroup(engine, tokenizer, request, limits.max_unsent)
+    group = http.group = ChoiceGroup(app, request)
     leaving = asyncio.ensure_future(http.disconnected())
     leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
     passed = time.perf_counter() - http.started
     try:
-        async with asyncio.timeout(min(request.seconds, limits.max_seconds) - passed):
+        async with asyncio.timeout(min(request.seconds, app.limits.max_seconds) - passed):
             group.submit()
             await (_stream(http, group) if group.streamed else _answer(http, group))
     except TimeoutError:

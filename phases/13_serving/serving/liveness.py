@@ -175,8 +175,8 @@ class EngineProcess(EngineClient):
                     first = self.ready is None
                     self.ready, self.stats = message, StepStats(free_blocks=message.blocks)
                     self.state = "stopped" if self._stopping else "ready"
-                    if first:
-                        self.on_ready()
+                    for hook in self.on_ready if first else ():
+                        hook()
                 case Failed():
                     return (UserError if message.wrong_input else StartupError)(message.reason)
 

@@ -50,7 +50,7 @@ class HttpServer(uvicorn.Server):
         self, app: App, on_ready: Callable[[], None] = lambda: None, **config: Any
     ) -> None:
         self.app = app
-        app.engine.on_ready = on_ready
+        app.engine.on_ready.append(on_ready)
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         super().__init__(uvicorn.Config(app, **(CONFIG | config)))
 

@@ -294,7 +294,7 @@ async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
     if isinstance(request, dict):
         await http.json(request)
     else:
-        await serve(http, request, app.engine, app.model.tokenizer)
+        await serve(app, http, request)
 
 
 def _now() -> str:
