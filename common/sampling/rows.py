@@ -184,10 +184,7 @@ class SamplerRows:
             tuple(self._draws(features)) if SamplingFlags.RANDOM in union else (),
             tuple(wanted.tolist()) if (wanted >= 0).any() else None,
             self._edited(wanted_rows) if SamplingFlags.EDITS in union else None,
-            tuple(
-                positions
-                for _, positions in self._parts(features & int(SamplingFlags.PENALTIES) != 0)
-            ),
+            self._penalized(features) if SamplingFlags.PENALTIES in union else (),
         )
         self._planned = wanted_rows, plan
         return plan
@@ -197,6 +194,10 @@ class SamplerRows:
         for chosen in (~random, random & ~radix, radix):
             for part, positions in self._parts(chosen):
                 yield Draw(positions, SamplingFlags(int(np.bitwise_or.reduce(features[part]))))
+
+    def _penalized(self, features: NDArray[np.int64]) -> tuple[Positions, ...]:
+        chosen = features & int(SamplingFlags.PENALTIES) != 0
+        return tuple(positions for _, positions in self._parts(chosen))
 
     def _edited(self, rows: Sequence[int]) -> Edits:
         own = [

@@ -103,6 +103,8 @@ class TextStream:
         if self._exempt > 0:
             self._exempt -= 1
             return piece, False
+        if not self._stops:
+            return piece, False
         text = self._held + piece
         found = [
             (at + len(stop), -len(stop))
@@ -118,6 +120,6 @@ class TextStream:
             for at in range(len(text))
             if any(stop.startswith(text[at:]) for stop in self._stops)
         )
-        safe = next(begins, len(text)) if self._stops else len(text)
+        safe = next(begins, len(text))
         self._held = text[safe:]
         return text[:safe], False

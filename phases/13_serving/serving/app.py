@@ -175,8 +175,10 @@ class App:
             ApiError: the request cannot be served.
         """
         request = endpoint.parse(http, fields, ready)
-        known = {name for kind in endpoint.kinds for name in kind.__struct_fields__}
-        request.ignored += sorted(fields.keys() - known)
+        unknown = set(fields)
+        for kind in endpoint.kinds:
+            unknown.difference_update(kind.__struct_fields__)
+        request.ignored += sorted(unknown)
         return request
 
     async def read(

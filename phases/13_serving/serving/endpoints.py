@@ -96,8 +96,10 @@ class ServedModel:
         """
         generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
-        given = ((name, getattr(generation, name)) for name in COPIED)
-        sampling = {name: value for name, value in given if value is not None}
+        sampling = dict[str, Any]()
+        for name in COPIED:
+            if (value := getattr(generation, name)) is not None:
+                sampling[name] = value
         return ParsedRequest(generation, fields, sampling, ready, source)
 
     def check_length(self, characters: int, ready: Ready, param: str) -> None:

@@ -82,12 +82,11 @@ class Metrics:
             return
         for choice in group.choices:  # one whose engine has died has no end
             self._last.pop(choice.number, None)
+            if choice.reason is not None:
+                self.finished[choice.reason] += 1
         failure = group.failure[0] if group.failure is not None else None
         if failure is not None:
             self.failures[failure] += 1
-        self.finished.update(
-            choice.reason for choice in group.choices if choice.reason is not None
-        )
         if failure == "refused":  # no tokens of it were counted
             return
         self.prompted += group.prompt_tokens
