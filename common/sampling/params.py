@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, SupportsIndex
 
@@ -120,7 +121,7 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        put = self._put
+        put = partial(object.__setattr__, self)  # the dataclass is frozen for all others
         for name, (low, high) in INTEGERS.items():
             put(name, integer(name, getattr(self, name), low=low, high=high))
         for name, (least, most) in NUMBERS.items():
@@ -143,9 +144,6 @@ class SamplingParams:
             put("logit_bias", _logit_bias(self.logit_bias))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UserError(f"grammar is {shown(self.grammar)}, but must be a Grammar or None")
-
-    def _put(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen for all others
 
     @property
     def greedy(self) -> bool:
