@@ -77,6 +77,8 @@ class Machine:
         that of state -1.
     calls: of each state, the rules that it may call: (first state of the rule, next state of the caller).
     accepting: of each state, whether its rule may end there.
+    reads: of each state, whether it has an edge that reads a byte.
+    ends: of each state, whether its rule must end there: it accepts, and can neither read nor call.
     start: the place (set of stacks) before the first byte.
     """
 
@@ -119,10 +121,13 @@ class Machine:
         """Return the stacks of states that `stack` becomes by calls and returns without reading, itself
         included.
 
-        Only those are returned from which a byte can be read, and the one at which the output may end.
+        Only those are returned from which a byte can be read (`reads`), and the one at which the output may
+        end. A call pushes the caller's next state and then the rule's first one. The former is left out if
+        the caller has nothing more to do there (`ends`), so a chain of last calls needs a short stack.
 
         Raises:
-            UserError: there are endlessly many, since a rule calls itself before it reads a byte.
+            UserError: there are more than `MOST_WAYS` on the way, since a rule calls itself before it reads
+                a byte.
         """
         found = set[Stack]()
         todo = [stack]

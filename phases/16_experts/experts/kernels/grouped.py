@@ -133,6 +133,7 @@ def grouped_kernel(
 ):  # fmt: skip
     """Multiply a tile of one expert's tokens with `BLOCK_N` of its `N` outputs. One program for each pair.
 
+    The grid has one dimension: `most * ceil(N / BLOCK_N)` programs. A tile of 0 rows writes nothing.
     UP, the first product: `x [T, K]` -> `out [T k, N]`, gated, sorted by expert. Otherwise the second one:
         `x [T k, K]`, sorted by expert -> `out [T k, N]` in the order of choices, times `weights [T, k]`.
     data: `[E, N, K]`, with UP `[E, 2 N, K]`: gates, then ups. bias: `[E, N]` or `[E, 2 N]`, read if BIAS.
