@@ -11,11 +11,10 @@ from typing import Any
 from common.errors import UserError, library_errors
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
+from common.text.model_templates import ModelTemplates
 from common.text.special_guard import SpecialGuard
 from common.text.tokenizer_files import (
     bos_token,
-    chat_templates,
-    content_of,
     load_backend,
     named_tokens,
     read_json,
@@ -116,7 +115,7 @@ class Tokenizer:
             UserError: the model has no chat template, or the template does not take these messages, also
                 when turns of one role in a row are joined.
         """
-        template = self.tool_template if variables.get("tools") else self.chat_template
+        template = self.templates.tools if variables.get("tools") else self.templates.plain
         conversation = template.conversation(messages, ignored)
         variables["add_generation_prompt"] = add_generation_prompt
         try:
@@ -202,48 +201,9 @@ class Tokenizer:
         return SpecialGuard(self.backend)
 
     @cached_property
-    def chat_template(self) -> ChatTemplate:
-        """Return the compiled chat template.
-
-        Raises:
-            UserError: the model has none, as a model that was only pretrained.
-        """
-        return self._template("default")
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Return True if the model has a template for conversations without tools."""
-        return isinstance(self._chat_templates.get("default"), str)
-
-    @cached_property
-    def tool_template(self) -> ChatTemplate:
-        """Return the chat template for conversations with tools: the model's `tool_use` if it has one, else
-        `chat_template`.
-        """
-        return (
-            self._template("tool_use")
-            if "tool_use" in self._chat_templates
-            else self.chat_template
-        )
-
-    def _template(self, name: str) -> ChatTemplate:
-        sources = self._chat_templates
-        source = sources.get(name, sources.get("default"))
-        if not isinstance(source, str):
-            raise UserError(
-                f"the model in {self.folder} has no chat template: give it plain text to continue"
-            )
-        contents = {name: content_of(token) for name, token in self._special_tokens.items()}
-        return ChatTemplate(
-            source, {name: each for name, each in contents.items() if isinstance(each, str)}
-        )
-
-    @cached_property
-    def _chat_templates(self) -> dict[str, Any]:
-        """Return the sources of the model's chat templates by name; a single one is `default`. Template files
-        come before configurations.
-        """
-        return chat_templates(self.folder, self._config)
+    def templates(self) -> ModelTemplates:
+        """Return the model's chat templates."""
+        return ModelTemplates(self.folder, self._config, self._special_tokens)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with library_errors("the text"):

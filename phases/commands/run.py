@@ -55,7 +55,7 @@ def run(given: SimpleNamespace) -> int:
         params, **{name: value for name, value in own.items() if name not in given.said}
     )
     tokenizer = Tokenizer(folder)
-    chat = tokenizer.has_chat_template if given.chat is None else given.chat
+    chat = tokenizer.templates.available if given.chat is None else given.chat
     prompts = given.prompts or [DEFAULT_QUESTION if chat else DEFAULT_PROMPT]
     ids = [
         tokenizer.chat([{"role": "user", "content": t}]) if chat else tokenizer.encode(t)

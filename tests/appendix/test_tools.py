@@ -239,7 +239,7 @@ def test_conversations_with_calls(tokenizer):
         {"role": "assistant", "content": "noon", "tool_calls": None, "audio": None},
     ]
     made = conversation(said)
-    shown = tokenizer.chat_template.conversation(made)
+    shown = tokenizer.templates.plain.conversation(made)
     assert made[1]["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
     for place, field in ((1, "refusal"), (1, "annotations"), (3, "tool_calls"), (3, "audio")):
         assert field not in shown[place], (

@@ -61,7 +61,7 @@ class Reasoning:
 
         If the template uses none of them, the field is added to `request.ignored`, which a header shows.
         """
-        known = self.tokenizer.chat_template.variables
+        known = self.tokenizer.templates.plain.variables
         if effort == "none":
             request.variables.setdefault("enable_thinking", False)
         else:
@@ -93,14 +93,14 @@ class Reasoning:
 def reasons(tokenizer: Tokenizer) -> bool:
     """Return True if the model's chat template shows that it writes reasoning before an answer."""
     try:
-        return BEGIN in tokenizer.chat_template.source or has_channels(tokenizer)
+        return BEGIN in tokenizer.templates.plain.source or has_channels(tokenizer)
     except UserError:  # it has no template
         return False
 
 
 def has_channels(tokenizer: Tokenizer) -> bool:
     """Return True if the model's chat template has gpt-oss's format, whose messages name a channel."""
-    source = tokenizer.chat_template.source
+    source = tokenizer.templates.plain.source
     return CHANNEL in source and MESSAGE in source
 
 
@@ -109,7 +109,7 @@ def opened(tokenizer: Tokenizer, prompt: list[int]) -> bool | None:
 
     None: the model's chat template has no reasoning, so the output is not split. prompt: token ids.
     """
-    if BEGIN not in tokenizer.chat_template.source:
+    if BEGIN not in tokenizer.templates.plain.source:
         return None
     return tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip().endswith(BEGIN)
 

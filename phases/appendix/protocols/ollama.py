@@ -275,7 +275,7 @@ async def show(app: App, http: HttpRequest) -> None:
 
 def capabilities(model: ServedModel) -> list[str]:
     """Return what the model can do, in Ollama's words, such as "completion" and "tools"."""
-    if not model.tokenizer.has_chat_template:
+    if not model.tokenizer.templates.available:
         return ["completion", "embedding"]
     thinking = ["thinking"] if reasons(model.tokenizer) else []
     return ["completion", "tools", "embedding", *thinking]
