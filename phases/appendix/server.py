@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from common.http.limits import Limits
 from common.text.tokenizer import Tokenizer
 from phases.appendix.access.cors import ANY
 from phases.appendix.access.policy import AccessPolicy
 from phases.appendix.api.extension import Document, chat_handlers, completion_handlers
-from phases.appendix.connections.connection import NEVER, Connection
-from phases.appendix.connections.server import HttpServer
 from phases.appendix.embeddings.endpoint import Embeddings
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
@@ -66,15 +62,3 @@ def whole_app(
     app.add("/api/embed", Embeddings(app.model, ours=False))
     Document(app, version)
     return app
-
-
-def whole_server(app: App, on_ready: Callable[[], None] = lambda: None) -> HttpServer:
-    """Return the HTTP server that `ladder serve` runs; it takes as many connections as the system allows.
-
-    on_ready: called when the engine is ready.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return HttpServer(app, on_ready, http=Connection, timeout_keep_alive=NEVER)

@@ -14,7 +14,8 @@ from common.neighbours import Usage, warn
 from common.sampling.defaults import sampling_defaults
 from common.text.tokenizer import Tokenizer
 from phases.appendix.access.options import hosts, names_of, origins
-from phases.appendix.server import whole_app, whole_server
+from phases.appendix.connections.server import HttpServer
+from phases.appendix.server import whole_app
 from phases.commands.arguments import joined
 from phases.commands.plain import version
 from serving.app import App
@@ -58,7 +59,7 @@ async def serve(
         EngineLost, UserError: the engine cannot be started.
     """
     app = make_app(engine, folder, given)
-    server = whole_server(app, on_ready=partial(_greet, app, given, begun))
+    server = HttpServer(app, on_ready=partial(_greet, app, given, begun))
     try:
         await server.serve([listening])
     except StartupError as error:

@@ -16,8 +16,7 @@ from common.http.errors import ApiError
 from common.http.limits import Limits
 from phases.appendix.access.options import hosts, names_of
 from phases.appendix.access.policy import AccessPolicy
-from phases.appendix.connections.connection import NEVER, Connection
-from phases.appendix.connections.server import KEEP_ALIVE_SECONDS
+from phases.appendix.connections.connection import KEEP_ALIVE_SECONDS, NEVER, Connection
 from serving.http.request import HttpRequest
 
 LIMITS = Limits(body_seconds=10.0, max_connections=3, max_header_bytes=1000)

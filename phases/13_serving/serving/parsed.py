@@ -24,13 +24,16 @@ Delta = dict[str, Any]
 class MessageReader(Protocol):
     """Interface of what makes a chat message of a completion's text, as it comes, with more than content.
 
-    answer: gets the text of each token, and whether it is the last; returns what of it belongs to the answer,
-        in which stop strings are looked for. None: all does.
     calls: the tool calls found so far, as in the API's field `tool_calls`.
     """
 
-    answer: Callable[[str, bool], str] | None
     calls: list[dict[str, Any]]
+
+    @property
+    def answer(self) -> Callable[[str, bool], str] | None:
+        """Return a function that gets the text of each token, and whether it is the last. It returns what of
+        it belongs to the answer, in which stop strings are looked for. None: all does.
+        """
 
     @property
     def reasoning_tokens(self) -> int:

@@ -7,29 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from common.words import count
+from phases.appendix.connections.connection import NEVER, Connection
 from serving.app import App
 from serving.completion import ChoiceGroup
 
 log = logging.getLogger(__name__)
 
 TERMINATED = 143
-KEEP_ALIVE_SECONDS = 75
-"""That a connection may wait for its next request."""
 CONFIG: dict[str, Any] = {
     "ws": "none",
     "lifespan": "off",
     "server_header": False,
     "log_config": None,
     "access_log": False,
-    "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+    "http": Connection,
+    "timeout_keep_alive": NEVER,
     "timeout_graceful_shutdown": 2,
     "backlog": 4096,
 }
@@ -40,19 +42,20 @@ class HttpServer(uvicorn.Server):
     closed.
 
     app: what it serves. on_ready: called when the engine first takes requests.
-    config: uvicorn's settings that shall differ from `CONFIG`.
     code: the exit code with which the process should end.
     """
 
     code = 0
 
-    def __init__(
-        self, app: App, on_ready: Callable[[], None] = lambda: None, **config: Any
-    ) -> None:
+    def __init__(self, app: App, on_ready: Callable[[], None] = lambda: None) -> None:
         self.app = app
         app.engine.on_ready.append(on_ready)
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        super().__init__(uvicorn.Config(app, **(CONFIG | config)))
+        super().__init__(uvicorn.Config(app, **CONFIG))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:  # as many connections as the system allows
+            with suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Finish running streams at the first SIGTERM or SIGINT (`drain`); end at once at the second."""

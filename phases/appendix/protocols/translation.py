@@ -121,11 +121,12 @@ def renamed(
     """
 
     def body(error: ApiError) -> dict[str, Any]:
-        message, param = str(error), error.param
-        if param is not None and param in names:
-            message = re.sub(rf"^{param}\b", names[param], message)
-            param = names[param]
-        return shape(error_body(ApiError(error.status, message, param=param, code=error.code)))
+        made = error_body(error)
+        said = made["error"]
+        if (param := said["param"]) in names:
+            said["message"] = re.sub(rf"^{param}\b", names[param], said["message"])
+            said["param"] = names[param]
+        return shape(made)
 
     return body
 
