@@ -43,7 +43,7 @@ class Choice:
     times, logprobs: when each token came, and log-probabilities of each if they were asked for.
     notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
     reason: why it has ended, None until then.
-    stream: makes the text. begins: whether its first token begins a text.
+    stream: makes the text.
     reader: finds reasoning and tool calls in the text; None: all of it is content.
     """
 
@@ -63,7 +63,6 @@ class Choice:
         answer = None if self.reader is None else self.reader.answer
         last = self.prompt[-LOOKED_AT:]
         self.stream = TextStream(tokenizer, request.params, last, request.shown, answer)
-        self.begins = self.stream.begins
 
     @property
     def prompt(self) -> list[int]:

@@ -203,6 +203,12 @@ class TextEndpoint:
 
         fields: the decoded body. ready: the engine's sizes. Raises `ApiError` or `UserError` for a wrong one.
         """
+        request = self.model.begin(fields, ready, self.source)
+        self.fill(request, convert_fields(self.kind, fields))
+        return request
+
+    def fill(self, request: ParsedRequest, given: Any) -> None:
+        """Read `given`, an instance of `kind`, and the handlers' fields into a request; set its prompts."""
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
@@ -226,14 +232,11 @@ class CompletionEndpoint(TextEndpoint):
     default_tokens = DEFAULT_TOKENS
     formatter = ResponseFormatter
 
-    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """See `TextEndpoint.read`: `prompt` is one prompt or several, as text or token ids."""
-        request = self.model.begin(fields, ready, self.source)
-        given = convert_fields(CompletionFields, fields)
+    def fill(self, request: ParsedRequest, given: CompletionFields) -> None:
+        """See `TextEndpoint.fill`: `prompt` is one prompt or several, as text or token ids."""
         self.read_fields(request)
         special = request.generation.add_special_tokens is not False
-        request.prompts = self.model.prompts(given.prompt, ready, special=special)
-        return request
+        request.prompts = self.model.prompts(given.prompt, request.ready, special=special)
 
 
 class ChatEndpoint(TextEndpoint):
@@ -243,10 +246,8 @@ class ChatEndpoint(TextEndpoint):
     source, prefix = "messages", "chatcmpl"
     formatter = ChatFormatter
 
-    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """See `TextEndpoint.read`: the chat template makes the prompt of `messages`."""
-        request = self.model.begin(fields, ready, self.source)
-        given = convert_fields(ChatFields, fields)
+    def fill(self, request: ParsedRequest, given: ChatFields) -> None:
+        """See `TextEndpoint.fill`: the chat template makes the prompt of `messages`."""
         request.messages = [
             message | {"role": "system"} if message.get("role") == "developer" else message
             for message in given.messages  # OpenAI's newer name, which templates do not know
@@ -261,9 +262,9 @@ class ChatEndpoint(TextEndpoint):
             request.names["max_tokens"] = "max_completion_tokens"
         request.variables["add_generation_prompt"] = given.add_generation_prompt is not False
         request.variables["add_special_tokens"] = bool(request.generation.add_special_tokens)
-        self.model.check_length(count_characters(given.messages), ready, self.source)
+        length = count_characters(given.messages)
+        self.model.check_length(length, request.ready, self.source)
         self.read_fields(request)
         ignored, chat = set[str](), self.model.tokenizer.chat
         request.prompts = [chat(request.messages, ignored=ignored, **request.variables)]
         request.ignored += [f"messages.{name}" for name in sorted(ignored)]
-        return request

@@ -27,7 +27,7 @@ def spelled(tokenizer: Tokenizer, choice: Choice, place: int, token: int) -> byt
     known, special = tokenizer.token_bytes, tokenizer.special_ids
     before = islice(choice.tokens, place)
     first = (
-        choice.begins
+        choice.stream.begins
         and token not in special
         and all(one in special or not known[one] for one in before)
     )
