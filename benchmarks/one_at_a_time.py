@@ -25,7 +25,8 @@ from common.sockets import listen
 from common.text.tokenizer import Tokenizer
 from continuous.work import Output
 from kv_cache import load
-from phases.appendix.server import whole_app, whole_server
+from phases.appendix.connections.server import HttpServer
+from phases.appendix.server import whole_app
 from serving.liveness import EngineProcess
 
 
@@ -128,7 +129,7 @@ def main(model: str, device: str, dtype: str) -> None:
     engine = EngineProcess(partial(make, str(folder), device, dtype))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     app = whole_app(engine, Tokenizer(folder), model)
-    server = whole_server(app, on_ready=partial(print, f"Ready: {url}", flush=True))
+    server = HttpServer(app, on_ready=partial(print, f"Ready: {url}", flush=True))
     uvloop.run(server.serve([listening]))
 
 
