@@ -122,15 +122,16 @@ def record() -> list[Note]:
 
     from common.sockets import listen
     from common.text.made_up import write_tokenizer
+    from phases.appendix.connections.server import HttpServer
     from serving.app import App
-    from serving.http.server import HttpServer
+    from serving.endpoints import ServedModel
     from serving.liveness import EngineProcess
 
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), 257, (0,))
         options = {"max_rows": 8, "cache_bytes": 1 << 22}
         engine = EngineProcess(partial(make_engine, folder, options))
-        app = App(engine, Tokenizer(folder), "tiny")
+        app = App(engine, ServedModel("tiny", Tokenizer(folder)))
         recorder, listening = Recorder(app), listen("127.0.0.1", 0)
         port = listening.getsockname()[1]
         server = HttpServer(

@@ -17,7 +17,7 @@ from benchmarks.pictures.svg import (
     titled,
     track,
 )
-from common.sampling.sampler import SamplingFlags
+from common.sampling.metadata import SamplingFlags
 from cuda_graphs.executors import DecodeGraphExecutor
 
 LENGTHS = ((3, 4), (5, 2), (2, 4), (4, 4))

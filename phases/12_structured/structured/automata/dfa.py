@@ -49,8 +49,9 @@ def compile(node: Node, rules: dict[str, int] | None = None) -> Dfa:
 def determinize(nfa: Nfa) -> Dfa:
     """Return a deterministic automaton that accepts the same texts as `nfa`.
 
-    Each of its states is the set of all states in which `nfa` may be after the same text. A set accepts if
-    state 1, the end of `nfa`, is in it.
+    Each of its states is a set: the states in which `nfa` may be after the same text. Left out of a set are
+    states without an edge that reads a symbol, except state 1, the end of `nfa`. A set accepts if state 1 is
+    in it. Sets are numbered as they are found; from each set, the lowest symbol is followed first.
 
     Raises:
         UserError: there are more than `MOST_STATES` sets, or it takes too long (`check`, called for each).
