@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ import psutil
 
 from benchmarks.evidence import ROOT, BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.loadtest.user import Target, ask
+from benchmarks.plotting import Panel, figure
 from benchmarks.server import Server, import_path
 from benchmarks.workloads import uniform
 from common.errors import UserError
@@ -381,25 +381,14 @@ def _watch(
     return {name: Metric((value,)) for name, value in found.items()}, said
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Draw the bystander's 99th percentile and longest gap beside each attack."""
-    from benchmarks.plotting import panels, save
-
-    models = list(dict.fromkeys(run.model for run in evidence.runs))
-    figure, axes = panels(len(models))
-    for ax, model in zip(axes, models, strict=True):
-        runs = list(reversed(evidence.find(model=model)))
-        for metric, label, mark in (
-            ("itl_ms_p99", "99th percentile", "o"),
-            ("itl_ms_max", "longest", "|"),
-        ):
-            ax.plot([run.median(metric) for run in runs], range(len(runs)), mark, label=label)
-        ax.set_yticks(range(len(runs)), [run.variant for run in runs], fontsize=7)
-        ax.set_xlim(left=0)
-        ax.set_xlabel("gap of a bystander's tokens (ms)")
-        ax.set_title(model)
-    axes[0].legend(fontsize=7)
-    save(figure, out, evidence)
+draw = figure(
+    Panel("{model}: a bystander's gaps", "itl_ms_p99"),
+    Panel("{model}: its longest gap", "itl_ms_max"),
+    each=("model",),
+    rows=2,
+    height=4.6,
+    phase="13_serving",
+)
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, alternate, neighbours, time_generation
-from benchmarks.plotting import bars, panels, save
 from benchmarks.workloads import Workload, uniform, workload
 from paged_cache import PagedEngine
 
@@ -74,21 +72,3 @@ def compare(
         bench.run_of(name, work, samples, batches[name], **facts)
         for name, samples in kept.items()
     ]
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """A panel for one request, for several, and for one beside a busy program."""
-    kinds: dict[str, list[Run]] = {}
-    for run in evidence.runs:
-        beside = ", beside a busy program" if run.options.get("neighbours") else ""
-        kinds.setdefault(f"{run.model}, {run.workload}{beside}", []).append(run)
-    figure, axes = panels(len(kinds), rows=-(-len(kinds) // 3), height=3.8)
-    for panel, (title, shown) in zip(axes, kinds.items(), strict=True):
-        bars(shown, METRIC, axes=panel, gain=False, label=short)
-        panel.set_title(title)
-    save(figure, out, evidence)
-
-
-def short(run: Run) -> str:
-    """Return a variant's name, in a few words."""
-    return run.variant.replace(PHASE, "09").replace(BEFORE, "08").replace("10_quant", "10")

@@ -13,8 +13,20 @@ LABELS = {
     "flop_fraction": "share of the matmul ceiling",
     "cache_hit_fraction": "share of prompt tokens found in the cache",
     "acceptance_fraction": "share of drafts accepted",
-    "seconds": "seconds",
+    "step_gigabytes": "weights read in a step (GB)",
+    "token_gigabytes": "weights read for each token (GB)",
+    "kl": "KL divergence to float32 (nats a token)",
+    "agreement": "share of tokens that agree with float32",
 }
+
+
+def metric_of(work: str) -> str:
+    """Return what a workload is about: prompts, or what is made of them."""
+    return (
+        "prompt_tokens_per_s"
+        if work.startswith(("prefill", "prompt-1x"))
+        else "output_tokens_per_s"
+    )
 
 
 def scale_of(metric: str) -> float:

@@ -14,15 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.fidelity import WINDOW, StoredAttention, compare
 from benchmarks.measure import Samples, summarize
-from benchmarks.plotting import colours, number, panels, points, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.workloads import Item, Workload
 from common.models.hub import model_folder
 from common.text.tokenizer import Tokenizer
@@ -154,26 +153,15 @@ def _made(
         print(f"  {way}: {time.perf_counter() - begun:.0f} s", flush=True)
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """What each way costs, a panel a model."""
-    names = list(dict.fromkeys(run.model for run in evidence.runs))
-    figure, axes = panels(len(names), height=3.6)
-    for place, model in zip(axes, names, strict=True):
-        found = [run for run in evidence.find(model=model) if run.median("kl") > 0]
-        points(
-            place,
-            [run.median("kl") for run in found],
-            [run.variant for run in found],
-            [f"{run.median('agreement'):.1%}" for run in found],
-            colours(["10_quant"])["10_quant"],
-        )
-        place.set_xlabel("KL divergence to float32, nats a token; %: same most likely token")
-        kept = max(found, key=lambda run: run.median("agreement"))
-        place.set_title(
-            f"{model}, {number(found[0].options['tokens'])} tokens: {kept.variant} has the same "
-            f"most likely token in {kept.median('agreement'):.1%}"
-        )
-    save(figure, out, evidence)
+POINTS: dict[str, Any] = {
+    "where": {"variant": "!reference"},
+    "rows": "{variant}",
+    "by": "{model}",
+}
+draw = figure(
+    Panel("{model}, {tokens} tokens", "kl", **POINTS, log="x"),
+    Panel("{model}", "agreement", **POINTS),
+    each=("model",),
+    rows=2,
+    phase="10_quant",
+)

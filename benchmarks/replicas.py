@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from string import ascii_lowercase
 from typing import Any
@@ -30,7 +29,7 @@ from benchmarks.loadtest.loops import LoadPlan
 from benchmarks.loadtest.loops import run as run_plan
 from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample, Samples, alternate, summarize
-from benchmarks.plotting import bars, over_one, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.published import SIZES
 from benchmarks.roofline import ceilings
 from benchmarks.server import Server, Started, answered, bodies_of, measured
@@ -341,47 +340,25 @@ def front(targets: Sequence[Target], route: str) -> Started:
     return Started("-m", "benchmarks.router", *urls, "--route", route, "--port", "0")
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """Of several GPUs their rates, else what policies compute and what one user waits for on each way."""
-    scaled = [run for run in evidence.runs if run.workload.startswith("offline-256")]
-    if len(scaled) < 2:
-        return draw_figure(evidence, out, "15_replicas")
-    routed = [run for run in evidence.runs if {"replicas", "route"} <= set(run.options)]
-    figure, (left, right) = panels(2, height=3.0)
-    counts = [run.options["replicas"] for run in scaled]
-    rates = [run.median("output_tokens_per_s") for run in scaled]
-    left.plot(counts, [rate / rates[0] for rate in rates], marker="o", label="measured")
-    over_one(left, counts, "replica")
-    left.set_xlabel("replicas, a GPU each")
-    left.set_title("256 requests for each replica")
-    bars(routed, "output_tokens_per_s", axes=right, gain=False, label=route_of)
-    right.set_xlabel("output tokens per second, all replicas together")
-    right.set_title("16 beginnings, more than a replica keeps")
-    save(figure, out, evidence)
-
-
-def draw_figure(evidence: Evidence, out: Path, phase: str) -> None:
-    """Draw both panels, with the colour of `phase` for what is its own."""
-    figure, (left, right) = panels(2, height=3.0)
-    counted = [run for run in evidence.runs if "computed_tokens" in run.metrics]
-    bars(counted, "computed_tokens", axes=left, label=found_by, phase=phase)
-    left.set_xlabel("tokens computed, four replicas together")
-    left.set_title("16 beginnings, 4 replicas: what each policy computes")
-    ways = [run for run in evidence.runs if run.options.get("users") == 1]
-    bars(ways, "ttft_ms_p50", axes=right, label=lambda run: run.variant, phase=phase)
-    right.set_xlabel("time to first token, median (ms)")
-    right.set_title("One user's first token, on each way to the engine")
-    save(figure, out, evidence)
-
-
-def route_of(run: Run) -> str:
-    """Return the policy that a run was routed by."""
-    return str(run.options.get("route", "least-loaded"))
-
-
-def found_by(run: Run) -> str:
-    """Return the policy, and what was found by it."""
-    return f"{route_of(run)}\n({run.median('cache_hit_fraction'):.0%} found)"
+ROUTED = "{variant} {route}"
+draw = figure(
+    Panel(
+        "256 requests for each replica",
+        "output_tokens_per_s",
+        {"workload": "offline-256*"},
+        x="replicas",
+        relative=True,
+    ),
+    Panel(
+        "16 beginnings, more than a replica keeps",
+        "output_tokens_per_s",
+        {"workload": "prefix*"},
+        label=ROUTED,
+    ),
+    Panel(
+        "16 beginnings, 4 replicas: what each policy computes", "computed_tokens", label=ROUTED
+    ),
+    Panel("One user's first token, on each way", "ttft_ms_p50", {"users": "1"}),
+    rows=2,
+    phase="15_replicas",
+)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
 from benchmarks.kernels.harness import Case, eager_seconds, graph_seconds, make_case
 from benchmarks.model_work import Ceilings
-from benchmarks.plotting import MARKERS, bars, colours, panels, reference_line, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.roofline import ceilings
 from common.errors import UserError
 from continuous.batch import HostBatch
@@ -330,51 +329,19 @@ def contiguous_calls(case: Case) -> dict[str, Call]:
     }
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Bandwidth of the versions in each case; prefill beside other kernels."""
-    figure, (left, right) = panels(2, height=3.8)
-    names = list(decode_cases())
-    versions = ("decode_v4", "decode_v3", "decode_v2", "decode_v1")
-    shown = colours(versions, PREFILL_KERNEL)
-    best: dict[str, float] = {}
-    for version, marker in zip(versions, MARKERS, strict=False):
-        runs = evidence.find(version, model="qwen3-0.6b", block_size=16, graph=True)
-        places = [names.index(run.options["case"]) for run in runs]
-        shares = [run.median("bandwidth_fraction") for run in runs]
-        best[version] = max(shares)
-        # The cases are no scale, so nothing lies between them: points, and no line.
-        left.plot(shares, places, marker, color=shown[version], label=version, markeredgecolor="#404040",
-                  markeredgewidth=0.5)  # fmt: skip
-    left.set_yticks(range(len(names)), names)
-    left.invert_yaxis()
-    left.set_xlim(0, 1.08)
-    left.set_xlabel("share of the read bandwidth")
-    left.set_ylabel("requests x keys")
-    left.set_title(
-        f"Decode: the last version reaches {best['decode_v4']:.0%} of the read bandwidth"
-    )
-    reference_line(left, 1.0, "reading, and nothing else", vertical=True)
-    left.legend(loc="lower right", bbox_to_anchor=(0.56, 0.02))
-    prefill = evidence.find(
-        workload="paged-prefill-attention", model="qwen3-0.6b", case="2x8192"
-    )
-    metric = "flop_fraction"
-    prefill.sort(key=lambda run: run.median(metric))
-    bars(prefill, metric, axes=right, label=_kernel)
-    ours, fastest = (
-        max(
-            (run for run in prefill if (run.variant == PREFILL_KERNEL) == own),
-            key=lambda r: r.median(metric),
-        )
-        for own in (True, False)
-    )
-    right.set_title(
-        f"Prefill of 2 x 8,192: {ours.median(metric) / fastest.median(metric):.0%} of the rate of "
-        f"{fastest.variant.split()[0]}, which needs no blocks"
-    )
-    save(figure, out, evidence)
-
-
-def _kernel(run: Run) -> str:
-    size = run.options["block_size"]
-    return run.variant.split()[0] if size is None else f"ours, block {size}"
+draw = figure(
+    Panel(
+        "Decode by version, a token a request",
+        "bandwidth_fraction",
+        {"variant": "decode_v*", "model": "qwen3-0.6b", "block_size": "16", "graph": "True"},
+        rows="{case}",
+        by="{variant}",
+    ),
+    Panel(
+        "Prefill of 2 x 8,192 by block size, and others without blocks",
+        "flop_fraction",
+        {"model": "qwen3-0.6b", "case": "2x8192"},
+        label="{variant:.20} {block_size}",
+    ),
+    phase=PREFILL_KERNEL,
+)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import forward
 from benchmarks.bench import Bench, evidence_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import growth
-from benchmarks.plotting import lines, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.targets import targets
 from benchmarks.workloads import uniform
 
@@ -33,21 +31,6 @@ def run(options: BenchOptions) -> Evidence:
     return evidence_of(PHASE, runs, options)
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """The mean rate against the number of generated tokens, a line a model."""
-    runs = evidence.find(PHASE)
-    metric = "output_tokens_per_s"
-    figure, axes = lines(
-        runs, x="generated", metric=metric, by=lambda run: run.model, phase=PHASE
-    )
-    axes.set_xlabel("tokens generated")
-    of = {run.model: evidence.find(PHASE, model=run.model) for run in runs}
-    shares = ", ".join(
-        f"{found[-1].median(metric) / found[0].median(metric):.0%} ({model})"
-        for model, found in of.items()
-    )
-    first, last = runs[0].options["generated"], runs[-1].options["generated"]
-    axes.set_title(
-        f"After {last} tokens, the rate that was left of that after {first}: {shares}"
-    )
-    save(figure, out, evidence)
+draw = figure(
+    Panel("Tokens a second up to a length, as the text grows", x="generated", by="{model}")
+)

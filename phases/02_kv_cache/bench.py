@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from benchmarks.bench import evidence_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Samples, alternate, growth
 from benchmarks.peers import Transformers, transformers_version
-from benchmarks.plotting import lines, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.targets import targets
 from benchmarks.workloads import Workload, uniform
 from common.models.hub import model_folder
@@ -122,20 +121,7 @@ def unflipped(model: Model) -> Model:
     return plain
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """The mean rate of both phases against the number of generated tokens, a panel a model."""
-    models = list(dict.fromkeys(run.model for run in evidence.runs))
-    figure, panel = panels(len(models))
-    for axes, model in zip(panel, models, strict=True):
-        runs = [run for run in evidence.find(model=model) if "generated" in run.options]
-        lines(runs, x="generated", metric="output_tokens_per_s", axes=axes)
-        axes.set_xlabel("tokens generated")
-        last = max(run.options["generated"] for run in runs if run.variant == BEFORE)
-        new, old = (
-            evidence.one(name, model=model, generated=last).median("output_tokens_per_s")
-            for name in (PHASE, BEFORE)
-        )
-        axes.set_title(
-            f"{model} in {runs[0].dtype}: {new / old:.2g} times phase 01's rate after {last:,} tokens"
-        )
-    save(figure, out, evidence)
+draw = figure(
+    Panel("{model} in {dtype}: {gain} the tokens a second at the greatest length", x="generated"),
+    each=("model",),
+)

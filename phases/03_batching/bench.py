@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import batching
 import benchmarks.bench
@@ -12,7 +11,7 @@ import kv_cache
 from benchmarks.bench import evidence_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, alternate, time_generation
-from benchmarks.plotting import lines, panels, reference_line, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 
@@ -79,22 +78,13 @@ class Bench(benchmarks.bench.Bench):
         return {**sample, "wasted_fraction": engine.waste.fraction}
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Throughput over the number of requests in a batch, a panel a model."""
-    metric = "output_tokens_per_s"
-    models = list(dict.fromkeys(run.model for run in evidence.runs))
-    figure, panel = panels(len(models))
-    for axes, model in zip(panel, models, strict=True):
-        runs, alone = (
-            [run for run in evidence.find(name, model=model) if "requests" in run.options]
-            for name in (PHASE, BEFORE)
-        )
-        lines(runs, "requests", metric, axes=axes, log_x=True, log_y=True, roofline=True)
-        one_by_one = alone[0].median(metric)
-        reference_line(axes, one_by_one, "one by one (phase 02)")
-        most = max(runs, key=lambda run: run.options["requests"])
-        gain = most.median(metric) / one_by_one
-        axes.set_title(
-            f"{model}: {most.options['requests']} requests in a batch, {gain:.0f} times the tokens"
-        )
-    save(figure, out, evidence)
+draw = figure(
+    Panel(
+        "{model}: more requests in a batch, more tokens a second",
+        where={"variant": PHASE},
+        x="requests",
+        log="xy",
+        over={"variant": BEFORE},
+    ),
+    each=("model",),
+)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import batching
@@ -13,7 +12,7 @@ import continuous
 from benchmarks.bench import evidence_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, time_generation
-from benchmarks.plotting import bars, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.replay import time_replay
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
@@ -168,14 +167,8 @@ def add_gains(before: Samples, after: Samples) -> None:
             new[f"gain_{name}"] = of(gains.values())
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Throughput and mean time to first token when outputs are skewed."""
-    runs = [run for run in evidence.runs if run.workload.startswith("skewed-outputs")]
-    figure, (rate, first) = panels(2, height=2.6)
-    bars(runs, "output_tokens_per_s", axes=rate, gain=False, label=lambda run: run.variant)
-    best, *_, worst = sorted((run.median("output_tokens_per_s") for run in runs), reverse=True)
-    rate.set_title(f"{best / worst:.1f} times the tokens when rows are filled again at once")
-    bars(runs, "ttft_ms_mean", axes=first, label=lambda run: "")
-    late, *_, soon = sorted((run.median("ttft_ms_mean") for run in runs), reverse=True)
-    first.set_title(f"The mean first token comes after {soon / late:.0%} of the time")
-    save(figure, out, evidence)
+SKEWED = {"workload": "skewed*"}
+draw = figure(
+    Panel("{gain} the tokens when rows are filled again at once", where=SKEWED),
+    Panel("First tokens come sooner", "ttft_ms_mean", SKEWED),
+)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import paged_cache
 from benchmarks.bench import evidence_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, time_generation
-from benchmarks.plotting import lines, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.targets import targets
 from benchmarks.workloads import Workload, uniform, workload
 from common.models.config import ModelConfig
@@ -277,49 +276,26 @@ def shortened(config: ModelConfig) -> ModelConfig:
     return replace(config, num_layers=LAYERS, sliding_windows=config.sliding_windows[:LAYERS])
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Requests in flight, one layer's attention at the largest batch, and memory."""
-    figure, (flight, attention, memory) = panels(3)
-    runs = evidence.find(same="bytes")
-    lines(runs, x="max_len", metric="requests_in_flight", axes=flight, log_x=True)
-    flight.set_xlabel("longest request accepted (tokens)")
-    old, new = (
-        evidence.one(name, same="bytes", max_len=max(run.options["max_len"] for run in runs))
-        for name in (BEFORE, PHASE)
-    )
-    new_rows, old_rows = new.median("requests_in_flight"), old.median("requests_in_flight")
-    flight.set_title(f"In the same bytes {new_rows:.0f} requests instead of {old_rows:.0f}")
-    alone = evidence.find(workload="paged-decode-attention")
-    batch = max(run.options["batch"] for run in alone)
-    alone = [run for run in alone if run.options["batch"] == batch]
-    lines(alone, x="context", metric="attention_us", axes=attention, log_x=True, log_y=True)
-    slower = [
-        evidence.one(PHASE, run.workload, **run.options).median("attention_us")
-        / run.median("attention_us")
-        for run in alone
-        if run.variant == BEFORE
-    ]
-    attention.set_title(
-        f"Gathering blocks: a layer's attention takes {min(slower):.1f} to {max(slower):.1f} times"
-    )
-    attention.set_xlabel(f"context of {batch} decodes")
-    attention.set_ylabel("µs")
-    lines(
-        evidence.find(same="requests"),
+draw = figure(
+    Panel(
+        "In the same bytes {gain} the requests",
+        "requests_in_flight",
+        {"same": "bytes"},
+        x="max_len",
+        log="x",
+    ),
+    Panel(
+        "Gathering blocks: {gain} the time of a layer's attention",
+        "attention_us",
+        {"batch": ("16", "64")},
+        x="context",
+        log="xy",
+    ),
+    Panel(
+        "Blocks: {gain} fewer bytes for the same requests",
+        "kv_cache_bytes",
+        {"same": "requests"},
         x="requests",
-        metric="kv_cache_bytes",
-        axes=memory,
-        log_x=True,
-        log_y=True,
-    )
-    most = max(MEMORY_BATCHES)
-    held = {
-        name: evidence.one(name, requests=most).median("kv_cache_bytes")
-        for name in (BEFORE, PHASE)
-    }
-    memory.set_title(
-        f"{most} requests hold {held[BEFORE] / held[PHASE]:.1f} times fewer bytes in blocks"
-    )
-    memory.set_ylim(bottom=0.004)  # room for the legend below the lines
-    memory.legend(loc="lower right")
-    save(figure, out, evidence)
+        log="xy",
+    ),
+)

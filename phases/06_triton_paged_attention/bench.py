@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import paged_cache
@@ -15,7 +14,7 @@ import triton_paged_attention
 from benchmarks.bench import Bench, evidence_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, time_generation
-from benchmarks.plotting import bars, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.targets import targets
 from benchmarks.workloads import uniform
 from common.errors import UserError
@@ -83,21 +82,4 @@ class AttentionOnly(Kernels):
         builder.default_block_size = CUDA_BLOCK_SIZE
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Both phases, and what each kind of operator is worth that torch computes instead."""
-    metric = "output_tokens_per_s"
-    models = list(dict.fromkeys(run.model for run in evidence.runs))
-    figure, panel = panels(len(models), height=3.2)
-    for axes, model in zip(panel, models, strict=True):
-        found = sorted(evidence.find(model=model), key=lambda run: run.median(metric))
-        bars(
-            found,
-            metric,
-            axes=axes,
-            gain=False,
-            label=lambda run: run.variant.removeprefix(f"{PHASE}, "),
-        )
-        new, old = (evidence.one(name, model=model) for name in (PHASE, BEFORE))
-        gain = new.median(metric) / old.median(metric)
-        axes.set_title(f"{model}, {new.workload}: {gain:.1f} times the tokens")
-    save(figure, out, evidence)
+draw = figure(Panel("{model}, {workload}: {gain} the tokens"), each=("model",))

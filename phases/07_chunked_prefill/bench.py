@@ -6,13 +6,10 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import NullFormatter
 
 import benchmarks.bench
 import chunked_prefill
@@ -20,15 +17,7 @@ import paged_cache
 from benchmarks.bench import evidence_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, percentiles
-from benchmarks.plotting import (
-    MARKERS,
-    colours,
-    log_axis,
-    panels,
-    reference_line,
-    save,
-    tick,
-)
+from benchmarks.plotting import Panel, figure
 from benchmarks.replay import time_replay
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
@@ -251,60 +240,13 @@ class Bench(benchmarks.bench.Bench):
         return timed
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """The budget moves waiting from the decodes to the prompts; and all gaps."""
-    figure, (left, right) = panels(2, height=3.6)
-    _sweep(evidence, left)
-    _gaps(evidence, right)
-    save(figure, out, evidence)
-
-
-def _sweep(evidence: Evidence, axes: Axes) -> None:
-    runs = sorted(
-        (run for run in evidence.find(PHASE) if "budget" in run.options),
-        key=lambda run: run.options["budget"],
-    )
-    budgets = [run.options["budget"] for run in runs]
-    names = {
-        "itl_ms_p99": "gap, p99",
-        "itl_ms_p50": "gap, median",
-        "ttft_ms_p50": "first token, median",
-    }
-    shown = colours(names, PHASE)
-    before = evidence.one(BEFORE, runs[0].workload)
-    for (metric, label), marker in zip(names.items(), MARKERS, strict=False):
-        values = [run.median(metric) for run in runs]
-        axes.plot(budgets, values, color=shown[metric], marker=marker, label=label)
-    reference_line(axes, before.median("itl_ms_p99"), "phase 05: gap, p99")
-    axes.set_xscale("log", base=2)
-    log_axis(axes)
-    axes.set_xticks(budgets, [tick(budget) for budget in budgets])
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("budget, tokens a step")
-    axes.set_ylabel("milliseconds")
-    axes.set_title("A larger budget: longer p99 gaps, earlier first tokens")
-    axes.legend()
-
-
-def _gaps(evidence: Evidence, axes: Axes) -> None:
-    """Their distribution: which share of all gaps is longer than so many milliseconds."""
-    work = evidence.one(BEFORE, evidence.runs[0].workload)
-    swept = [run for run in evidence.find(PHASE, work.workload) if "budget" in run.options]
-    runs = {BEFORE: work} | {f"budget {run.options['budget']}": run for run in swept}
-    shown = colours(runs, PHASE)
-    for (label, run), marker in zip(runs.items(), MARKERS, strict=False):
-        known = sorted(
-            (float(metric.removeprefix("itl_ms_p")), run.median(metric))
-            for metric in run.metrics
-            if metric.startswith("itl_ms_p")
-        )
-        axes.plot(
-            [value for _, value in known], [100 - share for share, _ in known], color=shown[label],
-            marker=marker, markersize=3.5, label=label,
-        )  # fmt: skip
-    log_axis(axes, vertical=False)
-    log_axis(axes)
-    axes.set_xlabel("milliseconds")
-    axes.set_ylabel("share of gaps that are longer (%)")
-    axes.set_title("Gaps: few that are very long, or more that are less long")
-    axes.legend()
+BUDGETS: dict[str, Any] = {
+    "where": {"variant": PHASE},
+    "x": "budget",
+    "log": "xy",
+    "over": {"variant": BEFORE},
+}
+draw = figure(
+    Panel("A larger budget: longer gaps", "itl_ms_p99", **BUDGETS),
+    Panel("and earlier first tokens", "ttft_ms_p50", **BUDGETS),
+)

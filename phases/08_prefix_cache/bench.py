@@ -7,11 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-from matplotlib.axes import Axes
 
 import benchmarks.bench
 import chunked_prefill
@@ -19,7 +16,7 @@ import prefix_cache
 from benchmarks.bench import evidence_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample
-from benchmarks.plotting import bars, lines, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.replay import time_replay
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
@@ -218,45 +215,18 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """Left: first tokens come sooner where beginnings are shared. Right: what a look-up costs."""
-    figure, (left, right) = panels(2, height=3.2)
-    _first_tokens(evidence, left)
-    full = [run for run in evidence.runs if run.options.get("known_share") == 1.0]
-    kinds = {PHASE: "radix tree", HASH: "hash chain"}
-    lines(
-        full,
+draw = figure(
+    Panel(
+        "Where beginnings are shared, first tokens come sooner",
+        FIRST,
+        {"workload": "!unshared*"},
+        label="{workload}, {variant:.2}",
+    ),
+    Panel(
+        "A look-up of known blocks: in the tree {gain} as fast",
+        "lookup_us",
+        {"known_share": "1.0"},
         x="index_blocks",
-        metric="lookup_us",
-        axes=right,
-        by=lambda run: kinds[run.variant],
-        log_x=True,
-        log_y=True,
-        phase=PHASE,
-    )
-    right.set_xlabel("blocks in the index")
-    right.set_ylabel(f"look-up of {SEQUENCE} known blocks (µs)")
-    tree, chain = (
-        [run.median("lookup_us") for run in full if run.variant == name] for name in kinds
-    )
-    times = [slow / fast for fast, slow in zip(tree, chain, strict=True)]
-    right.set_title(
-        f"A look-up in the tree: {min(times):.0f} to {max(times):.0f} times faster than in the chain"
-    )
-    save(figure, out, evidence)
-
-
-def _first_tokens(evidence: Evidence, axes: Axes) -> None:
-    names = dict.fromkeys(run.workload for run in evidence.find(BEFORE))
-    shared = [name for name in names if "unshared" not in name]
-    runs = [evidence.one(variant, name) for name in shared for variant in (BEFORE, PHASE)]
-    bars(runs, FIRST, axes=axes, label=lambda run: f"{run.workload}, {run.variant[:2]}")
-    pairs = zip(runs[::2], runs[1::2], strict=True)
-    sooner = {new.workload: old.median(FIRST) / new.median(FIRST) for old, new in pairs}
-    most = max(sooner, key=sooner.__getitem__)
-    axes.set_title(
-        f"What is found need not be computed: {sooner[most]:.1f} times sooner in {most}"
-    )
+        log="xy",
+    ),
+)

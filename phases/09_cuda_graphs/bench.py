@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -288,13 +287,4 @@ class Bench(benchmarks.bench.Bench):
         return self.compare({TORCH: partial(self.generation, engine, work)}, work, repeats=1)
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """The three workloads of every model: this phase, its variants, and other engines."""
-    if evidence.machine["device"] == "cpu":
-        return cpu_steps.draw(evidence, out)
-    draw_beside_peers(evidence, out, PHASE, label)
-
-
-def label(run: Run) -> str:
-    """A variant's name, short."""
-    return run.variant.replace(f"{PHASE}, ", "09, ").replace("08_prefix_cache, ", "08, ")
+draw = draw_beside_peers

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,14 +75,4 @@ def on_gpu(options: BenchOptions) -> list[Run]:
     return runs + one_by_one(made(head), options, PUBLISHED[:1], roofline=False)
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """A panel of bars for each model and workload."""
-    draw_beside_peers(evidence, out, PHASE, label)
-
-
-def label(run: Run) -> str:
-    """A variant's name, short."""
-    return run.variant.replace(f"{PHASE} ", "")
+draw = draw_beside_peers

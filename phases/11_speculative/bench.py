@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import benchmarks.bench
@@ -18,7 +17,7 @@ from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, alternate, release_memory
-from benchmarks.plotting import bars, lines, number, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.replay import time_replay
 from benchmarks.synthetic_drafter import Synthetic
 from benchmarks.targets import load_target
@@ -209,40 +208,13 @@ def _short(work: Workload) -> Workload:
     return replace(work, name=f"{work.name}[:2]", items=items)
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """Tokens a step by drafter and task, and speed over the number of requests."""
-    guessed = [run for run in evidence.runs if "tokens_per_step" in run.metrics]
-    tasks = [run for run in guessed if "batch" not in run.options]
-    swept = [run for run in evidence.runs if "batch" in run.options]
-    figure, axes = panels(1 + bool(tasks), height=4.6)  # many labels
-    if tasks:
-        bars(tasks, "tokens_per_step", axes=axes[0], label=label, phase=PHASE)
-        axes[0].set_xlabel("tokens a step; 1: no draft is right")
-        most = max(tasks, key=lambda run: run.median("tokens_per_step"))
-        value = number(most.median("tokens_per_step"))
-        axes[0].set_title(f"A step yields up to {value} tokens: {task_of(most)}")
-    lines(swept, x="batch", metric=RATE, axes=axes[-1], log_x=True, log_y=True)
-    axes[-1].set_xlabel("requests")
-    gains = [
-        (batch, evidence.one(SYNTHETIC, batch=batch).median(RATE) / before.median(RATE))
-        for before in evidence.find(BEFORE)
-        if (batch := before.options.get("batch"))
-    ]
-    said = ", ".join(
-        f"{gain:.1f} times the tokens at {batch}" for batch, gain in gains[:: len(gains) - 1]
-    )
-    axes[-1].set_title(f"{LENGTH} synthetic drafts a step: {said}")
-    save(figure, out, evidence)
-
-
-def task_of(run: Run) -> str:
-    """Return the task of a run's workload: `rewriting` of `rewriting-96`."""
-    return run.workload.rsplit("-", 1)[0]
-
-
-def label(run: Run) -> str:
-    """Return task and drafter."""
-    return f"{task_of(run)}, {run.variant.removeprefix(f'{PHASE}, ').replace(PHASE, 'ngram')}"
+draw = figure(
+    Panel(
+        "A step yields up to {most} tokens",
+        "tokens_per_step",
+        {"batch": ""},
+        label="{workload}, {name}",
+    ),
+    Panel("Three synthetic drafts a step, by requests", x="batch", log="xy"),
+    height=4.6,
+)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,7 +29,7 @@ from benchmarks.grammars import (
     most_at_once,
 )
 from benchmarks.measure import Sample, Samples, time_generation
-from benchmarks.plotting import MARKERS, bars, colours, log_axis, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.targets import targets
 from benchmarks.workloads import Workload, uniform, workload
 from common.errors import UserError
@@ -239,61 +238,20 @@ class Bench(benchmarks.bench.Bench):
         return replace(made, workload_sha256=sha, noise=None)
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """What a mask costs, by schema, and what is left of the throughput."""
-    figure, (left, right) = panels(2, height=3.2)
-    _masks(evidence, left)
-    names = {
-        BEFORE: "phase 09",
-        FREE: "no grammar",
-        ONE: "one row of them",
-        FIELDS: "all, no strings",
-        PHASE: "all rows",
-    }
-    first = next(run for run in evidence.runs if run.variant == PHASE)
-    rates = [
-        run
-        for name in names
-        for run in evidence.find(name, workload=first.workload, model=first.model)
-    ]
-    metric = "output_tokens_per_s"
-    bars(rates, metric, axes=right, gain=False, label=lambda run: names[run.variant])
-    kept = rates[-1].median(metric) / rates[0].median(metric)
-    right.set_title(f"With a grammar in every row {kept:.0%} of the tokens")
-    save(figure, out, evidence)
-
-
-def _masks(evidence: Evidence, axes: Any) -> None:
-    kinds = list(
-        dict.fromkeys(
-            found.options["backend"] for found in evidence.runs if "backend" in found.options
-        )
-    )
-    shown = colours(kinds, PHASE)
-    for place, kind in enumerate(kinds):
-        found = [
-            evidence.find(workload=f"masks of {schema}", backend=kind) for schema in SCHEMAS
-        ]
-        times = {row: runs[0].median("mask_us") for row, runs in enumerate(found) if runs}
-        # Points: a logarithmic axis has no zero that a bar could begin at.
-        axes.plot(
-            list(times.values()),
-            list(times),
-            MARKERS[place],
-            color=shown[kind],
-            label=kind,
-            markersize=8,
-        )
-    axes.set_yticks(range(len(SCHEMAS)), list(SCHEMAS))
-    axes.invert_yaxis()
-    medians = [
-        found.median("mask_us") for found in evidence.runs if "backend" in found.options
-    ]
-    axes.set_xlim(1, 5 * max(medians))  # beside the bars there is room for the legend
-    log_axis(axes, vertical=False)
-    axes.set_xlabel("one mask, median (µs)")
-    axes.set_title(f"A mask takes {min(medians):.0f} to {max(medians):.0f} µs")
-    axes.legend()
+draw = figure(
+    Panel(
+        "A mask takes {least} to {most} µs",
+        "mask_us",
+        rows="{workload}",
+        by="{backend}",
+        log="x",
+    ),
+    Panel(
+        "{model}, {workload}: what masks leave",
+        where={
+            "batch": "?*",
+            "workload": ("offline-256", "constrained-16*"),
+            "model": "!qwen3-8b",
+        },
+    ),
+)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
-from benchmarks.plotting import bars, lines, panels, save
-from benchmarks.recorded_peers import beside
+from benchmarks.plotting import Panel, figure
 from benchmarks.server import Server
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
@@ -224,51 +222,29 @@ class OnCuda(Bench):
         return [self.run_of(name, work, samples, **facts) for name, samples in kept.items()]
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """Throughput; what each user waits for; and by prompt length (CPU) or by the clock (GPU)."""
-    by_clock = evidence.find(ARRIVALS)
-    figure, (left, middle, right) = panels(3, height=3.4)
-    own = [r for r in evidence.runs if "users" in r.options and r.variant != LENGTHS]
-    found = beside(evidence, model=own[0].model)
-    runs = [*own, *(run for run in found if "users" in run.options)]
-    bars(runs, "output_tokens_per_s", axes=left, gain=False, label=_label)
-    most = max(runs, key=lambda run: run.median("output_tokens_per_s"))
-    left.set_title(
-        f"All users together: {most.median('output_tokens_per_s'):,.0f} tokens a second"
-    )
-    bars(runs, "ttft_ms_p50", axes=middle, gain=False, label=lambda run: "")
-    first = max(run.median("ttft_ms_p50") for run in runs if run.variant == PHASE)
-    middle.set_title(f"Each of them: half of the first tokens within {first:,.0f} ms")
-    if by_clock:
-        lines(
-            by_clock,
-            "rate",
-            "ttft_ms_p99",
-            axes=right,
-            by=lambda run: run.workload,
-            log_y=True,
-            phase=PHASE,
-        )
-        right.set_title("First token by the clock, p99")
-        right.set_xlabel("requests a second")
-        right.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    else:
-        by_length = evidence.find(LENGTHS)
-        lines(by_length, "prompt", "ttft_ms_p50", axes=right, by=lambda run: PHASE)
-        (short, soon), *_, (long, late) = (
-            (run.options["prompt"], run.median("ttft_ms_p50")) for run in by_length
-        )
-        waits = f"{late / soon:.0f} times the wait for {long / short:.0f} times the prompt"
-        right.set_title(f"{by_length[0].options['users']} users: {waits}")
-        right.set_xlabel("tokens of each prompt")
-    save(figure, out, evidence)
-
-
-def _label(run: Run) -> str:
-    words = {PHASE: "served", ENGINE: "no server", ALONE: "phase 02 served"}
-    short = words.get(run.variant, f"{run.variant.split(',')[0]} served")
-    users = run.options["users"]
-    return f"{short}\n{users} user{'s' * (users > 1)}"
+ASKED = {"users": "?*", "variant": f"!{LENGTHS}"}
+BY_USERS = "{name}, users: {users}"
+draw = figure(
+    Panel(
+        "All users together: up to {most} tokens a second",
+        where=ASKED,
+        label=BY_USERS,
+        peers=True,
+    ),
+    Panel("Each of them: first tokens", "ttft_ms_p50", ASKED, label=BY_USERS, peers=True),
+    Panel(
+        "First token by the clock",
+        "ttft_ms_p99",
+        {"variant": ARRIVALS},
+        x="rate",
+        by="{workload}",
+        log="y",
+    ),
+    Panel(
+        "Eight users: first token by the prompt",
+        "ttft_ms_p50",
+        {"variant": LENGTHS},
+        x="prompt",
+    ),
+    each=("model",),
+)

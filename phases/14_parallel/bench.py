@@ -13,18 +13,16 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 
 import parallel
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run, sample_metrics
 from benchmarks.measure import alternate, summarize, timer
-from benchmarks.plotting import MARKERS, colours, lines, over_one, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.sums import WAYS, times
 from benchmarks.workloads import Workload, uniform, workload
 
@@ -123,40 +121,9 @@ def work_of(part: str, options: BenchOptions) -> Workload:
     return uniform(name, requests, prompt, output, vocab=250)
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Scaling over ranks, and sums by size."""
-    figure, (scaling, sizes) = panels(2, height=3.3)
-    draw_scaling(scaling, [run for run in evidence.runs if run.options.get("part") in WORK])
-    lines(
-        evidence.find(workload=SUMS),
-        x="bytes",
-        metric="all_reduce_us",
-        axes=sizes,
-        by=lambda run: f"{run.options['way']}, {run.options['ranks']} ranks",
-        log_x=True,
-        log_y=True,
-        phase=PHASE,
-    )
-    sizes.set_xticks(BYTES, ["8 K", "64 K", "512 K", "2 M", "8 M", "64 M"])
-    sizes.set_ylabel("microseconds")
-    sizes.set_title("A sum over ranks")
-    save(figure, out, evidence)
-
-
-def draw_scaling(axes: Axes, runs: list[Run]) -> None:
-    """Draw each part's rate over that of one rank, and the most that could be."""
-    shown = colours(WORK, PHASE)
-    counts: list[int] = []
-    for part, marker in zip(WORK, MARKERS, strict=False):
-        metric = "prompt_tokens_per_s" if part == "prefill" else "output_tokens_per_s"
-        found = {
-            run.options["ranks"]: run.median(metric)
-            for run in runs
-            if run.options["part"] == part and metric in run.metrics
-        }
-        counts = sorted(found)
-        gains = [found[count] / found[1] for count in counts]
-        axes.plot(counts, gains, marker=marker, color=shown[part], label=part)
-    over_one(axes, counts, "rank")
-    axes.set_xlabel("ranks")
-    axes.set_title("Scaling")
+draw = figure(
+    Panel(
+        "Scaling", "output_tokens_per_s", {"part": "?*"}, x="ranks", by="{part}", relative=True
+    ),
+    Panel("A sum over ranks", "all_reduce_us", x="bytes", by="{way}, {ranks} ranks", log="xy"),
+)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, summarize
 from benchmarks.model_work import decode_work, layer_parameters
-from benchmarks.plotting import bars, lines, panels, save, times
+from benchmarks.plotting import Panel, figure
 from benchmarks.published import SIZES, in_turns, one_by_one
 from benchmarks.workloads import Workload, uniform
 from common.models.config import ExpertConfig, ModelConfig
@@ -168,31 +167,10 @@ def on_gpu(options: BenchOptions) -> list[Run]:
     return one_by_one(make, replace(options, model=name))
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """Left: bytes a token over the batch. Right, where it was measured: speed beside the dense models."""
-    speeds = [
-        run
-        for run in evidence.runs
-        if run.variant in (REPLACED, DENSE, PHASE)
-        and run.workload.startswith(("decode-1x", "single-"))
-    ]
-    beside = any(run.variant == DENSE for run in speeds)
-    figure, axes = panels(2 if beside else 1, height=3.4)
-    left = axes[0]
-    steps = [run for run in evidence.runs if "token_gigabytes" in run.metrics]
-    lines(steps, "batch", "token_gigabytes", axes=left, log_x=True, log_y=True, phase=PHASE)
-    factors = {
-        batch: evidence.one(PHASE, f"step-of-{batch}").median("token_gigabytes")
-        / evidence.one(DENSE, f"step-of-{batch}").median("token_gigabytes")
-        for batch in (1, 32, 256)
-    }
-    said = ", ".join(f"{times(factor)} at {batch}" for batch, factor in factors.items())
-    left.set_title(f"Bytes a token against dense of equal activity: {said}")
-    left.set_ylabel("weights read for each token (GB)")
-    if beside:
-        bars(speeds, "output_tokens_per_s", axes=axes[1], label=lambda run: run.variant)
-        axes[1].set_title(f"Tokens a second of one request, {speeds[0].model}")
-    save(figure, out, evidence)
+draw = figure(
+    Panel("Weights that each token reads", "token_gigabytes", x="batch", log="xy"),
+    Panel(
+        "One request, {model}",
+        where={"variant": (REPLACED, DENSE, PHASE), "workload": ("decode-1x*", "single-*")},
+    ),
+)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import benchmarks.bench
@@ -13,8 +12,8 @@ from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples
-from benchmarks.plotting import bars, lines, panels, save
-from benchmarks.published import SIZES, draw_beside_peers, one_by_one
+from benchmarks.plotting import Panel, figure
+from benchmarks.published import PUBLISHED, SIZES, one_by_one
 from benchmarks.workloads import uniform
 from chunked_prefill import ChunkedScheduler
 from common.models.config import ModelConfig
@@ -174,27 +173,21 @@ def step(scheduler: Scheduler) -> None:
                 scheduler.leave(request)
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Requests in flight over the context, and tokens a second of equal batches; or of layers with states."""
-    runs = evidence.find(same="bytes")
-    if not runs:
-        draw_beside_peers(evidence, out, PHASE, lambda run: run.variant)
-        return
-    figure, (flight, speed) = panels(2)
-    lines(runs, x="context", metric="requests_in_flight", axes=flight, log_x=True, log_y=True)
-    longest = max(run.options["context"] for run in runs)
-    new, old = (evidence.one(name, same="bytes", context=longest) for name in (PHASE, BEFORE))
-    factor = new.median("requests_in_flight") / old.median("requests_in_flight")
-    flight.set_title(
-        f"At {longest:,} tokens {factor:.1f} times the requests in the same bytes"
-    )
-    flight.set_xlabel("tokens of a request")
-    timed = [run for run in evidence.runs if run.workload.startswith("decode-")]
-    bars(
-        timed,
-        "output_tokens_per_s",
-        axes=speed,
-        label=lambda run: f"{run.variant}\n{run.workload}",
-    )
-    speed.set_title("Output tokens a second of equal batches, prompts included")
-    save(figure, out, evidence)
+draw = figure(
+    Panel(
+        "{gain} the requests in the same bytes",
+        "requests_in_flight",
+        {"same": "bytes"},
+        x="context",
+        log="xy",
+    ),
+    Panel(
+        "Equal batches, prompts included",
+        where={"workload": "decode-*"},
+        label="{variant}\n{workload}",
+    ),
+    *(
+        Panel("{model}, {workload}", where={"workload": work}, peers=True)
+        for work in PUBLISHED
+    ),
+)

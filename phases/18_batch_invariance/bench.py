@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, release_memory, summarize
-from benchmarks.plotting import bars, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.published import SIZES, in_turns
 from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, workload
@@ -186,22 +185,11 @@ def timed(options: BenchOptions, engines: Mapping[str, PagedEngine]) -> list[Run
     return runs
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Requests whose log-probabilities have other bits, for each schedule, with the mode and without."""
-    model = evidence.runs[0].model
-    runs = [run for run in evidence.runs if run.model == model and "schedule" in run.options]
-    figure, (axes,) = panels(1)
-    bars(
-        sorted(runs, key=lambda run: str(run.options["schedule"])),
+draw = figure(
+    Panel(
+        "{model}: requests with other bits than at first, without the mode (17) and with it (18)",
         "requests_with_other_logprobs",
-        axes=axes,
-        label=lambda run: f"{run.options['schedule']}, {run.variant[:2]}",
+        {"model": ("smollm2", "qwen3-0.6b")},
+        label="{schedule}, {variant:.2}",
     )
-    most = max(
-        run.median("requests_with_other_logprobs") for run in runs if run.variant == PHASE
-    )
-    count = max(run.options["requests"] for run in runs)
-    axes.set_title(
-        f"{model}: of {count} requests, at most {most:.0f} have other bits with the mode (18)"
-    )
-    save(figure, out, evidence)
+)

@@ -24,7 +24,7 @@ from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample
-from benchmarks.plotting import bars, lines, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.server import Server
 from benchmarks.workloads import VOCAB, Item, Workload, agent, uniform
 from common.device import synchronize
@@ -280,27 +280,13 @@ def finish_copies(engine: PagedEngine) -> None:
         connector.poll()
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """First tokens over the length of an evicted prompt, and after a restart where that was measured."""
-    again, restarted = evidence.find(after="eviction"), evidence.find(after="restart")
-    figure, axes = panels(2 if restarted else 1)
-    lines(again, x="tokens", metric="ttft_ms_p50", axes=axes[0], log_x=True, log_y=True)
-    longest = max(each.options["tokens"] for each in again)
-    axes[0].set_title(
-        f"First token of an evicted prompt: {gain(evidence, 'eviction', longest):.1f} times as soon "
-        f"at {longest:,} tokens"
-    )
-    axes[0].set_xlabel("tokens of the prompt")
-    if restarted:
-        bars(restarted, "ttft_ms_p50", axes=axes[1])
-        tokens = restarted[0].options["tokens"]
-        axes[1].set_title(
-            f"First token after a restart: {gain(evidence, 'restart', tokens):.1f} times as soon"
-        )
-    save(figure, out, evidence)
-
-
-def gain(evidence: Evidence, after: str, tokens: int) -> float:
-    """Return how many times as soon the first token comes as in phase 08."""
-    before, now = (evidence.one(name, after=after, tokens=tokens) for name in (BEFORE, PHASE))
-    return before.median("ttft_ms_p50") / now.median("ttft_ms_p50")
+draw = figure(
+    Panel(
+        "First token of an evicted prompt: {gain} as soon",
+        "ttft_ms_p50",
+        {"after": "eviction"},
+        x="tokens",
+        log="xy",
+    ),
+    Panel("First token after a restart: {gain} as soon", "ttft_ms_p50", {"after": "restart"}),
+)

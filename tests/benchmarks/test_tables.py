@@ -23,8 +23,9 @@ from benchmarks.evidence import (
     results,
 )
 from benchmarks.gains import HEADLINES, factor_text, gain, gain_words, headline_of
+from benchmarks.labels import metric_of
 from benchmarks.numbers import GENERATED, NUMBER, QUOTED, UNIT, WORKED
-from benchmarks.published import PUBLISHED, metric_of
+from benchmarks.published import PUBLISHED
 from benchmarks.recorded_peers import beside, versus
 from benchmarks.tables import fill, fill_all
 from common.device_names import device_folder
