@@ -13,10 +13,6 @@ LABELS = {
     "flop_fraction": "share of the matmul ceiling",
     "cache_hit_fraction": "share of prompt tokens found in the cache",
     "acceptance_fraction": "share of drafts accepted",
-    "step_gigabytes": "weights read in a step (GB)",
-    "token_gigabytes": "weights read for each token (GB)",
-    "kl": "KL divergence to float32 (nats a token)",
-    "agreement": "share of tokens that agree with float32",
 }
 
 

@@ -159,8 +159,8 @@ POINTS: dict[str, Any] = {
     "by": "{model}",
 }
 draw = figure(
-    Panel("{model}, {tokens} tokens", "kl", **POINTS, log="x"),
-    Panel("{model}", "agreement", **POINTS),
+    Panel("{model}: KL divergence to float32, nats a token", "kl", **POINTS, log="x"),
+    Panel("{model}: share of {tokens} tokens that agree", "agreement", **POINTS),
     each=("model",),
     rows=2,
     phase="10_quant",

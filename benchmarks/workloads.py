@@ -136,6 +136,14 @@ class Workload:
             )
         return replace(self, name=name, items=items)
 
+    def hurried(self) -> Workload:
+        """The first few requests, short and soon after each other: to see that a benchmark runs."""
+        items = [
+            Item(item.prompt[:64], min(item.max_tokens, 8), item.arrival / 10)
+            for item in self.items[:4]
+        ]
+        return replace(self, name=f"{self.name}[:4]", items=tuple(items))
+
 
 def workload(name: str, vocab: int = VOCAB) -> Workload:
     """The workload called `name`, with token ids below `vocab`.
