@@ -168,7 +168,9 @@ def on_gpu(options: BenchOptions) -> list[Run]:
 
 
 draw = figure(
-    Panel("Gigabytes of weights that each token reads", "token_gigabytes", x="batch", log="xy"),
+    Panel(
+        "Gigabytes of weights that each token reads", "token_gigabytes", x="batch", log="xy"
+    ),
     Panel(
         "One request, {model}",
         where={"variant": (REPLACED, DENSE, PHASE), "workload": ("decode-1x*", "single-*")},
