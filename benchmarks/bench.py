@@ -17,6 +17,7 @@ from benchmarks.measure import (
     time_generation,
     timer,
 )
+from benchmarks.model_work import Ceilings
 from benchmarks.published import PUBLISHED
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
@@ -58,7 +59,6 @@ class Bench:
         self.quick = options.quick
         self.on_cpu = options.device.type == "cpu"
         self.small = SMALL if self.on_cpu else ""
-        self.top = ceilings(options.device, options.dtype)
 
     @classmethod
     def run(cls, options: BenchOptions) -> Evidence:
@@ -77,6 +77,11 @@ class Bench:
     def model(self) -> Model:
         """The model, loaded when an engine asks for it."""
         return load_target(self.options)
+
+    @cached_property
+    def top(self) -> Ceilings:
+        """The machine's ceilings."""
+        return ceilings(self.device, self.dtype)
 
     @property
     def config(self) -> ModelConfig:

@@ -121,7 +121,7 @@ def _kernels(events: Iterable[Event]) -> Iterator[tuple[float, Event]]:
     launches = {number(event): event["ts"] for event in events if event.get("cat") in LAUNCHES}
     for event in events:
         if event.get("cat") in DEVICE:
-            yield float(launches.get(number(event), event["ts"])), event
+            yield span(event | {"ts": launches.get(number(event), event["ts"])})[0], event
 
 
 def _operators(events: Iterable[Event]) -> Iterator[tuple[float, Event]]:

@@ -91,7 +91,6 @@ class Bench:
 
     def __init__(self, options: BenchOptions, top: Ceilings) -> None:
         self.options, self.top = options, top
-        self.repeats = 3 if options.quick else 9
 
     def decode(self) -> Iterator[Run]:
         """All versions at block size 16; the last one at 64 and 256 too."""
@@ -150,10 +149,11 @@ class Bench:
             )
         calls = [partial(call, table) for table in case.tables]
         if graph:
-            samples = graph_seconds(calls, repeats=self.repeats)
+            samples = graph_seconds(calls)
         else:
+            count = 20 if "loop" in variant else 200
             samples = eager_seconds(
-                calls, count=20 if "loop" in variant else 200, repeats=self.repeats
+                calls, case.q.device, count, 3 if self.options.quick else 9
             )
         decode = workload == "paged-decode-attention"
         work = case.kv_bytes if decode else case.flop

@@ -102,7 +102,7 @@ class Bench(benchmarks.bench.Bench):
         size = self.size
         name = f"decodes-{size.decodes}-prompts-{size.prompts[0]}-every-{size.every}"
         work = decodes_and_prompts(size, size.prompts, name)
-        main = {BEFORE: self.before, PHASE: partial(self.after, BUDGET)}
+        main: dict[str, Make] = {BEFORE: self.before, PHASE: partial(self.after, BUDGET)}
         runs = self.under_load(main, work, self.options.repeats)
         for budget in size.budgets:
             swept = {PHASE: partial(self.after, budget)}
@@ -116,11 +116,12 @@ class Bench(benchmarks.bench.Bench):
         work = decodes_and_prompts(size, size.burst, name)
         budget, chunk = size.policy_budget, size.policy_budget // 4
         runs = self.under_load({BEFORE: self.before}, work, policy="whole prompts")
-        for policy, more in {
+        policies: dict[str, dict[str, Any]] = {
             "fcfs": {},
             "shortest first": {"policy": "shortest_first"},
             f"fcfs, chunks of {chunk}": {"chunk_tokens": chunk},
-        }.items():
+        }
+        for policy, more in policies.items():
             made = {PHASE: partial(self.after, budget, **more)}
             runs += self.under_load(made, work, policy=policy, at_budget=budget)
         return runs
@@ -134,7 +135,7 @@ class Bench(benchmarks.bench.Bench):
             found, done = time_replay(make(), work.cold(repeat), self.device)
             return {**found, "stalled_fraction": stalled_fraction(done)}
 
-        made = {BEFORE: self.before, PHASE: partial(self.after, budget)}
+        made: dict[str, Make] = {BEFORE: self.before, PHASE: partial(self.after, budget)}
         timed = {name: partial(sample, make) for name, make in made.items()}
         return self.compare(timed, work, repeats=1, at_budget={BEFORE: None, PHASE: budget})
 

@@ -148,7 +148,7 @@ class Bench(benchmarks.bench.Bench):
         warm = {name: partial(self.warm, one, few) for name, one in contenders.items()}
         runs = []
         for name, samples in alternate(timed, self.options.repeats, warm=warm).items():
-            said = {"synthetic_length": RIGHT[name]} if name in RIGHT else {}
+            said: dict[str, Any] = {"synthetic_length": RIGHT[name]} if name in RIGHT else {}
             runs.append(self.run_of(name, work, samples, **facts, **said))
         return runs
 

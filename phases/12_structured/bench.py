@@ -126,8 +126,9 @@ class Bench(benchmarks.bench.Bench):
 
         for name in engines:  # instead of a whole run
             sample(name, 2, -1)
+        by: dict[str, Any] = {"masks by": self.backend}
         timed = {name: partial(sample, name, max(work.output_lens)) for name in engines}
-        return self.compare(timed, work, warm={}, batch=count, **{"masks by": self.backend})
+        return self.compare(timed, work, warm={}, batch=count, **by)
 
     def sizes(self, count: int, max_len: int, tokens: int) -> dict[str, Any]:
         """Room for all requests, and for the other phase's engine beside this one."""

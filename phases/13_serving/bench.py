@@ -64,7 +64,7 @@ def on_cpu(options: BenchOptions) -> list[Run]:
     many, least = (8, 2) if quick else (64, None)
     runs: list[Run] = []
 
-    def ask(variant: str, server: Server, work: Workload, repeats: int, **facts: int) -> None:
+    def ask(variant: str, server: Server, work: Workload, repeats: int, **facts: Any) -> None:
         server.sample(work.cold(99).first(2), users=1, processes=1)  # the first steps allocate
         users = facts["users"]
         samples = [

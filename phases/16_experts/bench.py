@@ -18,14 +18,14 @@ from torch import Tensor
 
 import experts
 import serving
-from benchmarks.bench import evidence_of
+from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import Sample, Samples, summarize
+from benchmarks.measure import Samples
 from benchmarks.model_work import decode_work, layer_parameters
 from benchmarks.plotting import Panel, figure
-from benchmarks.published import SIZES, in_turns, one_by_one
-from benchmarks.workloads import Workload, uniform
+from benchmarks.published import SIZES
+from benchmarks.workloads import uniform
 from common.models.config import ExpertConfig, ModelConfig
 from experts.routing import route
 from forward.loading import random_model
@@ -73,39 +73,19 @@ def shapes(config: ModelConfig) -> dict[str, ModelConfig]:
 
 def on_cpu(options: BenchOptions) -> list[Run]:
     """Decodes of one request and of 16, all three models in alternating order."""
+    bench = Bench(replace(options, model=SMALL_NAME))
     sizes: dict[str, Any] = {"max_rows": 16, "max_len": 512, "drafter": "none"}
-    engines: dict[str, PagedEngine] = {
+    engines = {
         variant: (experts if variant == PHASE else serving).load(
             random_model(config, device=options.device, dtype=options.dtype), **sizes
         )
         for variant, config in shapes(SMALL).items()
     }
-    runs = []
-    for batch, output in ((1, 32), (16, 8)):
-        work = uniform(
-            f"decode-{batch}x32+{output}",
-            batch,
-            32,
-            4 if options.quick else output,
-            vocab=SMALL.vocab_size,
-        )
-        runs += in_turns(engines, work, replace(options, model=SMALL_NAME), batch=batch)
-    return runs
-
-
-def fact(
-    variant: str,
-    work: Workload,
-    numbers: Sample,
-    model: str,
-    options: dict[str, Any],
-    dtype: torch.dtype = torch.float32,
-) -> Run:
-    """Something that was counted, with no clock."""
-    made = summarize(
-        variant, work, Samples([numbers]), model=model, dtype=dtype, options=options
+    works = (
+        uniform("decode-1x32+32", 1, 32, 32, vocab=SMALL.vocab_size),
+        uniform("decode-16x32+8", 16, 32, 8, vocab=SMALL.vocab_size),
     )
-    return replace(made, noise=None)
+    return [run for w in works for run in bench.race(engines, w, batch=len(w.items))]
 
 
 def different(chosen: Tensor) -> int:
@@ -118,6 +98,7 @@ def different(chosen: Tensor) -> int:
 
 def counted() -> list[Run]:
     """Bytes of weights that a decode step reads for each of its tokens, in bfloat16, at even routing."""
+    bench = Bench(BenchOptions(torch.device("cpu"), torch.bfloat16, SHAPE))
     models = shapes(SHAPES[SHAPE.removeprefix("random:")])
     config = models[PHASE]
     facts = config.experts
@@ -141,7 +122,8 @@ def counted() -> list[Run]:
             sample = {"step_gigabytes": size / 1e9, "token_gigabytes": size / batch / 1e9}
             if variant == PHASE:
                 sample["experts_read"] = read
-            runs.append(fact(variant, work, sample, SHAPE, {"batch": batch}, torch.bfloat16))
+            found = bench.run_of(variant, work, Samples([sample]), batch=batch)
+            runs.append(replace(found, noise=None))
     return runs
 
 
@@ -164,7 +146,7 @@ def on_gpu(options: BenchOptions) -> list[Run]:
         if variant == PHASE:  # by its name, so that no layer's experts are there twice
             given = {"device": "cuda", "dtype": "bfloat16", **sizes}
             make[variant + ending] = partial(engine_of, f"16{ending}", name, **given)
-    return one_by_one(make, replace(options, model=name))
+    return Bench(replace(options, model=name)).one_by_one(make)
 
 
 draw = figure(
