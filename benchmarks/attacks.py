@@ -21,14 +21,16 @@ import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import psutil
 
-from benchmarks.evidence import ROOT, BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.bench import Bench
+from benchmarks.evidence import ROOT, BenchOptions, Evidence, collect
 from benchmarks.loadtest.user import Target, ask
+from benchmarks.measure import Sample, Samples
 from benchmarks.plotting import Panel, figure
 from benchmarks.server import Server, import_path
 from benchmarks.workloads import uniform
@@ -326,6 +328,7 @@ def run(options: BenchOptions) -> Evidence:
     work = uniform(NAME, 1, 3, TOKENS, 10_000)
     runs = []
     for model in (TINY,) if options.quick else (TINY, REAL):
+        bench = Bench(replace(options, model=model))
         with Server(model, **OPTIONS) as server:
             target, process = server.target, psutil.Process(server.pid)
             bystander = Bystander(target)
@@ -334,16 +337,7 @@ def run(options: BenchOptions) -> Evidence:
                 for attack in [alone, *(one for one in attacks() if one.model == model)]:
                     metrics, said = _watch(attack, target, process, bystander)
                     runs.append(
-                        Run(
-                            variant=attack.name,
-                            workload=work.name,
-                            workload_sha256=work.sha256,
-                            model=model.removeprefix("random:"),
-                            weights="random" if model.startswith("random:") else "real",
-                            dtype=str(options.dtype).removeprefix("torch."),
-                            metrics=metrics,
-                            options={"answers": said},
-                        )
+                        bench.run_of(attack.name, work, Samples([metrics]), answers=said)
                     )
             finally:
                 bystander.close()
@@ -357,7 +351,7 @@ async def _nothing(target: Target) -> str:
 
 def _watch(
     attack: Attack, target: Target, process: psutil.Process, bystander: Bystander
-) -> tuple[dict[str, Metric], str]:
+) -> tuple[Sample, str]:
     """Return what an attack did to the bystander and to the API process, and its answers."""
     bystander.gaps()
     before, most = process.memory_info().rss, 0
@@ -378,7 +372,7 @@ def _watch(
         raise UserError(f"no stream of the bystander has ended during {attack.name!r}")
     found = {f"itl_ms_p{part}": float(np.percentile(gaps, part)) for part in (50, 99)}
     found |= {"itl_ms_max": max(gaps), "memory_grown_bytes": float(max(0, most - before))}
-    return {name: Metric((value,)) for name, value in found.items()}, said
+    return found, said
 
 
 draw = figure(

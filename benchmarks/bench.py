@@ -55,6 +55,7 @@ class Bench:
         if model is not None:
             self.model = model
         self.dtype = options.dtype
+        self.dtype_name = str(options.dtype).removeprefix("torch.")
         self.device = options.device
         self.quick = options.quick
         self.on_cpu = options.device.type == "cpu"

@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.bench import Bench
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.fidelity import WINDOW, StoredAttention, compare
-from benchmarks.measure import Samples, summarize
+from benchmarks.measure import Samples
 from benchmarks.plotting import Panel, figure
 from benchmarks.workloads import Item, Workload
 from common.models.hub import model_folder
@@ -104,6 +105,7 @@ def run(options: BenchOptions) -> Evidence:
 
 
 def _one(options: BenchOptions, name: str) -> list[Run]:
+    bench = Bench(replace(options, dtype=torch.float32))
     folder = model_folder(name)
     reference = load_model(str(folder), device=str(options.device), dtype="float32")
     tokens = Tokenizer(folder).encode(TEXT.read_text(encoding="utf-8"))
@@ -113,27 +115,12 @@ def _one(options: BenchOptions, name: str) -> list[Run]:
     runs = []
     work = Workload(f"news-from-nowhere-{most}", (Item(tuple(tokens[:most]), 1),))
     for way, found in compare(reference, _made(reference, ways, texts), tokens[:most]).items():
-        numbers = {
-            "kl": found.kl,
-            "perplexity": found.perplexity,
-            "agreement": found.agreement,
-        }
-        made = summarize(
-            way,
-            work,
-            Samples(kept=[numbers]),
-            model=name,
-            dtype=torch.float32,
-            options={"tokens": found.tokens},
-        )
         print(
             f"{name} {way}: KL {found.kl:.5f}, perplexity {found.perplexity:.2f}", flush=True
         )
-        runs.append(
-            replace(
-                made, noise=None, metrics={key: Metric((v,)) for key, v in numbers.items()}
-            )
-        )
+        sample = {name: value for name, value in vars(found).items() if name != "tokens"}
+        made = bench.run_of(way, work, Samples([sample]), tokens=found.tokens)
+        runs.append(replace(made, noise=None))
     return runs
 
 

@@ -58,7 +58,7 @@ def run(options: BenchOptions) -> Evidence:
 def on_cpu(options: BenchOptions) -> list[Run]:
     """Closed loops of 1 to 128 users; 64 of them with phase 02, too; three prompt lengths at 8 users."""
     bench = Bench(replace(options, dtype=cpu_dtype(options.dtype)))
-    flags: dict[str, Any] = {"device": "cpu", "dtype": str(bench.dtype).removeprefix("torch.")}
+    flags: dict[str, Any] = {"device": "cpu", "dtype": bench.dtype_name}
     sizes: dict[str, Any] = {"max_len": 1024, "cache_bytes": 1 << 30, "speculate": False}
     quick, repeats = options.quick, options.repeats
     many, least = (8, 2) if quick else (64, None)
@@ -109,8 +109,9 @@ def closed(requests: int, prompt: int, output: int) -> Workload:
 def on_cuda(options: BenchOptions) -> list[Run]:
     """`offline-256` with and without HTTP, one user with and without, and arrivals by the clock."""
     bench = OnCuda(options)
-    kind = str(options.dtype).removeprefix("torch.")
-    server = Server(bench.name, **bench.engine_options(), dtype=kind, speculate=False)
+    server = Server(
+        bench.name, **bench.engine_options(), dtype=bench.dtype_name, speculate=False
+    )
     with server:
         return [*bench.throughput(server), *bench.first_token(server), *bench.arrivals(server)]
 

@@ -56,7 +56,7 @@ def measure(options: BenchOptions, ranks: int) -> list[Run]:
     runs = sums(bench, ranks) if ranks > 1 else []
     given: dict[str, Any] = {
         "device": options.device.type,
-        "dtype": str(options.dtype).removeprefix("torch."),
+        "dtype": bench.dtype_name,
         "prefix_cache": False,
         "drafter": "none",  # what random weights say repeats itself, by chance, for some ranks
         **(CPU if bench.on_cpu else GPU),

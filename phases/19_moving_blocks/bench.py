@@ -158,7 +158,7 @@ class Bench(benchmarks.bench.Bench):
         sizes = {
             "phase": 19,
             "device": device,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.dtype_name,
             "max_len": 2 * max(work.prompt_lens),
             "max_rows": 64,
             "step_tokens": 64 if self.on_cpu else 2048,
