@@ -26,6 +26,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from benchmarks.evidence import Evidence, Run
 from benchmarks.labels import axis_label, metric_of, scale_of
 from benchmarks.recorded_peers import beside
+from common.errors import UserError
 
 PHASE_COLOURS = (
     "#56B4E9", "#E69F00", "#CC79A7", "#0072B2", "#D55E00", "#009E73", "#332288",
@@ -224,6 +225,8 @@ def figure(
                 ]
                 if runs := [run for run in same if part.shows(run)]:
                     found.append((part, runs, same))
+        if not found:
+            raise UserError(f"the evidence of {evidence.phase} has no runs to draw")
         whole, axes = panels(len(found), rows=rows if len(found) > 2 else 1, height=height)
         for place, (part, runs, same) in zip(axes, found, strict=True):
             part.draw(place, runs, phase or evidence.phase)

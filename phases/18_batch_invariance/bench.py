@@ -167,7 +167,7 @@ draw = figure(
     Panel(
         "{model}: requests with other bits than at first, without the mode (17) and with it (18)",
         "requests_with_other_logprobs",
-        {"model": ("smollm2", "qwen3-0.6b")},
         label="{schedule}, {variant:.2}",
-    )
+    ),
+    each=("model",),
 )
