@@ -45,3 +45,11 @@ def axis_label(metric: str) -> str:
         if tail
         else metric.replace("_", " ")
     )
+
+
+def number(value: float) -> str:
+    """A number as people read it: 1,234 and 56.7 and 0.089."""
+    size = abs(value)
+    if size >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:,.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 else f"{value:.3g}"

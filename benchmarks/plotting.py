@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from benchmarks.evidence import Evidence, Run
-from benchmarks.labels import axis_label, metric_of, scale_of
+from benchmarks.labels import axis_label, metric_of, number, scale_of
 from benchmarks.recorded_peers import beside
 from common.errors import UserError
 
@@ -86,25 +86,19 @@ def colours(names: Iterable[str], phase: str = "") -> dict[str, str]:
     A phase has its own, and its variants (`09_cuda_graphs, no overlap`) are lighter, one after the other.
     Other engines are grey. Any other name is a tint of `phase`'s colour.
     """
-    found: dict[str, str] = {}
     kin: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        if name.startswith(OTHERS + LIBRARIES):
+        begins = re.match(r"(\d\d)_\w+", name) or re.match(r"(\d\d)_\w+", phase)
+        if begins is None or name.startswith(OTHERS + LIBRARIES):
             kin.setdefault(GREY, []).append(name)
-        elif begins := re.match(r"(\d\d)_\w+", name if re.match(r"\d\d_", name) else phase):
-            base = PHASE_COLOURS[int(begins[1]) - 1]
-            if name == begins[0]:
-                found[name] = base
-            else:
-                kin.setdefault(base, []).append(name)
         else:
-            kin.setdefault(GREY, []).append(name)
-    for base, relatives in kin.items():
-        plain = base in found.values()
-        steps = len(relatives) + plain
-        for place, name in enumerate(relatives, start=plain):
-            found[name] = tint(base, 0.7 * place / max(steps - 1, 2))
-    return found
+            alike = kin.setdefault(PHASE_COLOURS[int(begins[1]) - 1], [])
+            alike.insert(0 if name == begins[0] else len(alike), name)
+    return {
+        name: tint(base, 0.7 * place / max(len(alike) - 1, 2))
+        for base, alike in kin.items()
+        for place, name in enumerate(alike)
+    }
 
 
 def tint(colour: str, share: float) -> str:
@@ -396,14 +390,6 @@ def save(figure: Figure, out: Path, evidence: Evidence) -> None:
     _wrap_titles(figure)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120, metadata={"Software": None})  # its version would differ
-
-
-def number(value: float) -> str:
-    """A number as people read it: 1,234 and 56.7 and 0.089."""
-    size = abs(value)
-    if size >= 100 or value == int(value):
-        return f"{value:,.0f}"
-    return f"{value:,.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 else f"{value:.3g}"
 
 
 def times(factor: float) -> str:

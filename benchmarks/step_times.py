@@ -110,19 +110,19 @@ def draw(evidence: Evidence, out: Path) -> None:
     figure, axes = panels(len(VARIANTS), rows=len(VARIANTS), height=1.5)
     figure.set_figwidth(8.0)
     for ax, variant in zip(axes, VARIANTS, strict=True):
-        lanes = {str(run.options["lane"]): run for run in evidence.find(variant)}
-        longest = max(max(run.metrics["end_ms"].samples) for run in lanes.values())
-        for height, lane in enumerate(("device", "host")):
-            begins, ends = (
-                lanes[lane].metrics[name].samples for name in ("begin_ms", "end_ms")
+        lanes = [evidence.one(variant, lane=lane) for lane in ("device", "host")]
+        longest = max(max(run.metrics["end_ms"].samples) for run in lanes)
+        for height, run in enumerate(lanes):
+            times = zip(
+                run.metrics["begin_ms"].samples, run.metrics["end_ms"].samples, strict=True
             )
-            bars = [(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
-            shade = tint(COLOUR, 0.45) if height else COLOUR
+            bars = [(begin, end - begin) for begin, end in times]
+            shade = tint(COLOUR, 0.45 * height)
             ax.broken_barh(bars, (1.1 * height, 0.9), color=shade, linewidth=0)
         ax.set_yticks([0.45, 1.55], ["device", "host"])
         ax.set_xlim(0, longest)
         ax.grid(visible=False)
-        busy = lanes["device"].median("busy_ms") / longest
+        busy = lanes[0].median("busy_ms") / longest
         ax.set_title(
             f"{SHOWN} steps {variant}: {longest:.1f} ms, the device works in {busy:.0%} of them"
         )

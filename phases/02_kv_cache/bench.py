@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 import benchmarks.bench
 import forward
@@ -16,13 +15,8 @@ from benchmarks.peers import Transformers, transformers_version
 from benchmarks.plotting import Panel, figure
 from benchmarks.workloads import uniform
 from common.models.hub import model_folder
-from forward import Model
-from forward.cpu_linear import FlippedLinear
-from forward.surgery import clone
 
 PHASE, BEFORE = "02_kv_cache", "01_forward"
-PLAIN = f"{PHASE}, PyTorch's product"
-"""With `nn.Linear` as PyTorch computes it, as `transformers` does; see `forward/cpu_linear.py`."""
 GENERATED = (200, 500, 1000)
 PROMPTS = (64, 256, 512)
 
@@ -56,8 +50,6 @@ class Bench(benchmarks.bench.Bench):
             slow, work, 1, repeats=once, warm={BEFORE: lambda: few(0)}, cached=False
         )
         contenders = {PHASE: self.timer(self.engines[PHASE], work)}
-        if any(isinstance(module, FlippedLinear) for module in self.model.modules()):
-            contenders[PLAIN] = self.timer(kv_cache.load(unflipped(self.model)), work)
         if transformers_version() and not self.name.startswith("random:"):
             peer = Transformers(model_folder(self.name), device=self.device, dtype=self.dtype)
             contenders[transformers_version()] = lambda repeat: peer.measure(work.cold(repeat))
@@ -90,15 +82,6 @@ class Bench(benchmarks.bench.Bench):
                 timed, work, 1, repeats=once, warm={}, cached=cached, prompt=length
             )
         return runs
-
-
-def unflipped(model: Model) -> Model:
-    """The same weights, multiplied as PyTorch would."""
-    plain = clone(model)
-    for module in plain.modules():
-        if isinstance(module, FlippedLinear):
-            module.__class__ = nn.Linear  # type: ignore[assignment]
-    return plain
 
 
 run = Bench.run

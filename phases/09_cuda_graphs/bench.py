@@ -26,6 +26,7 @@ from benchmarks.replay import time_replay
 from benchmarks.workloads import Workload, uniform, workload
 from chunked_prefill import Chunked
 from common.errors import UserError
+from common.roofline import time_call
 from common.sampling.sampler import SamplingFlags
 from continuous.seams import SequentialLoop
 from cuda_graphs import Graphs, Overlap, OverlappedLoop
@@ -182,14 +183,11 @@ class Bench(benchmarks.bench.Bench):
 
         def device() -> float:
             """A step again and again: it reads and writes what it read and wrote before."""
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(10):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            return begin.elapsed_time(end) * 1e2
+            replays = [graph.replay] * 10
+            (seconds,) = time_call(
+                lambda: [replay() for replay in replays], self.device, repeats=1, floor=0.0
+            )
+            return seconds * 1e5
 
         before = device()
         started = time.perf_counter()
