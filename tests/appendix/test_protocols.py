@@ -313,7 +313,7 @@ async def test_of_ollama_s_seeds_minus_one_is_none(make, seed):
     await settle(app)
 
 
-@pytest.mark.parametrize("most", [-1, -2, -9])
+@pytest.mark.parametrize("most", [-1, pytest.param(-2, marks=pytest.mark.slow)])
 async def test_ollama_s_num_predict_below_zero_is_as_many_as_there_is_room_for(make, most):
     app = make()
     body = REQUESTS["/api/generate"] | {

@@ -8,15 +8,23 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.pictures import DRAWN, draw
-from benchmarks.pictures.structured import stacks
 from benchmarks.pictures.svg import WIDTH, Picture
 from phases import ROOT, Phase
+from prefix_cache.radix import Node, RadixIndex
+from structured.automata.dfa import compile
+from structured.automata.nodes import Call, Cat, literal
+from structured.automata.pushdown import Machine
+from structured.automata.regex import parse
 
 SVG = "{http://www.w3.org/2000/svg}"
 LETTER = 0.56
 """Of the size of a font, the width of a letter in the mean, in a wide font."""
 BY_OTHERS = {"life"}
 """Pictures with a program of their own."""
+
+
+def lesson(name: str) -> str:
+    return (ROOT / "phases" / name / "README.md").read_text(encoding="utf-8")
 
 
 def flaws(picture: Picture) -> Iterator[str]:
@@ -51,7 +59,7 @@ def flaws(picture: Picture) -> Iterator[str]:
 @pytest.mark.parametrize("phase", DRAWN, ids=lambda phase: phase.name)
 def test_pictures_are_what_the_engine_does(phase: Phase) -> None:
     drawn = draw(phase.package)
-    lesson = (phase.folder / "README.md").read_text(encoding="utf-8")
+    text = lesson(phase.name)
     for name, picture in drawn.items():
         file = phase.folder / f"{name}.svg"
         kept = file.read_text(encoding="utf-8") if file.exists() else ""
@@ -59,17 +67,68 @@ def test_pictures_are_what_the_engine_does(phase: Phase) -> None:
             f"{phase.name}: the engine does not do what {name}.svg shows; "
             f"python -m benchmarks.pictures {phase.number:02} draws it again"
         )
-        assert f"]({name}.svg)" in lesson, (
-            f"the lesson of {phase.name} does not show {name}.svg"
-        )
+        assert f"]({name}.svg)" in text, f"the lesson of {phase.name} does not show {name}.svg"
         assert list(flaws(picture)) == [], f"{phase.name}: {name}.svg"
     left = {file.stem for file in phase.folder.glob("*.svg")} - set(drawn) - BY_OTHERS
     assert not left, f"{phase.name}: nobody draws {sorted(left)}"
 
 
-def test_the_lesson_names_the_states_of_the_stack() -> None:
-    """Where the array of the picture begins, and what lies below it."""
-    (after_colon,) = (states for text, states, _ in stacks() if text.endswith(":"))
-    below, top = after_colon
-    lesson = (ROOT / "phases/12_structured/README.md").read_text(encoding="utf-8")
-    assert f"begins in state {top}. State {below} lies below state {top}:" in lesson
+def test_the_text_of_an_automaton_is_what_the_code_makes() -> None:
+    table = compile(parse("(ab|c)+d")).table.tolist()
+    lines = ["letter     a  b  c  d"]
+    for state, row in enumerate(table):
+        edges = (str(row[ord(letter)]) if row[ord(letter)] >= 0 else "-" for letter in "abcd")
+        lines.append(f"state {state}    {'  '.join(edges)}")
+    assert "\n".join(lines[:5]) in lesson("12_structured")
+
+
+def test_the_text_of_a_stack_is_what_the_machine_does() -> None:
+    """States have letters in the lesson: A to G in `object`, X to Z in `array`, in the order of reading."""
+    calls = Cat((literal('{"a":'), Call("array"), literal("}")))
+    machine = Machine({"object": calls, "array": parse(r"\[([01](,[01])*)?\]")}, "object")
+    letters = iter("ABCDEFG"), iter("XYZ")
+    names: dict[int, str] = {}
+    place = machine.start
+    columns = [("byte read", "array", "object", "may come next")]
+    for read in '·{"a":[1]}':
+        if read != "·":
+            place = machine.step(place, ord(read))
+        (stack,) = place
+        for height, state in enumerate(stack):
+            if state not in names:
+                names[state] = next(letters[height])
+        called = names[stack[1]] if len(stack) > 1 else ""
+        following = [chr(byte) for byte, to in enumerate(machine.table[stack[-1]]) if to >= 0]
+        columns.append((read, called, names[stack[0]], "".join(following) or "end"))
+    for name, *cells in zip(*columns, strict=True):
+        line = f"{name:17}" + "".join(f"{cell:4}" for cell in cells)
+        assert line.rstrip() in lesson("12_structured")
+
+
+def test_the_text_of_five_calls_is_what_the_tree_does() -> None:
+    index = RadixIndex()
+
+    def nodes() -> str:
+        def says(node: Node) -> str:
+            words = f"{b''.join(node.keys).decode()} {node.pins} pin{'s' * (node.pins != 1)}"
+            below = " and ".join(says(child) for child in node.children.values())
+            return f"{words}, below it {below}" if below else words
+
+        (root,) = index.roots
+        return " and ".join(says(child) for child in root.children.values())
+
+    def keys(letters: str) -> list[bytes]:
+        return [letter.encode() for letter in letters]
+
+    first, _, _ = index.extend(index.attach([], ""), keys("abcd"), [0, 1, 2, 3])
+    lines = ['extend(root, "abcd", [0, 1, 2, 3])'.ljust(38) + nodes()]
+    second = index.attach(keys("ab"), "")
+    lines.append('attach("ab")'.ljust(38) + nodes())
+    second, _, _ = index.extend(second, keys("xy"), [4, 5])
+    lines.append('extend(cursor 2, "xy", [4, 5])'.ljust(38) + nodes())
+    index.detach(first)
+    lines.append("detach(cursor 1)".ljust(38) + nodes())
+    index.detach(second)
+    freed = " ".join(map(str, index.evict(3)))
+    lines.append("detach(cursor 2), evict(3)".ljust(38) + nodes() + f"; evicted: {freed}")
+    assert "\n".join(lines) in lesson("08_prefix_cache")

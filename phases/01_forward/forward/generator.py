@@ -85,7 +85,8 @@ class Generator:
             before.
 
         A completion that may have no token is one event without one, with the reason "length". Otherwise
-        `begin` is called once, row 0 of the sampler is set, and `_next` samples token n with step n, from 0.
+        `begin` is called once, row 0 of the sampler gets the settings, the prompt, the ids that end a text
+        and `sample`, and `_next` samples token n with step n, from 0. An event has `Sampled.logprob(0)`.
 
         `finish_reason` says whether a token ends it. With stop strings and a tokenizer a `TextStream` has the
         last word: `advance(token, reason)` returns the reason, which becomes "stop" when the text ends, and

@@ -65,6 +65,7 @@ def refuse_unknown_sums(builder: EngineBuilder) -> None:
     """Raise `UserError` if the builder's model or an option has sums whose order this phase does not fix."""
     model = builder.model
     blocks = any(isinstance(part, BlockWeight) for part in model.modules())
+    # Of a mixture attention's sinks would be missing, too: only gpt-oss has them.
     refuse("the model is a mixture of experts", model.config.experts is not None)
     refuse("the model has layers of Gated DeltaNet", model.config.delta is not None)
     refuse("weights are blocks of a GGUF file", blocks)
