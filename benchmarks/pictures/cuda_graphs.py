@@ -1,4 +1,4 @@
-"""Phase 09: what host and device do in which order, one step after the other and one ahead."""
+"""Phase 09: a graph that is captured once and replayed, and in which order host and device work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from benchmarks.pictures.svg import (
     titled,
     track,
 )
+from common.sampling.sampler import SamplingFlags
+from cuda_graphs.executors import DecodeGraphExecutor
 
+LENGTHS = ((3, 4), (5, 2), (2, 4), (4, 4))
+"""Tokens of four requests, prompt and output; the second is the first to end."""
+SIZE = 4
+"""Requests that the graph has room for."""
+CELL = 34
 UNIT = 25
 HOST, STEP = 2, 4
 """How long each is drawn. The order is the engine's; the lengths are not measured."""
@@ -66,5 +73,49 @@ def timeline(*orders: bool) -> Picture:
     )
 
 
-PICTURES = {"overlap": timeline}
+def replays() -> Picture:
+    """What is captured, and what the fixed tensors of a graph hold at each replay."""
+    engine: Any = cuda_graphs.load(
+        tiny(),
+        kernels=True,
+        graphs=True,
+        overlap=False,
+        sampling="torch",
+        graph_tokens=0,
+        max_rows=SIZE,
+        max_len=32,
+        step_tokens=32,
+    )
+    for at, (prompt, output) in enumerate(LENGTHS):
+        engine.add([at + 1] * prompt, exactly(output), index=at)
+    executors = engine.runner.executors
+    (executor,) = (one for one in executors if isinstance(one, DecodeGraphExecutor))
+    graph = executor.graphs[SIZE, SamplingFlags(0)]
+    tensor = Cell("tensor's address", "known", SIZE * CELL)
+    kernels = cells(["gather", "model", "sample", "scatter"], ["known"], 52)
+    lines: Lines = [["", "row", "position", "kernels", "token"]]
+    lines.append(["capture", tensor, tensor, kernels, tensor])
+    engine.step()  # the prompts
+    while not engine.idle:
+        engine.step()
+        rows, positions = graph.rows.tolist(), graph.at.tolist()
+        used = sum(position >= 0 for position in positions)
+        written = [*graph.tokens[:used].tolist(), *"·" * (SIZE - used)]
+        sent = [f"kept {'abcd'[place]}" for place in rows[:used]] + ["idle"]
+        sampled = [look.replace("kept", "now") for look in sent]
+        inputs = cells(rows, sent, CELL), cells(positions, sent, CELL)
+        call = Cell("one call for all four", "now", 208)
+        name = f"replay {engine.runner.replays}"
+        lines.append([name, *inputs, call, cells(written, sampled, CELL)])
+    return picture(
+        "A graph is captured once and replayed with other numbers",
+        table(lines, gap=10, down=10),
+        "known: recorded",
+        "kept a: sent by the host",
+        "now a: sampled, and written behind the request's tokens",
+        "idle: padding",
+    )
+
+
+PICTURES = {"capture": replays, "overlap": timeline}
 show = timeline

@@ -45,7 +45,7 @@ def steps() -> Picture:
         for place in places:
             choice = int(order[place])
             who, product = OWNERS[choice], f"{products[place].item():g}"
-            rows.append(Cell(f"{choice}: row of {who}", f"kept {who}", WIDE))
+            rows.append(Cell(f"{choice}: token {who}", f"kept {who}", WIDE))
             results.append(Cell(product, f"kept {who}", WIDE))
             back[choice] = Cell(f"choice {choice}: {product}", f"kept {who}", WIDE)
             arrows += [(choices[choice], rows[-1], who), (results[-1], back[choice], who)]

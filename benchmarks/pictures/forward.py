@@ -58,7 +58,7 @@ def rope() -> Picture:
     """The two pairs of a head of four dimensions, at the first positions."""
     pairs = []
     for pair, turn in enumerate(inverse_frequencies(RopeConfig(theta=16.0), 4).tolist()):
-        turns = Text(f"{turn:.3g} rad a position", "soft")
+        turns = Text(f"{turn:.3g} radian a position", "soft")
         words = titled(f"dimensions {pair} and {pair + 2}", turns)
         pairs += [Dial([turn * position for position in range(4)]), words]
     return picture("Two pairs of dimensions, turned by RoPE", row(*pairs, gap=20))

@@ -72,7 +72,7 @@ def ring(last: int = 8) -> Picture:
     return picture(
         f"A window of {WINDOW} keeps {WINDOW} columns, round and round",
         table(zip(*columns, strict=True), gap=14, down=4),
-        "now a: written, over the column that has left the window",
+        f"now a: written; from column {WINDOW} on over the one that has left the window",
         "kept a: still there",
     )
 

@@ -138,8 +138,8 @@ def preempted() -> Picture:
     without = [at for at, step in enumerate(steps, 1) if "b" not in step.tables]
     lost, back = without[0], without[-1] + 1
     lines: Lines = [[""] * (1 + len(steps)), ["step", *range(1, 1 + len(steps))]]
-    lines[0][lost] = Text("no block is free: b gives back its own", "b end", 44)
-    lines[0][back] = Text(f"b: {steps[back - 1].fresh['b']} tokens again", "b", 44)
+    lines[0][lost] = Text("no block is free: b gives back its own ↓", "b end", 44)
+    lines[0][back] = Text(f"↓ b: {steps[back - 1].fresh['b']} tokens again", "b", 44)
     for block in range(len(steps[0].users)):
         lines.append([f"block {block}"])
         for step in steps:

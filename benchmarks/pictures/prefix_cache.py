@@ -102,6 +102,7 @@ def tree(count: int = len(PROMPTS)) -> Picture:
         "kept a: pinned by one request",
         "kept: by several",
         "idle: by none: only the memory uses it",
+        "number: its block",
         arrows=arrows,
         across=True,
     )

@@ -39,7 +39,7 @@ def scales(*groups: int) -> Picture:
             ]
             lines.append([f"output {output}", row(*parts, gap=6)])
         title = "one scale a row" if group == INPUTS else f"a scale for {group} inputs"
-        title += f": mean error {wrong.mean():.3f}; a scale adds {4 / group:.0%}"
+        title += f": mean error {wrong.mean():.3f}; scales need {4 / group:.0%} more memory"
         panels.append(titled(title, table(lines)))
     return picture(
         "Errors of four-bit weights, by how many share a scale",

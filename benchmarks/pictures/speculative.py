@@ -1,4 +1,4 @@
-"""Phase 11: drafts beside what the model says, step by step."""
+"""Phase 11: drafts beside what the model samples, step by step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def toy() -> Model:
 
 
 def verified(shown: int | None = None) -> Picture:
-    """Continue the text: the newest word and the drafts, computed at once; below what the model says there.
+    """Continue the text: the newest word and the drafts, computed at once; below what the model samples.
 
     shown: which step, from 1 on; None: all.
     """
@@ -73,7 +73,7 @@ def verified(shown: int | None = None) -> Picture:
         kept = after - known
         drafts = [WORDS[token] for token in tokens]
         says = [SAYS[word] for word in (words[known - 1], *drafts)]
-        assert says[:kept] == words[known:after], "the engine keeps what the model says"
+        assert says[:kept] == words[known:after], "the engine keeps what the model samples"
         before = cells(words[known - 4 : known - 1], ["kept a"], CELL)
         computed = cells([words[known - 1], *drafts], ["now a"] * kept + ["idle"], CELL)
         answers = cells(says, ["known a"] * kept + ["idle"] * len(says), CELL)
@@ -87,9 +87,9 @@ def verified(shown: int | None = None) -> Picture:
         compared = row(Box(CELL), *(Text(sign, "mid", CELL) for sign in signs))
         lines.append([label, before, computed, gained])
         lines.append(["", "", compared])
-        lines.append(["", Text("the model says", "soft end"), row(Box(CELL), answers)])
+        lines.append(["", Text("the model samples", "soft end"), row(Box(CELL), answers)])
     return picture(
-        "Drafts, and what the model says in their places",
+        "Drafts, and what the model samples in their places",
         table(lines, gap=4, down=4),
         "kept a: in the cache",
         "now a: computed, and right",

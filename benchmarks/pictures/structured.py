@@ -1,11 +1,14 @@
-"""Phase 12: the tree of a vocabulary, walked by an automaton, and the masks of its states."""
+"""Phase 12: an automaton, the tree of a vocabulary that it walks, its masks, and a stack of states."""
 
 from __future__ import annotations
+
+from itertools import accumulate, chain
 
 from benchmarks.pictures.svg import (
     Arrow,
     Box,
     Cell,
+    Graph,
     Lines,
     Picture,
     Text,
@@ -15,6 +18,8 @@ from benchmarks.pictures.svg import (
     table,
     titled,
 )
+from structured.automata.dfa import compile
+from structured.automata.nodes import Call, Cat, literal
 from structured.automata.pushdown import Machine, MaskMaker
 from structured.automata.regex import parse
 from structured.automata.trie import Trie
@@ -22,6 +27,60 @@ from structured.automata.trie import Trie
 PATTERN = "(ab|c)+d"
 TOKENS = ("a", "b", "ab", "abc", "c", "cd", "d", "bd", "abd")
 STATES = range(4)
+MEANINGS = (
+    "0: nothing read yet",
+    "1: after a, only b may follow",
+    "2: after ab or c",
+    "3: after d, the text may end",
+)
+NESTED = '{"a":[1]}'
+RULES = {
+    "object": Cat((literal('{"a":'), Call("array"), literal("}"))),
+    "array": parse(r"\[([01](,[01])*)?\]"),
+}
+"""Two rules, the first of which calls the second, for the text `NESTED`."""
+
+
+def automaton() -> Picture:
+    """The states of the pattern, and the letters that lead from one to another."""
+    dfa = compile(parse(PATTERN))
+    edges = [
+        (state, to, chr(letter))
+        for state, reached in enumerate(dfa.table.tolist())
+        for letter, to in enumerate(reached)
+        if to >= 0
+    ]
+    graph = Graph(dfa.accepting.tolist(), edges)
+    words = column(*(Text(meaning, "soft") for meaning in MEANINGS))
+    return picture(f"The automaton of {PATTERN}", row(graph, words, gap=30))
+
+
+def stack() -> Picture:
+    """A column for each byte read: the stack of states after it, and what may come next.
+
+    States have letters, because the states of the other pictures have numbers.
+    """
+    machine = Machine(RULES, "object")
+    places = accumulate(NESTED.encode(), machine.step, initial=machine.start)
+    stacks = [next(iter(place)) for place in places]
+    names = dict(zip(dict.fromkeys(chain(*stacks)), "ABCDEFXYZG", strict=True))
+    lines: Lines = [["byte read"], ["array"], ["object"], ["may come next"]]
+    for read, states in zip(f"·{NESTED}", stacks, strict=True):
+        top = states[-1]
+        following = [chr(byte) for byte, to in enumerate(machine.table[top]) if to >= 0]
+        shown: list[Box] = [Box(), Box()]
+        for height, state in enumerate(states):
+            look = "now" if state == top else "kept"
+            shown[-1 - height] = Cell(names[state], f"{look} {'ab'[height]}", 60)
+        texts = Text(read, "mid"), *shown, Text("\u2002".join(following) or "end", "mid")
+        for line, item in zip(lines, texts, strict=True):
+            line.append(item)
+    return picture(
+        f"The stack while {NESTED} is read",
+        table(lines, down=5),
+        "now a: on top: it reads the next byte",
+        "kept a: below: it waits",
+    )
 
 
 def walk(state: int = 0) -> Picture:
@@ -37,7 +96,7 @@ def walk(state: int = 0) -> Picture:
         at = reached[node]
         words = f"{text[-1:]} → {at}" if at >= 0 else f"{text[-1:]} ✗"
         look = "idle" if at < 0 else "kept a" if text else "known a"
-        own = Cell(words if text else f"in {state}", look, 58)
+        own = Cell(words if text else f"state {state}", look, 58)
         whole = column(own, Text(text if text in TOKENS else "", "mid", 58), gap=0)
         below = []
         for child in range(trie.children[node], trie.children[node + 1]):
@@ -64,11 +123,11 @@ def walk(state: int = 0) -> Picture:
             titled("masks: which tokens are allowed", table(lines)),
             gap=40,
         ),
-        "Letter → state; below it the token that ends there. ✗: there is no edge.",
+        "Letter → state; below it the token that ends there. ✗: the node is dead.",
         arrows=arrows,
         across=True,
     )
 
 
-PICTURES = {"walk": walk}
+PICTURES = {"automaton": automaton, "walk": walk, "stack": stack}
 show = walk

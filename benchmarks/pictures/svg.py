@@ -216,6 +216,44 @@ class Dial(Box):
             on.text(middle + 70 * cos, centre + 70 * sin + 4, str(at), "middle")
 
 
+class Graph(Box):
+    """States as circles in a line, the first where one begins, and arrows with a letter between them.
+
+    ends: of each state, whether one may end there: it has two circles. edges: from, to, letter.
+    """
+
+    def __init__(self, ends: Sequence[bool], edges: Iterable[tuple[int, int, str]]) -> None:
+        self.ends, self.edges = ends, list(edges)
+        says = "; ".join(f"from {a} {letter} leads to {b}" for a, b, letter in self.edges)
+        super().__init__(110 * len(ends) - 20, 150, says)
+
+    def draw(self, on: Picture, x: float, y: float) -> None:
+        """Draw arrows to the next state straight, to other later ones above, to earlier ones below."""
+        centres = [complex(x + 50 + 110 * state, y + 85) for state in range(len(self.ends))]
+        on.line([(x + 5, y + 85), (x + 32, y + 85)], INK, tip=True)
+        for a, b, letter in self.edges:
+            begin, end = centres[a], centres[b]
+            third = (end - begin) / 3 or -25
+            lift = 80j if b < a else -80j * abs(b - a - 1)
+            first, last = begin + third + lift, end - third + lift
+            end += 18 * (last - end) / abs(last - end)
+            points = [(one.real, one.imag) for one in (begin, first, last, end)]
+            on.line(points, INK, tip=True, curved=True)
+            middle = (begin + 3 * first + 3 * last + end) / 8
+            on.text(middle.real, middle.imag - 6, letter, "middle")
+        for state, centre in enumerate(centres):
+            for radius in (18, 14) if self.ends[state] else (18,):
+                on.add(
+                    "circle",
+                    cx=centre.real,
+                    cy=centre.imag,
+                    r=radius,
+                    fill=PAPER,
+                    stroke=NEUTRAL,
+                )
+            on.text(centre.real, centre.imag + 4, str(state), "middle")
+
+
 Item = Box | str | int
 Lines = list[list[Item]]
 Arrow = tuple[Box, Box, str]

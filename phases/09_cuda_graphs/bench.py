@@ -27,7 +27,7 @@ from benchmarks.workloads import Workload, uniform, workload
 from chunked_prefill import Chunked
 from common.errors import UserError
 from common.roofline import time_call
-from common.sampling.sampler import SamplingFlags
+from common.sampling.metadata import SamplingFlags
 from continuous.seams import SequentialLoop
 from cuda_graphs import Graphs, Overlap, OverlappedLoop
 from cuda_graphs.executors import DecodeGraphExecutor

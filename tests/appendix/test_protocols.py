@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from common.http.errors import ApiError
+from common.http.limits import Limits
 from phases.appendix.protocols.responses import MOST_BYTES, MOST_KEPT, SHARE, Conversations
-from serving.http.errors import ApiError
-from serving.http.limits import Limits
 from tests.servers import Asked, Client
 from tests.serving_kit import make_with_grammars as make_with_grammars
 from tests.serving_kit import metrics, settle
@@ -262,7 +262,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "an image": ("/v1/responses", {"input": [{"content": [{"type": "input_image"}]}]}, "input"),
     "several": ("/v1/responses", {"n": 2}, "n"),
     "temperature": ("/v1/responses", {"temperature": -1}, "temperature"),
-    "a high temperature": ("/v1/responses", {"temperature": 2.1}, "temperature"),
+    "a high temperature": ("/v1/responses", {"temperature": 101}, "temperature"),
     "a role": ("/v1/messages", {"messages": [{"role": "boss", "content": "hi"}]}, "messages"),
     "a role of Ollama's": ("/api/chat", {"messages": [{"role": "boss", "content": "hi"}]}, "messages"),
     "a schema that is none": ("/v1/responses", {"text": {"format": {"type": "x"}}}, "text.format"),

@@ -11,10 +11,6 @@ from benchmarks.pictures import DRAWN, draw
 from benchmarks.pictures.svg import WIDTH, Picture
 from phases import ROOT, Phase
 from prefix_cache.radix import Node, RadixIndex
-from structured.automata.dfa import compile
-from structured.automata.nodes import Call, Cat, literal
-from structured.automata.pushdown import Machine
-from structured.automata.regex import parse
 
 SVG = "{http://www.w3.org/2000/svg}"
 LETTER = 0.56
@@ -71,38 +67,6 @@ def test_pictures_are_what_the_engine_does(phase: Phase) -> None:
         assert list(flaws(picture)) == [], f"{phase.name}: {name}.svg"
     left = {file.stem for file in phase.folder.glob("*.svg")} - set(drawn) - BY_OTHERS
     assert not left, f"{phase.name}: nobody draws {sorted(left)}"
-
-
-def test_the_text_of_an_automaton_is_what_the_code_makes() -> None:
-    table = compile(parse("(ab|c)+d")).table.tolist()
-    lines = ["letter     a  b  c  d"]
-    for state, row in enumerate(table):
-        edges = (str(row[ord(letter)]) if row[ord(letter)] >= 0 else "-" for letter in "abcd")
-        lines.append(f"state {state}    {'  '.join(edges)}")
-    assert "\n".join(lines[:5]) in lesson("12_structured")
-
-
-def test_the_text_of_a_stack_is_what_the_machine_does() -> None:
-    """States have letters in the lesson: A to G in `object`, X to Z in `array`, in the order of reading."""
-    calls = Cat((literal('{"a":'), Call("array"), literal("}")))
-    machine = Machine({"object": calls, "array": parse(r"\[([01](,[01])*)?\]")}, "object")
-    letters = iter("ABCDEFG"), iter("XYZ")
-    names: dict[int, str] = {}
-    place = machine.start
-    columns = [("byte read", "array", "object", "may come next")]
-    for read in '·{"a":[1]}':
-        if read != "·":
-            place = machine.step(place, ord(read))
-        (stack,) = place
-        for height, state in enumerate(stack):
-            if state not in names:
-                names[state] = next(letters[height])
-        called = names[stack[1]] if len(stack) > 1 else ""
-        following = [chr(byte) for byte, to in enumerate(machine.table[stack[-1]]) if to >= 0]
-        columns.append((read, called, names[stack[0]], "".join(following) or "end"))
-    for name, *cells in zip(*columns, strict=True):
-        line = f"{name:17}" + "".join(f"{cell:4}" for cell in cells)
-        assert line.rstrip() in lesson("12_structured")
 
 
 def test_the_text_of_five_calls_is_what_the_tree_does() -> None:

@@ -103,10 +103,10 @@ class StateManager(SingleTypeManager):
         work: one request's tokens in the step, from its token `work.start` on.
 
         Returns:
-            The end of these tokens less `work.drafts`, if there are drafts and they may be rejected
-            (`work.drafts_forced` is False). Otherwise the row's `divergence`, if it lies strictly within the
-            work. Otherwise the last page boundary before the work's last token, or `work.start`, which means
-            none, if that boundary is not after the start.
+            The end of these tokens less the number of drafts (`work.drafts` is a tuple of tokens), if there
+            are drafts and they may be rejected (`work.drafts_forced` is False). Otherwise the row's
+            `divergence`, if it lies strictly within the work. Otherwise the last page boundary before the
+            work's last token, or `work.start`, which means none, if that boundary is not after the start.
         """
         start = work.start
         end = work.start + work.count
