@@ -21,15 +21,17 @@ import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import psutil
 
-from benchmarks.evidence import ROOT, BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.bench import Bench
+from benchmarks.evidence import ROOT, BenchOptions, Evidence, collect
 from benchmarks.loadtest.user import Target, ask
+from benchmarks.measure import Sample, Samples
+from benchmarks.plotting import Panel, figure
 from benchmarks.server import Server, import_path
 from benchmarks.workloads import uniform
 from common.errors import UserError
@@ -326,6 +328,7 @@ def run(options: BenchOptions) -> Evidence:
     work = uniform(NAME, 1, 3, TOKENS, 10_000)
     runs = []
     for model in (TINY,) if options.quick else (TINY, REAL):
+        bench = Bench(replace(options, model=model))
         with Server(model, **OPTIONS) as server:
             target, process = server.target, psutil.Process(server.pid)
             bystander = Bystander(target)
@@ -334,16 +337,7 @@ def run(options: BenchOptions) -> Evidence:
                 for attack in [alone, *(one for one in attacks() if one.model == model)]:
                     metrics, said = _watch(attack, target, process, bystander)
                     runs.append(
-                        Run(
-                            variant=attack.name,
-                            workload=work.name,
-                            workload_sha256=work.sha256,
-                            model=model.removeprefix("random:"),
-                            weights="random" if model.startswith("random:") else "real",
-                            dtype=str(options.dtype).removeprefix("torch."),
-                            metrics=metrics,
-                            options={"answers": said},
-                        )
+                        bench.run_of(attack.name, work, Samples([metrics]), answers=said)
                     )
             finally:
                 bystander.close()
@@ -357,7 +351,7 @@ async def _nothing(target: Target) -> str:
 
 def _watch(
     attack: Attack, target: Target, process: psutil.Process, bystander: Bystander
-) -> tuple[dict[str, Metric], str]:
+) -> tuple[Sample, str]:
     """Return what an attack did to the bystander and to the API process, and its answers."""
     bystander.gaps()
     before, most = process.memory_info().rss, 0
@@ -378,28 +372,17 @@ def _watch(
         raise UserError(f"no stream of the bystander has ended during {attack.name!r}")
     found = {f"itl_ms_p{part}": float(np.percentile(gaps, part)) for part in (50, 99)}
     found |= {"itl_ms_max": max(gaps), "memory_grown_bytes": float(max(0, most - before))}
-    return {name: Metric((value,)) for name, value in found.items()}, said
+    return found, said
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Draw the bystander's 99th percentile and longest gap beside each attack."""
-    from benchmarks.plotting import panels, save
-
-    models = list(dict.fromkeys(run.model for run in evidence.runs))
-    figure, axes = panels(len(models))
-    for ax, model in zip(axes, models, strict=True):
-        runs = list(reversed(evidence.find(model=model)))
-        for metric, label, mark in (
-            ("itl_ms_p99", "99th percentile", "o"),
-            ("itl_ms_max", "longest", "|"),
-        ):
-            ax.plot([run.median(metric) for run in runs], range(len(runs)), mark, label=label)
-        ax.set_yticks(range(len(runs)), [run.variant for run in runs], fontsize=7)
-        ax.set_xlim(left=0)
-        ax.set_xlabel("gap of a bystander's tokens (ms)")
-        ax.set_title(model)
-    axes[0].legend(fontsize=7)
-    save(figure, out, evidence)
+draw = figure(
+    Panel("{model}: a bystander's gaps", "itl_ms_p99"),
+    Panel("{model}: its longest gap", "itl_ms_max"),
+    each=("model",),
+    rows=2,
+    height=4.6,
+    phase="13_serving",
+)
 
 
 def main() -> None:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import count
 from typing import Any
 
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, Samples, alternate, summarize, timer
+from benchmarks.measure import (
+    Sample,
+    Samples,
+    alternate,
+    release_memory,
+    summarize,
+    time_generation,
+    timer,
+)
+from benchmarks.model_work import Ceilings
+from benchmarks.published import PUBLISHED
 from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.targets import load_target
-from benchmarks.workloads import SMALL, Workload, uniform
+from benchmarks.targets import load_target, targets
+from benchmarks.workloads import SMALL, Workload, uniform, workload
 from common.events import Streams, generate
+from common.models.config import ModelConfig
 from forward.model import Model
+from paged_cache import PagedEngine
 
 
 def evidence_of(
@@ -23,27 +37,65 @@ def evidence_of(
 
 
 class Bench:
-    """One model and how its engines are measured.
+    """One model and how its engines are measured. A phase's subclass says `phase` and `measured`.
 
     name: of the model. on_cpu: or on a GPU. small: the end of a workload's name on a CPU. top: the machine's
-    ceilings in the dtype that is measured.
+    ceilings in the dtype that is measured. published: on a GPU also with GPT-2, see `targets`. ending: of all
+    variants' names. appendix: see `Evidence`.
     """
+
+    phase = ""
+    published = False
+    appendix = "named"
+    ending = ""
 
     def __init__(self, options: BenchOptions, model: Model | None = None) -> None:
         self.options = options
         self.name = options.model or ""
-        self.model = load_target(options) if model is None else model
-        self.config = self.model.config
+        if model is not None:
+            self.model = model
         self.dtype = options.dtype
+        self.dtype_name = str(options.dtype).removeprefix("torch.")
         self.device = options.device
         self.quick = options.quick
         self.on_cpu = options.device.type == "cpu"
         self.small = SMALL if self.on_cpu else ""
-        self.top = ceilings(options.device, options.dtype)
+
+    @classmethod
+    def run(cls, options: BenchOptions) -> Evidence:
+        """Measure each model that is asked for; a bench's `run`."""
+        runs: list[Run] = []
+        for target in targets(options, published=cls.published):
+            runs += cls(target).measured()
+            release_memory(options.device)
+        return evidence_of(cls.phase, runs, options, cls.appendix)
+
+    def measured(self) -> list[Run]:
+        """Return what is measured of one model: first what the headline is of."""
+        raise NotImplementedError
+
+    @cached_property
+    def model(self) -> Model:
+        """The model, loaded when an engine asks for it."""
+        return load_target(self.options)
+
+    @cached_property
+    def top(self) -> Ceilings:
+        """The machine's ceilings."""
+        return ceilings(self.device, self.dtype)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self.model.config
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens' keys and values."""
         return tokens * self.config.kv_bytes_per_token(self.dtype)
+
+    def short(self, work: Workload) -> Workload:
+        """The workload, or with `--quick` a hurried beginning of it."""
+        return work.hurried() if self.quick else work
 
     def timer(self, engine: Streams, work: Workload) -> Callable[[int], Sample]:
         """Time a workload in an engine, with other tokens each time."""
@@ -55,20 +107,79 @@ class Bench:
         for engine in engines.values():
             generate(engine, short.prompts, short.params)
 
+    def race(
+        self,
+        engines: Mapping[str, PagedEngine],
+        work: Workload,
+        *,
+        beside: bool = False,
+        **facts: Any,
+    ) -> list[Run]:
+        """Time engines on a workload, each sample after a few tokens of the same requests.
+
+        No run has tokens that one before had, so prefix caches find nothing. Quantized weights have no
+        roofline, and neither has what runs beside busy programs.
+        """
+        work = self.short(work)
+        few, shift = work.first(len(work.items), tokens=4), count(1)
+
+        def warm(engine: PagedEngine) -> Sample:
+            return time_generation(engine, few.cold(-next(shift)), self.device)
+
+        timed = {name: self.timer(engine, work) for name, engine in engines.items()}
+        before = {name: partial(warm, engine) for name, engine in engines.items()}
+        kept = alternate(timed, self.options.repeats, warm=before, beside=beside)
+        runs = []
+        for name, engine in engines.items():
+            rows = min(len(work.items), engine.scheduler.rows.count)
+            batch = 0 if beside or name.startswith("10_quant") else rows
+            config = engine.runner.model.config
+            runs.append(self.run_of(name, work, kept[name], batch, config=config, **facts))
+        return runs
+
+    def one_by_one(
+        self, made: Mapping[str, Callable[[], PagedEngine]], works: Sequence[str] = PUBLISHED
+    ) -> list[Run]:
+        """Time each engine on published workloads, one engine after the other: each fills a good part of the
+        memory.
+        """
+        runs = []
+        for variant, make in made.items():
+            engines = {variant: make()}
+            for name in works:
+                runs += self.race(engines, workload(name))
+            del engines
+            release_memory(self.device)
+        return runs
+
     def compare(
         self,
         variants: Mapping[str, Callable[[int], Sample]],
         work: Workload,
-        roofline_batch: int = 0,
+        roofline_batch: int | Mapping[str, int] = 0,
         *,
         repeats: int = 0,
         warm: Mapping[str, Callable[[], object]] | None = None,
+        tries: int | None = None,
         **facts: Any,
     ) -> list[Run]:
-        """Evidence of variants that take turns on one workload; see `alternate` and `run_of`."""
-        kept = alternate(variants, repeats or self.options.repeats, warm=warm)
+        """Evidence of variants that take turns on one workload; see `alternate` and `run_of`.
+
+        roofline_batch, facts: a mapping has a value for each variant.
+        """
+        kept = alternate(variants, repeats or self.options.repeats, warm=warm, tries=tries)
+
+        def of(value: Any, name: str) -> Any:
+            return value[name] if isinstance(value, Mapping) else value
+
         return [
-            self.run_of(name, work, found, roofline_batch, **facts)
+            self.run_of(
+                name,
+                work,
+                found,
+                of(roofline_batch, name),
+                **{fact: of(value, name) for fact, value in facts.items()},
+            )
             for name, found in kept.items()
         ]
 
@@ -80,16 +191,17 @@ class Bench:
         roofline_batch: int = 0,
         *,
         cached: bool = True,
+        config: ModelConfig | None = None,
         **facts: Any,
     ) -> Run:
         """Evidence of one variant; with a `roofline_batch`, that of a batch which is always full."""
         about: dict[str, Any] = {"model": self.name, "dtype": self.dtype, "options": facts}
         if not roofline_batch:
-            return summarize(variant, work, samples, **about)
+            return summarize(variant + self.ending, work, samples, **about)
         shape: dict[str, Any] = {
-            "config": self.config,
+            "config": config or self.config,
             "top": self.top,
             "batch": roofline_batch,
             "cached": cached,
         }
-        return summarize_generation(variant, work, samples, **about, **shape)
+        return summarize_generation(variant + self.ending, work, samples, **about, **shape)

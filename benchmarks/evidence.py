@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -197,17 +197,10 @@ class Evidence:
 
     def to_json(self) -> dict[str, Any]:
         """The file's content. Only what was measured appears: no roofline, no key."""
-        return {
-            "phase": self.phase,
-            "when": self.when,
-            "git": dict(self.git),
-            "machine": dict(self.machine),
-            "versions": dict(self.versions),
-            **({} if self.seconds is None else {"seconds": round(self.seconds, 1)}),
-            **({"beside": dict(self.beside)} if self.beside else {}),
-            **({"appendix": self.appendix} if self.appendix else {}),
-            "runs": [_run_to_json(run) for run in self.runs],
-        }
+        seconds = None if self.seconds is None else round(self.seconds, 1)
+        runs = [_run_to_json(run) for run in self.runs]
+        kept = {**vars(self), "seconds": seconds, "runs": runs}
+        return {name: value for name, value in kept.items() if value not in (None, "", {})}
 
     @classmethod
     def load(cls, path: Path) -> Evidence:
@@ -219,17 +212,7 @@ class Evidence:
                 for run in raw["runs"]
                 if not run["variant"].startswith(ENGINES)
             )
-            return cls(
-                raw["phase"],
-                raw["when"],
-                raw["git"],
-                raw["machine"],
-                raw["versions"],
-                runs,
-                raw.get("seconds"),
-                raw.get("beside", {}),
-                raw.get("appendix", ""),
-            )
+            return cls(**{**raw, "runs": runs})
         except FileNotFoundError:
             raise UserError(f"{path} does not exist: no evidence was written there") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -332,45 +315,23 @@ def versions() -> dict[str, str]:
 
 
 def _run_to_json(run: Run) -> dict[str, Any]:
-    raw: dict[str, Any] = {
-        "variant": run.variant,
-        "workload": run.workload,
-        "workload_sha256": run.workload_sha256,
-        "model": run.model,
-        "weights": run.weights,
-        "dtype": run.dtype,
-        "options": dict(run.options),
-        "metrics": {
-            name: {
-                "median": metric.median,
-                "spread": round(metric.spread, 4),
-                "samples": list(metric.samples),
-            }
-            for name, metric in run.metrics.items()
-        },
+    metrics = {
+        name: {
+            "median": metric.median,
+            "spread": round(metric.spread, 4),
+            "samples": metric.samples,
+        }
+        for name, metric in run.metrics.items()
     }
-    if run.roofline is not None:
-        raw["roofline"] = asdict(run.roofline)
-    if run.noise is not None:
-        raw["noise"] = dict(run.noise)
-    return raw
+    roofline = None if run.roofline is None else vars(run.roofline)
+    raw = {**vars(run), "metrics": metrics, "roofline": roofline}
+    return {name: value for name, value in raw.items() if value is not None}
 
 
 def _run_from_json(raw: Mapping[str, Any]) -> Run:
-    return Run(
-        variant=raw["variant"],
-        workload=raw["workload"],
-        workload_sha256=raw["workload_sha256"],
-        model=raw["model"],
-        weights=raw["weights"],
-        dtype=raw["dtype"],
-        options=raw["options"],
-        metrics={
-            name: Metric(tuple(metric["samples"])) for name, metric in raw["metrics"].items()
-        },
-        roofline=Roofline(**raw["roofline"]) if raw.get("roofline") else None,
-        noise=raw.get("noise"),
-    )
+    metrics = {name: Metric(tuple(found["samples"])) for name, found in raw["metrics"].items()}
+    roofline = Roofline(**raw["roofline"]) if raw.get("roofline") else None
+    return Run(**{**raw, "metrics": metrics, "roofline": roofline})
 
 
 def device_folder(device: str, name: str) -> str:

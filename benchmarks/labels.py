@@ -13,8 +13,16 @@ LABELS = {
     "flop_fraction": "share of the matmul ceiling",
     "cache_hit_fraction": "share of prompt tokens found in the cache",
     "acceptance_fraction": "share of drafts accepted",
-    "seconds": "seconds",
 }
+
+
+def metric_of(work: str) -> str:
+    """Return what a workload is about: prompts, or what is made of them."""
+    return (
+        "prompt_tokens_per_s"
+        if work.startswith(("prefill", "prompt-1x"))
+        else "output_tokens_per_s"
+    )
 
 
 def scale_of(metric: str) -> float:
@@ -37,3 +45,11 @@ def axis_label(metric: str) -> str:
         if tail
         else metric.replace("_", " ")
     )
+
+
+def number(value: float) -> str:
+    """A number as people read it: 1,234 and 56.7 and 0.089."""
+    size = abs(value)
+    if size >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:,.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 else f"{value:.3g}"

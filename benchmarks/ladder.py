@@ -18,7 +18,7 @@ from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import release_memory
-from benchmarks.plotting import bars, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, workload
 from common.events import Streams
@@ -99,19 +99,14 @@ def measure(
 
 def draw(evidence: Evidence, out: Path) -> None:
     """Draw a bar a phase, and a second panel of those with the appendix."""
-    own = [run for run in evidence.runs if not run.variant.endswith(APPENDIX)]
-    other = [run for run in evidence.runs if run.variant.endswith(APPENDIX)]
-    figure, axes = panels(1 + bool(other), height=4.4)
-    titles = [
-        f"{own[0].workload}, the same requests for all: each phase with all below it",
-        "The same with the appendix",
-    ]
+    title = "{workload}, the same requests for all: each phase with all below it"
     if not evidence.appendix:  # of before 2026-11-29
-        titles[0] = (
+        title = (
             "Each phase by itself, not added up. 01 got 2 of the requests, 02 got 4. "
             "From 09 on with the appendix"
         )
-    for place, runs, title in zip(axes, (own, other), titles, strict=False):
-        bars(runs, METRIC, axes=place, gain=False, label=lambda run: run.variant.split(",")[0])
-        place.set_title(title)
-    save(figure, out, evidence)
+    figure(
+        Panel(title, METRIC, {"variant": "!*appendix"}),
+        Panel("The same with the appendix", METRIC, {"variant": "*appendix"}),
+        height=4.4,
+    )(evidence, out)

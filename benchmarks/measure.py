@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import psutil
 import torch
 
 from benchmarks.evidence import PERCENTILES, Roofline, Run, sample_metrics
-from benchmarks.workloads import Item, Workload
+from benchmarks.workloads import Workload
 from common.collector import freeze_collector
 from common.device import synchronize
 from common.events import Completion, Streams, generate
@@ -202,28 +201,6 @@ def alternate(
                 kept[name].noises.append(best[1])
                 kept[name].kept.append(best[2])
     return kept
-
-
-def alternate_engines(
-    engines: Mapping[str, Streams], work: Workload, *, device: torch.device, repeats: int
-) -> dict[str, Samples]:
-    """Time engines on one workload with `alternate`, each after a few tokens of the same requests.
-
-    Prefix caches live on: no run has tokens that one before had, the warm-ups' neither.
-    """
-    shift = count(1)
-    short = replace(
-        work, items=tuple(Item(i.prompt, min(i.max_tokens, 4)) for i in work.items)
-    )
-
-    def sample(engine: Streams, work: Workload, number: int = 0) -> Sample:
-        return time_generation(engine, work.cold(next(shift)), device)
-
-    return alternate(
-        {name: partial(sample, engine, work) for name, engine in engines.items()},
-        repeats,
-        warm={name: partial(sample, engine, short) for name, engine in engines.items()},
-    )
 
 
 def summarize(

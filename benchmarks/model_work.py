@@ -56,14 +56,6 @@ class ComputeCost:
             self.bytes / ceilings.read_bytes_per_s, self.flops / ceilings.matmul_flop_per_s
         )
 
-    def __add__(self, other: ComputeCost) -> ComputeCost:
-        """Return the work of this stretch of computation and of `other` together."""
-        return ComputeCost(
-            self.weight_bytes + other.weight_bytes,
-            self.kv_bytes + other.kv_bytes,
-            self.flops + other.flops,
-        )
-
 
 def layer_parameters(config: ModelConfig, experts: float | None = None) -> float:
     """Return the number of weights in all layers' matrix products: no embedding, norms or biases.

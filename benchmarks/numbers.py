@@ -30,6 +30,7 @@ from functools import cache
 from typing import Any
 
 from benchmarks.evidence import RESULTS, ROOT, Evidence
+from benchmarks.labels import number
 from common.errors import UserError
 
 NUMBER = re.compile(r"(<!--n:([\w.-]+)-->)(-?[\d.,]+)(<!--/n-->)")
@@ -54,22 +55,8 @@ def _digits(places: int) -> Callable[[float], str]:
     return lambda value: f"{value:,.{places}f}"
 
 
-def _short(value: float) -> str:
-    size = abs(value)
-    places = (
-        0
-        if size >= 100 or value == int(value)
-        else 1
-        if size >= 10
-        else 2
-        if size >= 0.1
-        else 4
-    )
-    return f"{value:,.{places}f}"
-
-
 WAYS: Mapping[str, Callable[[float], str]] = {
-    "number": _short,
+    "number": number,
     "times": lambda value: f"{value:.1f}" if value < 10 else f"{value:.0f}",
     "percent": lambda value: f"{100 * value:.0f}",
     "more": lambda value: f"{100 * (value - 1):.0f}",

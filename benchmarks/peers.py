@@ -23,7 +23,7 @@ def transformers_version() -> str:
 
 
 class Transformers:
-    """`transformers`' own `generate`, greedy, with its KV cache, over a padded batch of all requests."""
+    """`transformers`' own `generate`, greedy, with its KV cache, all requests in a batch."""
 
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM
@@ -34,20 +34,14 @@ class Transformers:
 
     @torch.inference_mode()
     def measure(self, work: Workload) -> Sample:
-        """Seconds and rates of the whole workload; all its outputs must have one length."""
+        """Seconds and rates of the whole workload, whose prompts and outputs must have one length each."""
         (output,) = set(work.output_lens)
-        longest = max(work.prompt_lens)
-        ids = torch.zeros(len(work.items), longest, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(work.prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
-        ids, mask = ids.to(self.device), mask.to(self.device)
+        ids = torch.tensor(work.prompts, device=self.device)
         with memory(self.device) as used:
             start = time.perf_counter()
             out = self.model.generate(
                 ids,
-                attention_mask=mask,
+                attention_mask=torch.ones_like(ids),
                 do_sample=False,
                 max_new_tokens=output,
                 min_new_tokens=output,
@@ -55,7 +49,7 @@ class Transformers:
             )
             synchronize(self.device)
             seconds = time.perf_counter() - start
-        assert out.shape[1] == longest + output
+        assert out.shape[1] == ids.shape[1] + output
         sample = {
             "seconds": seconds,
             "output_tokens_per_s": work.output_tokens / seconds,

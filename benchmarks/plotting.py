@@ -1,4 +1,4 @@
-"""Figures, drawn from evidence alone, in one style.
+"""Figures, drawn from evidence alone, in one style. A figure is declared by data: `Panel` and `figure`.
 
 A phase has one colour in every figure, its variants are tints of it, and other engines are grey. The first
 six colours are Okabe and Ito's, which people with any kind of colour blindness can tell apart
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from benchmarks.evidence import Evidence, Run
-from benchmarks.labels import axis_label, scale_of
+from benchmarks.labels import axis_label, metric_of, number, scale_of
+from benchmarks.recorded_peers import beside
 from common.errors import UserError
 
 PHASE_COLOURS = (
@@ -33,7 +36,6 @@ PHASE_COLOURS = (
 """Of phases 01 to 19, chosen so that no two that are compared look alike."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 GREY = "#8A8A8A"
-ROOFLINE = "#404040"
 OTHERS = ("nano-vLLM", "vLLM", "SGLang", "transformers")
 """How the names of other engines begin."""
 LIBRARIES = ("torch", "cuDNN", "FlashAttention")
@@ -61,9 +63,8 @@ STYLE: Any = {
     "lines.linewidth": 1.8,
     "lines.markersize": 5.0,
     "figure.facecolor": "white",
-    "svg.hashsalt": "inference-ladder",
 }
-matplotlib.rcParams.update(STYLE)  # for what a bench.py draws by itself as well
+matplotlib.rcParams.update(STYLE)
 
 
 def panels(
@@ -85,25 +86,19 @@ def colours(names: Iterable[str], phase: str = "") -> dict[str, str]:
     A phase has its own, and its variants (`09_cuda_graphs, no overlap`) are lighter, one after the other.
     Other engines are grey. Any other name is a tint of `phase`'s colour.
     """
-    found: dict[str, str] = {}
     kin: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        if name.startswith(OTHERS + LIBRARIES):
+        begins = re.match(r"(\d\d)_\w+", name) or re.match(r"(\d\d)_\w+", phase)
+        if begins is None or name.startswith(OTHERS + LIBRARIES):
             kin.setdefault(GREY, []).append(name)
-        elif begins := re.match(r"(\d\d)_\w+", name if re.match(r"\d\d_", name) else phase):
-            base = PHASE_COLOURS[int(begins[1]) - 1]
-            if name == begins[0]:
-                found[name] = base
-            else:
-                kin.setdefault(base, []).append(name)
         else:
-            kin.setdefault(GREY, []).append(name)
-    for base, relatives in kin.items():
-        plain = base in found.values()
-        steps = len(relatives) + plain
-        for place, name in enumerate(relatives, start=plain):
-            found[name] = tint(base, 0.7 * place / max(steps - 1, 2))
-    return found
+            alike = kin.setdefault(PHASE_COLOURS[int(begins[1]) - 1], [])
+            alike.insert(0 if name == begins[0] else len(alike), name)
+    return {
+        name: tint(base, 0.7 * place / max(len(alike) - 1, 2))
+        for base, alike in kin.items()
+        for place, name in enumerate(alike)
+    }
 
 
 def tint(colour: str, share: float) -> str:
@@ -112,156 +107,242 @@ def tint(colour: str, share: float) -> str:
     return to_hex((red, green, blue))
 
 
-def measured_once(run: Run) -> bool:
-    """Whether a run is another engine's number, which no command of this repository measures again."""
-    return run.variant.startswith(OTHERS) and run.noise is None
+Draw = Callable[[Evidence, Path], None]
+Groups = dict[str, list[Run]]
+"""The runs of each line, or of each kind of points."""
 
 
-def bars(
-    runs: Sequence[Run],
-    metric: str,
-    *,
-    axes: Axes | None = None,
-    label: Callable[[Run], str] | None = None,
-    gain: bool = True,
-    phase: str = "",
-) -> tuple[Figure, Axes]:
-    """One horizontal bar a run, in the given order, with its samples as dots and its value beside it.
+@dataclass(frozen=True)
+class Panel:
+    """A panel of a figure.
 
-    label: text of a run's bar; by default its variant, and what its options say where runs share one.
-    gain: write the factor over the run above it, for metrics where more is better. Runs with a roofline get a
-        mark where it lies (throughputs only).
-    phase: whose colour names have that are no phase's.
+    title: text with facts of the first run in braces, `{least}` and `{most}` of the medians, and their ratio,
+        `{gain}`; of lines, at the greatest `x` that all of them have.
+    metric: what is drawn; empty: the rate that the workload is about.
+    where: fact -> patterns as of files, of which a run matches one; one with `!` in front it must not match.
+    x: option along which lines run. rows: name of the rows in which points stand. Without both: a bar a run.
+    by: name of a line, or of points, and label: of a bar, texts with facts in braces; `{name}` is the variant
+        without the phase that is measured.
+    log: axes with a logarithmic scale, of "x" and "y".
+    relative: lines are over their first point, beside the line of as many times.
+    over: facts of a run whose value is a dotted line.
+    peers: with the best of other engines on the same work, and the bars in order.
     """
-    if not runs:
-        raise UserError(f"there are no runs to draw {metric} of: the evidence lacks them")
-    figure, axes = _figure_of(axes, 1.1 + 0.42 * len(runs))
-    label = label or _labels(runs)
+
+    title: str
+    metric: str = ""
+    where: Mapping[str, Any] = field(default_factory=dict)
+    x: str = ""
+    rows: str = ""
+    by: str = "{variant}"
+    label: str = "{name}"
+    log: str = ""
+    relative: bool = False
+    over: Mapping[str, Any] = field(default_factory=dict)
+    peers: bool = False
+
+    def about(self, run: Run) -> str:
+        """Return the metric that is drawn of a run."""
+        return self.metric or metric_of(run.workload)
+
+    def shows(self, run: Run) -> bool:
+        """Return whether a run is among those that are drawn."""
+        known = run.facts
+        for name, patterns in self.where.items():
+            said = str(known.get(name, ""))
+            some = [patterns] if isinstance(patterns, str) else patterns
+            if not any(
+                fnmatchcase(said, p.removeprefix("!")) != p.startswith("!") for p in some
+            ):
+                return False
+        return self.about(run) in run.metrics and (not self.x or self.x in run.options)
+
+    def draw(self, axes: Axes, runs: Sequence[Run], phase: str) -> None:
+        """Draw runs, of which there is at least one."""
+        metric = self.about(runs[0])
+        if self.peers:
+            runs = sorted(runs, key=lambda run: run.median(metric))
+        groups: Groups = {}
+        for run in runs:
+            name = (self.by if self.x or self.rows else self.label).format_map(
+                facts(run, phase)
+            )
+            groups.setdefault(name, []).append(run)
+        compared = list(runs)
+        if self.x:
+            common = set.intersection(
+                *({run.options[self.x] for run in g} for g in groups.values())
+            )
+            compared = [run for run in runs if run.options[self.x] == max(common)]
+            _lines(axes, groups, self, metric, phase)
+        elif self.rows:
+            _points(axes, groups, self, metric, phase)
+        else:
+            _bars(
+                axes,
+                runs,
+                [self.label.format_map(facts(run, phase)) for run in runs],
+                metric,
+                phase,
+            )
+        values = sorted(run.median(metric) * scale_of(metric) for run in compared)
+        least, most = number(values[0]), number(values[-1])
+        gain = times(values[-1] / values[0]) if values[0] else ""
+        said = facts(runs[0], phase)
+        said.update(least=least, most=most, gain=gain)
+        axes.set_title(self.title.format_map(said))
+
+
+def figure(
+    *parts: Panel,
+    each: Sequence[str] = (),
+    rows: int = 1,
+    height: float = 3.4,
+    phase: str = "",
+) -> Draw:
+    """Return a bench's `draw`: panels for which evidence has runs, and one file.
+
+    each: facts for whose values there is a panel each. rows: lines of panels. phase: whose colour names have
+    that are no phase's; by default the one that is measured.
+    """
+
+    def draw(evidence: Evidence, out: Path) -> None:
+        found = []
+        groups = dict.fromkeys(
+            tuple(run.facts.get(name) for name in each) for run in evidence.runs
+        )
+        for values in groups:
+            for part in parts:
+                every = [*evidence.runs, *(beside(evidence) if part.peers else ())]
+                same = [
+                    run for run in every if [run.facts.get(name) for name in each] == [*values]
+                ]
+                if runs := [run for run in same if part.shows(run)]:
+                    found.append((part, runs, same))
+        if not found:
+            raise UserError(f"the evidence of {evidence.phase} has no runs to draw")
+        whole, axes = panels(len(found), rows=rows if len(found) > 2 else 1, height=height)
+        for place, (part, runs, same) in zip(axes, found, strict=True):
+            part.draw(place, runs, phase or evidence.phase)
+            if part.over:
+                run = next(run for run in same if part.over.items() <= run.facts.items())
+                _reference(place, run.median(part.about(run)), run.variant)
+        save(whole, out, evidence)
+
+    return draw
+
+
+class Facts(dict[str, Any]):
+    """What a text can say of a run; what the run has not is said by nothing."""
+
+    def __missing__(self, name: str) -> str:
+        return ""
+
+
+def facts(run: Run, phase: str) -> Facts:
+    """Return the facts of a run, and its name."""
+    known = {key: value for key, value in run.facts.items() if value is not None}
+    return Facts(known, name=run.variant.removeprefix(phase).strip(", ") or run.variant)
+
+
+def _bars(
+    axes: Axes, runs: Sequence[Run], names: Sequence[str], metric: str, phase: str
+) -> None:
+    """A horizontal bar a run, with its samples as dots, and behind it its value and share of the roofline."""
     shown = colours((run.variant for run in runs), phase)
-    scale = scale_of(metric)
-    top = max(run.median(metric) * scale for run in runs)
-    note = ""
-    texts: list[
-        tuple[float, float, int, str]
-    ] = []  # end of the bar, roofline or 0, row, words
+    texts = []
     for row, run in enumerate(runs):
-        value = run.median(metric) * scale
-        axes.barh(row, value, height=0.62, color=shown[run.variant], hatch="///" * measured_once(run),
+        value = run.median(metric) * scale_of(metric)
+        samples = [sample * scale_of(metric) for sample in run.metrics[metric].samples]
+        once = (
+            run.variant.startswith(OTHERS) and run.noise is None
+        )  # no command here measures it again
+        axes.barh(row, value, height=0.62, color=shown[run.variant], hatch="///" * once,
                   edgecolor="white", linewidth=0)  # fmt: skip
-        samples = [sample * scale for sample in run.metrics[metric].samples]
         if len(samples) > 1:
             axes.plot(
                 samples, [row] * len(samples), ".", color="#202020", markersize=3.5, alpha=0.7
             )
         text = number(value)
-        before = (
-            runs[row - 1].median(metric) if row and gain and metric.endswith("_per_s") else 0.0
-        )
-        if before:
-            text += f"  ({run.median(metric) / before:.2f}× the one above)"
-        ideal = 0.0
-        if run.roofline and metric == "output_tokens_per_s" and run.roofline.fraction:
-            ideal = value / run.roofline.fraction
-            ideal = ideal if ideal <= 4 * top else 0.0
-            text += f" ({_share(run.roofline.fraction)} of the roofline)"
-        if ideal:
-            note = "; the line: roofline"
-            axes.plot([ideal, ideal], [row - 0.36, row + 0.36], color=ROOFLINE, linewidth=1.6)
-        texts.append((max(samples, default=value), ideal, row, text))
-    axes.set_yticks(range(len(runs)), [_marked(run, label(run)) for run in runs])
+        if run.roofline and metric == "output_tokens_per_s":
+            text += f" ({100 * run.roofline.fraction:.2g} % of the roofline)"
+        texts.append((max(samples), text))
+    axes.set_yticks(range(len(runs)), names)
     axes.invert_yaxis()
     # Room for the longest text: a letter is about 0.063 inches wide, labels take a third of the panel.
     place = axes.get_subplotspec()
-    panel = 0.68 * figure.get_figwidth() / (place.get_gridspec().ncols if place else 1)
-    letter = 0.063 / panel
-    ends = max(
-        max(end, ideal if 0 < ideal < 1.6 * end else 0)
-        / (1 - min(letter * (len(text) + 1), 0.75))
-        for end, ideal, _, text in texts
+    owner = axes.figure
+    assert isinstance(owner, Figure)
+    letter = (
+        0.063 * (place.get_gridspec().ncols if place else 1) / (0.68 * owner.get_figwidth())
     )
-    axes.set_xlim(0, max([ends, *(1.03 * ideal for _, ideal, _, _ in texts)]))
-    for end, ideal, row, text in texts:
-        # Not across the roofline's mark: behind it, if it stands in the text's way.
-        reach = end + axes.get_xlim()[1] * letter * (len(text) + 1)
-        behind = ideal if end < ideal < reach else end
-        beside(axes, text, behind, row, 5)
-    axes.set_xlabel(axis_label(metric) + note)
+    ends = [end / (1 - min(letter * (len(text) + 1), 0.75)) for end, text in texts]
+    axes.set_xlim(0, max(ends) or 1)
+    for row, (end, text) in enumerate(texts):
+        axes.annotate(
+            text, (end, row), (5, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axes.set_xlabel(axis_label(metric))
     axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-    return figure, axes
 
 
-def lines(
-    runs: Sequence[Run],
-    x: str,
-    metric: str,
-    *,
-    axes: Axes | None = None,
-    by: Callable[[Run], str] | None = None,
-    log_x: bool = False,
-    log_y: bool = False,
-    roofline: bool = False,
-    phase: str = "",
-) -> tuple[Figure, Axes]:
-    """One line a variant (or whatever `by` says) over the option `x`; a band spans its samples.
+def _points(axes: Axes, groups: Groups, panel: Panel, metric: str, phase: str) -> None:
+    """A point a run in the row of its case: cases are no scale, and a logarithmic axis has no zero."""
+    runs = [run for group in groups.values() for run in group]
+    rows = list(dict.fromkeys(panel.rows.format_map(facts(run, phase)) for run in runs))
+    shown = colours(groups, phase)
+    for marker, (name, group) in zip(MARKERS, groups.items(), strict=False):
+        places = [rows.index(panel.rows.format_map(facts(run, phase))) for run in group]
+        values = [run.median(metric) * scale_of(metric) for run in group]
+        axes.plot(values, places, marker, color=shown[name], label=name, markersize=7)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel(axis_label(metric))
+    if "x" in panel.log:
+        log_axis(axes, vertical=False)
+    if len(groups) > 1:
+        axes.legend()
 
-    roofline: also draw each line's roofline, dashed, where runs have one and `metric` is a throughput.
-    phase: whose colour the lines have that `by` does not call by a phase's name.
-    """
-    runs = [run for run in runs if x in run.options and metric in run.metrics]
-    if not runs:
-        raise UserError(
-            f"there are no runs to draw {metric} over {x} of: the evidence lacks them"
+
+def _lines(axes: Axes, groups: Groups, panel: Panel, metric: str, phase: str) -> None:
+    """A line a group, with a band over its samples."""
+    shown = colours(groups, phase)
+    ticks = sorted({float(run.options[panel.x]) for group in groups.values() for run in group})
+    for place, (name, group) in enumerate(groups.items()):
+        group.sort(key=lambda run: float(run.options[panel.x]))
+        across = [float(run.options[panel.x]) for run in group]
+        scale = 1 / group[0].median(metric) if panel.relative else scale_of(metric)
+        bands = [[sample * scale for sample in run.metrics[metric].samples] for run in group]
+        axes.fill_between(
+            across,
+            [*map(min, bands)],
+            [*map(max, bands)],
+            color=shown[name],
+            alpha=0.18,
+            linewidth=0,
         )
-    figure, axes = _figure_of(axes, 3.2)
-    by = by or (lambda run: run.variant)
-    scale = scale_of(metric)
-    names = list(dict.fromkeys(by(run) for run in runs))
-    shown = colours(names, phase)
-    for place, name in enumerate(names):
-        group = sorted(
-            (run for run in runs if by(run) == name), key=lambda run: float(run.options[x])
-        )
-        across = [float(run.options[x]) for run in group]
-        colour = shown[name]
         middle = [run.median(metric) * scale for run in group]
-        low = [min(run.metrics[metric].samples) * scale for run in group]
-        high = [max(run.metrics[metric].samples) * scale for run in group]
-        axes.fill_between(across, low, high, color=colour, alpha=0.18, linewidth=0)
         marker = MARKERS[place % len(MARKERS)]
-        axes.plot(across, middle, color=colour, marker=marker, label=name)
-        if roofline and all(run.roofline for run in group):
-            ideal = [
-                value / run.roofline.fraction
-                for value, run in zip(middle, group, strict=True)
-                if run.roofline
-            ]
-            axes.plot(
-                across,
-                ideal,
-                "--",
-                color=colour,
-                linewidth=1.0,
-                label="roofline" if place == 0 else None,
-            )
-    ticks = sorted({float(run.options[x]) for run in runs})
-    if log_x:
+        axes.plot(across, middle, color=shown[name], marker=marker, label=name)
+    if panel.relative:
+        axes.plot(ticks, ticks, color="#404040", linestyle=":", label="as many times")
+    if "x" in panel.log:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_minor_locator(LogLocator(base=2, subs=()))
     if len(ticks) <= 10:
         axes.set_xticks(ticks, [tick(value) for value in ticks])
         axes.xaxis.set_minor_formatter(NullFormatter())
-    if log_y:
+    if "y" in panel.log:
         log_axis(axes)
     else:
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-    axes.set_xlabel(x.replace("_", " "))
-    axes.set_ylabel(axis_label(metric))
-    if len(names) > 1 or roofline:
+    axes.set_xlabel(panel.x.replace("_", " "))
+    axes.set_ylabel("times the first" if panel.relative else axis_label(metric))
+    if len(groups) > 1 or panel.relative:
         axes.legend()
-    return figure, axes
 
 
 def log_axis(axes: Axes, *, vertical: bool = True) -> None:
@@ -277,62 +358,17 @@ def log_axis(axes: Axes, *, vertical: bool = True) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def points(
-    axes: Axes,
-    values: Sequence[float],
-    names: Sequence[str],
-    texts: Sequence[str],
-    colour: str,
-) -> None:
-    """Draw a point a row on a logarithmic axis, which has no zero that a bar could begin at.
-
-    texts: written beside the points.
-    """
-    axes.plot(values, range(len(values)), "o", color=colour, markersize=7)
-    for row, (value, text) in enumerate(zip(values, texts, strict=True)):
-        beside(axes, text, value, row, 7)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlim(min(values) / 1.5, max(values) * (max(values) / min(values)) ** 0.45)
-    log_axis(axes, vertical=False)
-    axes.grid(visible=True, axis="y")
+def _reference(axes: Axes, value: float, text: str) -> None:
+    """A dotted line at `value` with its name."""
+    axes.axhline(value, color=GREY, linewidth=1.0, linestyle=":")
+    place: dict[str, Any] = {
+        "xycoords": axes.get_yaxis_transform(),
+        "textcoords": "offset points",
+    }
+    axes.annotate(text, (1.0, value), (-3, 3), **place, ha="right", fontsize=8, color=GREY)
 
 
-def beside(axes: Axes, text: str, value: float, row: float, gap: float = 4) -> None:
-    """Write a text behind the end of a bar or a point."""
-    axes.annotate(
-        text, (value, row), (gap, 0), textcoords="offset points", va="center", fontsize=8
-    )
-
-
-def over_one(axes: Axes, counts: Sequence[int], of: str) -> None:
-    """Finish a panel of rates over that of one `of`: the line of as many times, a tick for each count."""
-    axes.plot(counts, counts, color="#404040", linestyle=":", label="as many times")
-    axes.set_xticks(counts)
-    axes.set_ylabel(f"times one {of}'s rate")
-    axes.legend()
-
-
-def reference_line(axes: Axes, value: float, text: str, *, vertical: bool = False) -> None:
-    """A thin grey line at `value` with its name: a peer's number, or a ceiling."""
-    draw = axes.axvline if vertical else axes.axhline
-    draw(value, color=GREY, linewidth=1.0, linestyle=":")
-    place, across = (
-        ((value, 0.93), axes.get_xaxis_transform()) if vertical else ((1.0, value), None)
-    )
-    axes.annotate(
-        text,
-        place,
-        (-3, 3),
-        xycoords=across or axes.get_yaxis_transform(),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8,
-        color=GREY,
-    )
-
-
-def caption(evidence: Evidence, runs: Sequence[Run] = ()) -> str:
+def caption(evidence: Evidence) -> str:
     """Small print of a figure: machine, models, dtypes, date and commit."""
     machine = evidence.machine
     threads = (
@@ -340,33 +376,20 @@ def caption(evidence: Evidence, runs: Sequence[Run] = ()) -> str:
         if machine["device"] == "cpu" and "threads" in machine
         else ""
     )
-    chosen = runs or evidence.runs
     models = ", ".join(
-        sorted({f"{run.model} ({run.weights} weights, {run.dtype})" for run in chosen})
+        sorted({f"{run.model} ({run.weights} weights, {run.dtype})" for run in evidence.runs})
     )
     commit = str(evidence.git.get("commit") or "")[:7] or "unknown commit"
     return f"{machine['name']}{threads} · {models} · torch {evidence.versions.get('torch')} · {commit}"
 
 
-def save(figure: Figure, out: Path, evidence: Evidence | None = None) -> Path:
-    """Write the figure as PNG (or SVG, by the name's ending), with the evidence's `caption` below it."""
-    if evidence is not None:
-        said = textwrap.fill(caption(evidence), int(figure.get_figwidth() / SMALL_LETTER))
-        figure.supxlabel(said, x=0.01, ha="left", fontsize=6.5, color=GREY)
+def save(figure: Figure, out: Path, evidence: Evidence) -> None:
+    """Write the figure as PNG, with the evidence's `caption` below it."""
+    said = textwrap.fill(caption(evidence), int(figure.get_figwidth() / SMALL_LETTER))
+    figure.supxlabel(said, x=0.01, ha="left", fontsize=6.5, color=GREY)
     _wrap_titles(figure)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Without these the file would name the library and the time, and differ at every drawing.
-    stamps: dict[str, Any] = {"Date": None} if out.suffix == ".svg" else {"Software": None}
-    figure.savefig(out, dpi=120, metadata=stamps)
-    return out
-
-
-def number(value: float) -> str:
-    """A number as people read it: 1,234 and 56.7 and 0.089."""
-    size = abs(value)
-    if size >= 100 or value == int(value):
-        return f"{value:,.0f}"
-    return f"{value:,.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 else f"{value:.3g}"
+    figure.savefig(out, dpi=120, metadata={"Software": None})  # its version would differ
 
 
 def times(factor: float) -> str:
@@ -376,6 +399,8 @@ def times(factor: float) -> str:
 
 def tick(value: float) -> str:
     """A number on an axis, with no more digits than it has: 2.5, not 2.50."""
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:.3g} M"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -389,36 +414,3 @@ def _wrap_titles(figure: Figure) -> None:
         count = len(lines(letters))
         even = next((n for n in range(10, letters) if len(lines(n)) == count), letters)
         axes.set_title("\n".join(lines(even)))
-
-
-def _share(fraction: float) -> str:
-    return f"{fraction:.0%}" if fraction >= 0.01 else f"{fraction:.1%}"
-
-
-def _marked(run: Run, text: str) -> str:
-    return f"{text}\n(measured once)" if measured_once(run) else text
-
-
-def _figure_of(axes: Axes | None, height: float) -> tuple[Figure, Axes]:
-    if axes is None:
-        figure, (axes,) = panels(height=height)
-        return figure, axes
-    owner = axes.figure
-    assert isinstance(owner, Figure)
-    return owner, axes
-
-
-def _labels(runs: Sequence[Run]) -> Callable[[Run], str]:
-    """The variant, with those options (and the model) that differ between the runs."""
-    facts = [{"model": run.model, **run.options} for run in runs]
-    names = [name for fact in facts for name in fact]
-    differing = [
-        n for n in dict.fromkeys(names) if len({str(fact.get(n)) for fact in facts}) > 1
-    ]
-
-    def label(run: Run) -> str:
-        values = {"model": run.model, **run.options}
-        extra = [f"{name} {values[name]}" for name in differing if name in values]
-        return "\n".join([run.variant, ", ".join(extra)] if extra else [run.variant])
-
-    return label

@@ -1,99 +1,25 @@
-"""Workloads that other engines publish: engines take turns, and their bars stand beside the peers'."""
+"""Workloads that other engines publish, the sizes of engines that serve them, and bars beside the peers'."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import alternate_engines, release_memory, summarize
-from benchmarks.plotting import bars, panels, save
-from benchmarks.recorded_peers import beside, versus
-from benchmarks.roofline import ceilings, summarize_generation
-from benchmarks.workloads import Workload, workload
-from paged_cache import PagedEngine
+from benchmarks.plotting import Panel, figure
 
 SIZES: dict[str, Any] = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384}
 """Of engines that serve these workloads."""
 PUBLISHED = ("single-512", "offline-256", "prefill-64x1024")
 
 
-def metric_of(work: str) -> str:
-    """Return what a workload is about: prompts, or what is made of them."""
-    return "prompt_tokens_per_s" if work.startswith("pr") else "output_tokens_per_s"
-
-
-def one_by_one(
-    made: Mapping[str, Callable[[], PagedEngine]],
-    options: BenchOptions,
-    works: Sequence[str] = PUBLISHED,
-    *,
-    roofline: bool = True,
-) -> list[Run]:
-    """Time each engine on the workloads, one engine after the other: each fills a good part of the memory."""
-    runs = []
-    for variant, make in made.items():
-        engines = {variant: make()}
-        for name in works:
-            work = workload(name).first(8, tokens=8) if options.quick else workload(name)
-            runs += in_turns(engines, work, options, roofline=roofline)
-        del engines
-        release_memory(options.device)
-    return runs
-
-
-def in_turns(
-    engines: Mapping[str, PagedEngine],
-    work: Workload,
-    options: BenchOptions,
-    *,
-    roofline: bool = True,
-    **facts: Any,
-) -> list[Run]:
-    """Time engines in alternating order, each sample after a few tokens of the same requests.
-
-    roofline: that of weights in the model's dtype; leave it out if some are quantized.
-    """
-    kept = alternate_engines(engines, work, device=options.device, repeats=options.repeats)
-    about: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "options": facts}
-    runs = []
-    for variant, engine in engines.items():
-        if not roofline:
-            runs.append(summarize(variant, work, kept[variant], **about))
-            continue
-        shape: dict[str, Any] = {
-            "config": engine.runner.model.config,
-            "top": ceilings(options.device, options.dtype),
-            "batch": min(len(work.items), engine.scheduler.rows.count),
-        }
-        runs.append(summarize_generation(variant, work, kept[variant], **shape, **about))
-    return runs
-
-
-def draw_beside_peers(
-    evidence: Evidence, out: Path, phase: str, label: Callable[[Run], str]
-) -> None:
-    """Draw a panel of bars for each model and workload, with the best of each other engine.
-
-    phase: the titles compare its best engine, without the appendix, with the best other one.
-    """
-    every = dict.fromkeys((run.model, run.workload) for run in evidence.runs)
-    shown = [key for key in every if key[1] in PUBLISHED] or [*every]
-    figure, axes = panels(len(shown), rows=2 if len(shown) > 3 else 1, height=3.8)
-    for place, (model, work) in zip(axes, shown, strict=True):
-        metric = metric_of(work)
-        found = evidence.find(model=model, workload=work)
-        others = beside(evidence, model=model, workload=work)
-        ordered = sorted([*found, *others], key=lambda run: run.median(metric))
-        bars(ordered, metric, axes=place, gain=False, label=label)
-        alone = [run for run in found if not run.variant.endswith(APPENDIX)]
-        mine = [run for run in alone if run.variant.startswith(phase)]
-        own = max(mine, key=lambda run: run.median(metric))
-        title = f"{model}, {work}"
-        if others:
-            best = max(others, key=lambda run: run.median(metric))
-            factor = versus(own, best, metric).replace("level", "level with")
-            title += f": {factor} {label(best)}"
-        place.set_title(title)
-    save(figure, out, evidence)
+draw_beside_peers = figure(
+    Panel(
+        "{model}, {workload}",
+        where={"workload": (*PUBLISHED, "single*", "decode*", "prompt*"), "neighbours": ""},
+        peers=True,
+    ),
+    Panel("{model}, {workload}, beside a busy program", where={"neighbours": "?*"}),
+    each=("model", "workload"),
+    rows=2,
+    height=3.8,
+)
+"""A panel of bars for each model and workload, with the best of each other engine."""

@@ -14,16 +14,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from benchmarks.bench import Bench
 from benchmarks.calibration import TEXT, quantize_model, samples
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.fidelity import WINDOW, StoredAttention, compare
-from benchmarks.measure import Samples, summarize
-from benchmarks.plotting import colours, number, panels, points, save
+from benchmarks.measure import Samples
+from benchmarks.plotting import Panel, figure
 from benchmarks.workloads import Item, Workload
 from common.models.hub import model_folder
 from common.text.tokenizer import Tokenizer
@@ -104,6 +104,7 @@ def run(options: BenchOptions) -> Evidence:
 
 
 def _one(options: BenchOptions, name: str) -> list[Run]:
+    bench = Bench(replace(options, dtype=torch.float32))
     folder = model_folder(name)
     reference = load_model(str(folder), device=str(options.device), dtype="float32")
     tokens = Tokenizer(folder).encode(TEXT.read_text(encoding="utf-8"))
@@ -113,27 +114,12 @@ def _one(options: BenchOptions, name: str) -> list[Run]:
     runs = []
     work = Workload(f"news-from-nowhere-{most}", (Item(tuple(tokens[:most]), 1),))
     for way, found in compare(reference, _made(reference, ways, texts), tokens[:most]).items():
-        numbers = {
-            "kl": found.kl,
-            "perplexity": found.perplexity,
-            "agreement": found.agreement,
-        }
-        made = summarize(
-            way,
-            work,
-            Samples(kept=[numbers]),
-            model=name,
-            dtype=torch.float32,
-            options={"tokens": found.tokens},
-        )
         print(
             f"{name} {way}: KL {found.kl:.5f}, perplexity {found.perplexity:.2f}", flush=True
         )
-        runs.append(
-            replace(
-                made, noise=None, metrics={key: Metric((v,)) for key, v in numbers.items()}
-            )
-        )
+        sample = {name: value for name, value in vars(found).items() if name != "tokens"}
+        made = bench.run_of(way, work, Samples([sample]), tokens=found.tokens)
+        runs.append(replace(made, noise=None))
     return runs
 
 
@@ -153,26 +139,15 @@ def _made(
         print(f"  {way}: {time.perf_counter() - begun:.0f} s", flush=True)
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """What each way costs, a panel a model."""
-    names = list(dict.fromkeys(run.model for run in evidence.runs))
-    figure, axes = panels(len(names), height=3.6)
-    for place, model in zip(axes, names, strict=True):
-        found = [run for run in evidence.find(model=model) if run.median("kl") > 0]
-        points(
-            place,
-            [run.median("kl") for run in found],
-            [run.variant for run in found],
-            [f"{run.median('agreement'):.1%}" for run in found],
-            colours(["10_quant"])["10_quant"],
-        )
-        place.set_xlabel("KL divergence to float32, nats a token; %: same most likely token")
-        kept = max(found, key=lambda run: run.median("agreement"))
-        place.set_title(
-            f"{model}, {number(found[0].options['tokens'])} tokens: {kept.variant} has the same "
-            f"most likely token in {kept.median('agreement'):.1%}"
-        )
-    save(figure, out, evidence)
+POINTS: dict[str, Any] = {
+    "where": {"variant": "!reference"},
+    "rows": "{variant}",
+    "by": "{model}",
+}
+draw = figure(
+    Panel("{model}: KL divergence to float32, nats a token", "kl", **POINTS, log="x"),
+    Panel("{model}: share of {tokens} tokens that agree", "agreement", **POINTS),
+    each=("model",),
+    rows=2,
+    phase="10_quant",
+)

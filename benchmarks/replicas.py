@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from string import ascii_lowercase
 from typing import Any
@@ -24,15 +23,16 @@ from typing import Any
 import msgspec
 import torch
 
+import benchmarks.bench
+from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.loadtest.loops import LoadPlan
 from benchmarks.loadtest.loops import run as run_plan
 from benchmarks.loadtest.user import Target
-from benchmarks.measure import Sample, Samples, alternate, summarize
-from benchmarks.plotting import bars, over_one, panels, save
+from benchmarks.measure import Sample, Samples
+from benchmarks.plotting import Panel, figure
 from benchmarks.published import SIZES
-from benchmarks.roofline import ceilings
 from benchmarks.server import Server, Started, answered, bodies_of, measured
 from benchmarks.workloads import Item, Workload, uniform, workload
 from common.request import Request
@@ -64,40 +64,18 @@ def run(options: BenchOptions) -> Evidence:
             runs += bench.scaling(targets)
     if bench.gpus > 1:
         runs += bench.policies()
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(PHASE, runs, options)
 
 
-class Bench:
+class Bench(benchmarks.bench.Bench):
     """What is measured, with which model."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options = options
-        self.on_cpu = options.device.type != "cuda"
-        self.gpus = 0 if self.on_cpu else torch.cuda.device_count()
-        self.model = options.model or ("random:tiny" if self.on_cpu else GPU_MODEL)
-        self.dtype = str(options.dtype).removeprefix("torch.")
+        on_cpu = options.device.type != "cuda"
+        self.gpus = 0 if on_cpu else torch.cuda.device_count()
+        model = options.model or ("random:tiny" if on_cpu else GPU_MODEL)
+        super().__init__(replace(options, model=model))
         self.rng = random.Random(1)
-
-    def summary(
-        self,
-        variant: str,
-        work: Workload,
-        samples: Sequence[Sample],
-        facts: Mapping[str, Any],
-        model: str = "",
-    ) -> Run:
-        """Evidence of one variant."""
-        kept = samples if isinstance(samples, Samples) else Samples(list(samples))
-        return summarize(
-            variant,
-            work,
-            kept,
-            model=model or self.model,
-            dtype=self.options.dtype,
-            options=facts,
-        )
 
     # Counts.
 
@@ -107,35 +85,27 @@ class Bench:
 
     def routed(self, variant: str, route: str, facts: Mapping[str, Any]) -> Run:
         """Serve 16 users' requests, with 16 beginnings, by four replicas of this process."""
-        work = prefixes(
-            6 if self.options.quick else 12, prefix=256, rest=(16, 48), output=8, vocab=256
-        )
+        work = prefixes(12, prefix=256, rest=(16, 48), output=8, vocab=256)
         again = range(self.options.repeats)  # counts are the same each time
         samples = [Simulated(work, route, replicas=4, users=16).sample() for _ in again]
-        return self.summary(variant, work, samples, facts, "random:tiny")
+        made = self.run_of(variant, work, Samples(samples), **facts)
+        return replace(made, model="tiny", weights="random")
 
     # One user.
 
     def ways(self, server: Target) -> list[Run]:
         """First token and gap of one user, straight to a server and on every way there is to it."""
-        work = uniform("one-user-24x128+8", 4 if self.options.quick else 24, 128, 8)
+        work = uniform("one-user-24x128+8", 4 if self.quick else 24, 128, 8)
         with ExitStack() as stack:
             ways = {
                 DIRECT: server,
                 FRONT: stack.enter_context(front([server], "prefix")).target,
             }
-            if self.on_cpu and importlib.util.find_spec(
-                "ray"
-            ):  # on a GPU there is no room for another
+            # On a GPU there is no room for another.
+            if self.on_cpu and importlib.util.find_spec("ray"):
                 ways[RAY] = stack.enter_context(self.server(replicas=1)).target
-            variants = {
-                name: partial(self.one_user, target, work) for name, target in ways.items()
-            }
-            kept = alternate(variants, self.options.repeats)
-        return [
-            self.summary(name, work, samples.kept, {"users": 1})
-            for name, samples in kept.items()
-        ]
+            asked = {name: partial(self.one_user, way, work) for name, way in ways.items()}
+            return self.compare(asked, work, users=1)
 
     def one_user(self, target: Target, work: Workload, repeat: int) -> Sample:
         """Requests one after the other. Letters, as not every router takes ids, and never the same twice:
@@ -143,7 +113,7 @@ class Bench:
         bodies = bodies_of(work)
         for body in bodies:
             letters = self.rng.choices(ascii_lowercase, k=len(body["prompt"]))
-            body |= {"model": self.model, "prompt": "".join(letters)}
+            body |= {"model": self.name, "prompt": "".join(letters)}
         return answered(run_plan(target, LoadPlan(bodies, len(bodies), users=1), processes=1))
 
     def server(self, gpu: int | None = None, **more: Any) -> Server:
@@ -151,10 +121,10 @@ class Bench:
         size = {"max_rows": 16, "cache_bytes": 8 << 20} if self.on_cpu else {}
         env = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
         return Server(
-            self.model,
+            self.name,
             env=env,
-            device=self.options.device.type,
-            dtype=self.dtype,
+            device=self.device.type,
+            dtype=self.dtype_name,
             **size,
             **more,
         )
@@ -175,19 +145,19 @@ class Bench:
                     )
                     for n in range(self.options.repeats)
                 ]
-            runs.append(self.summary(PHASE, work, samples, {"replicas": count}))
+            runs.append(self.run_of(PHASE, work, Samples(samples), replicas=count))
         return runs
 
     def policies(self) -> list[Run]:
         """16 beginnings of which no replica can keep all: every policy."""
         count = max(n for n in (2, 4, 8) if n <= self.gpus)
         work = prefixes(24, prefix=1024, rest=(32, 128), output=64)
-        config = SHAPES[self.model.removeprefix("random:")]
+        config = SHAPES[self.name.removeprefix("random:")]
         # What each request has for itself, and in all replicas together once what is shared, a quarter to
         # spare. With room for all beginnings everywhere it would not matter which knows what.
         tokens = 32 * 256 + PREFIXES * 1024 * 5 // (4 * count)
         size = {
-            "cache_bytes": tokens * config.kv_bytes_per_token(self.options.dtype),
+            "cache_bytes": tokens * config.kv_bytes_per_token(self.dtype),
             "max_rows": 32,
         }
         runs, shift = [], 0
@@ -199,9 +169,8 @@ class Bench:
                         shift += 1
                         cold = work.cold(shift)
                         samples.append(measured(router.target, cold, users=24 * count))
-                runs.append(
-                    self.summary(PHASE, work, samples[1:], {"replicas": count, "route": route})
-                )
+                kept = Samples(samples[1:])
+                runs.append(self.run_of(PHASE, work, kept, replicas=count, route=route))
         return runs
 
     @contextmanager
@@ -341,47 +310,25 @@ def front(targets: Sequence[Target], route: str) -> Started:
     return Started("-m", "benchmarks.router", *urls, "--route", route, "--port", "0")
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """Of several GPUs their rates, else what policies compute and what one user waits for on each way."""
-    scaled = [run for run in evidence.runs if run.workload.startswith("offline-256")]
-    if len(scaled) < 2:
-        return draw_figure(evidence, out, "15_replicas")
-    routed = [run for run in evidence.runs if {"replicas", "route"} <= set(run.options)]
-    figure, (left, right) = panels(2, height=3.0)
-    counts = [run.options["replicas"] for run in scaled]
-    rates = [run.median("output_tokens_per_s") for run in scaled]
-    left.plot(counts, [rate / rates[0] for rate in rates], marker="o", label="measured")
-    over_one(left, counts, "replica")
-    left.set_xlabel("replicas, a GPU each")
-    left.set_title("256 requests for each replica")
-    bars(routed, "output_tokens_per_s", axes=right, gain=False, label=route_of)
-    right.set_xlabel("output tokens per second, all replicas together")
-    right.set_title("16 beginnings, more than a replica keeps")
-    save(figure, out, evidence)
-
-
-def draw_figure(evidence: Evidence, out: Path, phase: str) -> None:
-    """Draw both panels, with the colour of `phase` for what is its own."""
-    figure, (left, right) = panels(2, height=3.0)
-    counted = [run for run in evidence.runs if "computed_tokens" in run.metrics]
-    bars(counted, "computed_tokens", axes=left, label=found_by, phase=phase)
-    left.set_xlabel("tokens computed, four replicas together")
-    left.set_title("16 beginnings, 4 replicas: what each policy computes")
-    ways = [run for run in evidence.runs if run.options.get("users") == 1]
-    bars(ways, "ttft_ms_p50", axes=right, label=lambda run: run.variant, phase=phase)
-    right.set_xlabel("time to first token, median (ms)")
-    right.set_title("One user's first token, on each way to the engine")
-    save(figure, out, evidence)
-
-
-def route_of(run: Run) -> str:
-    """Return the policy that a run was routed by."""
-    return str(run.options.get("route", "least-loaded"))
-
-
-def found_by(run: Run) -> str:
-    """Return the policy, and what was found by it."""
-    return f"{route_of(run)}\n({run.median('cache_hit_fraction'):.0%} found)"
+ROUTED = "{variant} {route}"
+draw = figure(
+    Panel(
+        "256 requests for each replica",
+        "output_tokens_per_s",
+        {"workload": "offline-256*"},
+        x="replicas",
+        relative=True,
+    ),
+    Panel(
+        "16 beginnings, more than a replica keeps",
+        "output_tokens_per_s",
+        {"workload": "prefix*"},
+        label=ROUTED,
+    ),
+    Panel(
+        "16 beginnings, 4 replicas: what each policy computes", "computed_tokens", label=ROUTED
+    ),
+    Panel("One user's first token, on each way", "ttft_ms_p50", {"users": "1"}),
+    rows=2,
+    phase="15_replicas",
+)

@@ -114,13 +114,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("urls", nargs="+", metavar="URL")
     parser.add_argument("--route", choices=ROUTES, default="prefix")
-    parser.add_argument("--imbalance", type=int, default=8)
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
     try:
-        servers = Servers(given.urls, make_policy(given.route, given.imbalance))
-        uvloop.run(run(servers, given.host, given.port))
+        servers = Servers(given.urls, make_policy(given.route, 8))
+        uvloop.run(run(servers, "127.0.0.1", given.port))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

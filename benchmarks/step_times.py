@@ -13,14 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Metric, collect
-from benchmarks.measure import Samples, release_memory, summarize
+from benchmarks.evidence import BenchOptions, Evidence, Metric
+from benchmarks.measure import Samples, release_memory
 from benchmarks.plotting import panels, save, tint
 from benchmarks.profiler import record
-from benchmarks.roofline import ceilings
-from benchmarks.targets import load_target
-from benchmarks.trace import Event, read_trace
+from benchmarks.trace import DEVICE, LAUNCHES, Event, ranges, read_trace, span
 from benchmarks.workloads import uniform
 from common.errors import UserError
 from continuous.stats import STEP
@@ -40,109 +41,68 @@ COLOUR = "#882255"
 """Phase 09's."""
 SHOWN = 4
 """Steps of a picture: those in the middle, when the first tokens' work is over."""
-HOST = {"cpu_op", "cuda_runtime", "cuda_driver"}
-DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+HOST = {"cpu_op", *LAUNCHES}
 WAITING = "Synchronize"
 """What is in the name of a call with which the host waits for the device."""
-SAME = 2.0
-"""Microseconds: shorter gaps between two pieces of work are not drawn."""
 
-Interval = tuple[float, float]
+Busy = np.ndarray[tuple[int], np.dtype[np.bool_]]
+"""For each microsecond: whether a lane works."""
 
 
 def run(options: BenchOptions) -> Evidence:
     """Trace each engine once. Raises `UserError` without a GPU: there is one lane then."""
     if options.device.type != "cuda":
         raise UserError("step_times needs a CUDA device: on a CPU there is no second lane")
-    model = load_target(replace(options, model=options.model or MODEL))
+    bench = Bench(replace(options, model=options.model or MODEL))
     work = uniform("profile", BATCH, CONTEXT, STEPS + 2, 10_000)
     runs = []
     for variant, switches in VARIANTS.items():
         engine = engine_of(
-            "09", model, max_rows=BATCH, max_len=1024, cache_bytes=1 << 30, **switches
+            "09", bench.model, max_rows=BATCH, max_len=1024, cache_bytes=1 << 30, **switches
         )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json.gz"
-            record(engine, work, model, path, STEPS)
+            record(engine, work, bench.model, path, STEPS)
             lanes = middle(read_trace(path))
-        for lane, pieces in lanes.items():
-            found = summarize(
-                variant,
-                work,
-                Samples(kept=[{"busy_ms": sum(end - begin for begin, end in pieces)}]),
-                model=options.model or MODEL,
-                dtype=options.dtype,
-                options={"lane": lane},
+        for lane, busy in lanes.items():
+            found = bench.run_of(
+                variant, work, Samples([{"busy_ms": busy.sum() / 1e3}]), lane=lane
             )
-            metrics = {
-                "begin_ms": Metric(tuple(begin for begin, _ in pieces)),
-                "end_ms": Metric(tuple(end for _, end in pieces)),
-            }
-            runs.append(replace(found, metrics={**found.metrics, **metrics}))
+            begins, ends = (Metric(tuple(times)) for times in pieces(busy))
+            metrics = {**found.metrics, "begin_ms": begins, "end_ms": ends}
+            runs.append(replace(found, metrics=metrics))
         del engine
         release_memory(options.device)
-    return collect(
-        NAME, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(NAME, runs, options)
 
 
-def middle(events: Sequence[Event]) -> dict[str, list[Interval]]:
-    """Return when each lane is busy in the middle `SHOWN` decode steps, in milliseconds from their start.
+def middle(events: Sequence[Event]) -> dict[str, Busy]:
+    """Return in which microseconds of the middle `SHOWN` decode steps each lane is busy.
 
     A step begins where the host begins to launch it.
     """
-    ranges = [
-        e
-        for e in events
-        if e.get("cat") == "user_annotation" and str(e["name"]).startswith(STEP)
-    ]
-    steps = sorted(float(event["ts"]) for event in ranges if event["name"] == STEP + "decode")
-    first = max(0, (len(steps) - SHOWN) // 2)
-    begin, end = steps[first], steps[first + SHOWN]
-    host = ranges + [event for event in events if event.get("cat") in HOST]
-    waiting = joined(span(event) for event in host if WAITING in str(event["name"]))
-    lanes = {
-        "host": without(joined(map(span, host)), waiting),
-        "device": joined(span(event) for event in events if event.get("cat") in DEVICE),
-    }
-    return {
-        lane: [
-            ((max(low, begin) - begin) / 1000, (min(high, end) - begin) / 1000)
-            for low, high in found
-            if low < end and high > begin
-        ]
-        for lane, found in lanes.items()
-    }
+    steps = ranges(events, STEP)
+    starts = [span(step)[0] for step in steps if step["name"] == STEP + "decode"]
+    first = max(0, (len(starts) - SHOWN) // 2)
+    begin, end = starts[first], starts[first + SHOWN]
+
+    def busy(found: Iterable[Event]) -> Busy:
+        lane = np.zeros(round(end - begin), bool)
+        for event in found:
+            low, high = (max(0, round(at - begin)) for at in span(event))
+            lane[low:high] = True
+        return lane
+
+    host = steps + [event for event in events if event.get("cat") in HOST]
+    waits = [event for event in host if WAITING in str(event["name"])]
+    device = busy(event for event in events if event.get("cat") in DEVICE)
+    return {"host": busy(host) & ~busy(waits), "device": device}
 
 
-def span(event: Event) -> Interval:
-    """Return when an event begins and ends, in microseconds."""
-    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
-
-
-def without(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """Return what is left of intervals outside of holes; each list is in order and has no overlaps."""
-    left: list[Interval] = []
-    for low, high in intervals:
-        for begin, end in holes:
-            if begin < high and end > low:
-                if begin > low:
-                    left.append((low, begin))
-                low = max(low, end)
-        if low < high:
-            left.append((low, high))
-    return left
-
-
-def joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals in order; those less than `SAME` apart are one."""
-    found: list[Interval] = []
-    for low, high in sorted(intervals):
-        if found and low <= found[-1][1] + SAME:
-            found[-1] = (found[-1][0], max(found[-1][1], high))
-        else:
-            found.append((low, high))
-    return found
+def pieces(lane: Busy) -> tuple[list[float], list[float]]:
+    """Return where each piece of work begins and where it ends, in milliseconds."""
+    changes = np.flatnonzero(np.diff(lane, prepend=False, append=False)) / 1e3
+    return changes[::2].tolist(), changes[1::2].tolist()
 
 
 def draw(evidence: Evidence, out: Path) -> None:
@@ -150,19 +110,19 @@ def draw(evidence: Evidence, out: Path) -> None:
     figure, axes = panels(len(VARIANTS), rows=len(VARIANTS), height=1.5)
     figure.set_figwidth(8.0)
     for ax, variant in zip(axes, VARIANTS, strict=True):
-        lanes = {str(run.options["lane"]): run for run in evidence.find(variant)}
-        longest = max(max(run.metrics["end_ms"].samples) for run in lanes.values())
-        for height, lane in enumerate(("device", "host")):
-            begins, ends = (
-                lanes[lane].metrics[name].samples for name in ("begin_ms", "end_ms")
+        lanes = [evidence.one(variant, lane=lane) for lane in ("device", "host")]
+        longest = max(max(run.metrics["end_ms"].samples) for run in lanes)
+        for height, run in enumerate(lanes):
+            times = zip(
+                run.metrics["begin_ms"].samples, run.metrics["end_ms"].samples, strict=True
             )
-            bars = [(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
-            shade = tint(COLOUR, 0.45) if height else COLOUR
+            bars = [(begin, end - begin) for begin, end in times]
+            shade = tint(COLOUR, 0.45 * height)
             ax.broken_barh(bars, (1.1 * height, 0.9), color=shade, linewidth=0)
         ax.set_yticks([0.45, 1.55], ["device", "host"])
         ax.set_xlim(0, longest)
         ax.grid(visible=False)
-        busy = lanes["device"].median("busy_ms") / longest
+        busy = lanes[0].median("busy_ms") / longest
         ax.set_title(
             f"{SHOWN} steps {variant}: {longest:.1f} ms, the device works in {busy:.0%} of them"
         )

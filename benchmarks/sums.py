@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from common.roofline import time_call
 from parallel.ranks import PLAIN, Ranks, Reducer
 
 WAYS = ("nccl", "one-shot")
@@ -46,28 +47,16 @@ def _times(ranks: Ranks, reducer: Reducer, x: Tensor, samples: int) -> list[floa
         for _ in range(INSIDE):
             reducer.sum(ranks, x)
 
-    if x.device.type != "cuda":
-        found = []
-        for _ in range(samples):
-            begun = time.perf_counter()
-            work()
-            found.append((time.perf_counter() - begun) * 1e6 / INSIDE)
-        return found
-    reducer.sum(ranks, x)
-    work()
-    torch.cuda.synchronize()
-    ranks.smallest(0)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may go on meanwhile: that of the process group looks at its events all the time.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    call: Callable[[], None] = work
+    if x.device.type == "cuda":
         work()
-    found = []
-    for _ in range(samples + 1):  # the first one warms up
-        ranks.smallest(0)
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        before.record()
-        graph.replay()
-        after.record()
         torch.cuda.synchronize()
-        found.append(before.elapsed_time(after) * 1e3 / INSIDE)
-    return found[1:]
+        ranks.smallest(0)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on meanwhile: that of the process group looks at its events all the time.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+        call = graph.replay
+    ranks.smallest(0)
+    found = time_call(call, x.device, repeats=samples, floor=0.0)
+    return [seconds * 1e6 / INSIDE for seconds in found]

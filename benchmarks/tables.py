@@ -37,8 +37,7 @@ from pathlib import Path
 from benchmarks import excerpts, numbers, records
 from benchmarks.evidence import FIGURES, RESULTS, ROOT, Evidence, Run, results
 from benchmarks.gains import Gain, factor_text, gain, gain_words
-from benchmarks.labels import axis_label, scale_of
-from benchmarks.plotting import number
+from benchmarks.labels import axis_label, number, scale_of
 from benchmarks.recorded_peers import Best, beside, better, first_metric, versus
 from common.errors import UserError
 from common.files import whole

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,9 @@ INTERPRETED = "triton: "
 """Begins the name of the range around a kernel that Triton's interpreter runs on the CPU."""
 BETWEEN = "(Python, between operators)"
 """The row of a CPU's table for the time in which no operator ran."""
+LAUNCHES = {"cuda_runtime", "cuda_driver"}
+DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+"""Categories of events: calls of the driver, and what the device does."""
 
 Event = dict[str, Any]
 
@@ -45,7 +47,7 @@ class StepTable:
     wall: seconds, from the start of each step to the start of the next, together.
     busy: seconds of `wall` in which the device ran at least one kernel or copy; on a CPU, an operator.
     launches: kernels; on a CPU, operators that Python called. copies: copies and fills of device memory.
-    rows: the longest time first. On a CPU a row's time leaves out the operators that it called.
+    rows: the longest time first. On a CPU a row's time is with the operators that it called.
     """
 
     kind: str
@@ -63,125 +65,84 @@ def read_trace(path: Path) -> list[Event]:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
+def ranges(events: Iterable[Event], prefix: str) -> list[Event]:
+    """The ranges that a program has put around what it does and called so, in order."""
+    found = [e for e in events if e.get("cat") == "user_annotation"]
+    return sorted((e for e in found if str(e["name"]).startswith(prefix)), key=span)
+
+
+def span(event: Event) -> tuple[float, float]:
+    """When an event begins and ends, in microseconds."""
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
 def step_tables(events: Sequence[Event], *, on_device: bool) -> list[StepTable]:
     """One table for each kind of step, in the order in which the kinds first appear.
 
     on_device: kernels of a GPU; otherwise operators of the CPU.
     """
-    steps = sorted((e for e in events if _is_range(e, STEP)), key=lambda event: event["ts"])
-    starts = [step["ts"] for step in steps]
+    steps = ranges(events, STEP)
     # A step lasts until the next one begins: what lies between two ranges is scheduling, which is part of it.
-    ends = [*starts[1:], *(step["ts"] + step["dur"] for step in steps[-1:])]
-
-    def kind(time: float) -> str | None:
-        at = bisect_right(starts, time) - 1
-        return (
-            str(steps[at]["name"]).removeprefix(STEP) if at >= 0 and time < ends[at] else None
-        )
-
-    pieces = _kernels(events) if on_device else _operators(events)
-    by_kind: dict[str | None, list[_Piece]] = defaultdict(list)
-    for piece in pieces:
-        by_kind[kind(piece.launched)].append(piece)
+    ends = [span(step)[0] for step in steps[1:]] + [span(step)[1] for step in steps[-1:]]
+    launched = list(_kernels(events) if on_device else _operators(events))
     tables = []
-    for name in dict.fromkeys(str(step["name"]).removeprefix(STEP) for step in steps):
-        mine = [at for at, step in enumerate(steps) if step["name"] == STEP + name]
-        wall = sum(ends[at] - starts[at] for at in mine) * 1e-6
-        tables.append(_table(name, len(mine), wall, by_kind[name], on_device))
+    for name in dict.fromkeys(step["name"] for step in steps):
+        mine = [
+            (step["ts"], end)
+            for step, end in zip(steps, ends, strict=True)
+            if step["name"] == name
+        ]
+        pieces = [
+            event for at, event in launched if any(low <= at < high for low, high in mine)
+        ]
+        wall = 1e-6 * sum(high - low for low, high in mine)
+        busy = 1e-6 * _covered(map(span, pieces))
+        calls: dict[str, list[float]] = defaultdict(list)
+        for event in pieces:
+            calls[short_name(event["name"]) if on_device else event["name"]].append(
+                event["dur"]
+            )
+        rows = [Row(kernel, len(times), 1e-6 * sum(times)) for kernel, times in calls.items()]
+        if not on_device:
+            rows.append(Row(BETWEEN, 0, wall - busy))
+        rows.sort(key=lambda row: -row.seconds)
+        copies = sum(event["cat"] in DEVICE - {"kernel"} for event in pieces)
+        kind, launches = name.removeprefix(STEP), len(pieces) - copies
+        tables.append(StepTable(kind, len(mine), wall, busy, launches, copies, tuple(rows)))
     return tables
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """One call. `own` is its time without the operators it called; microseconds."""
+def _kernels(events: Iterable[Event]) -> Iterator[tuple[float, Event]]:
+    """Every kernel and copy, with the time of its launch."""
 
-    name: str
-    launched: float
-    start: float
-    duration: float
-    own: float
-    copy: bool = False
-    outermost: bool = True
+    def number(event: Event) -> Any:
+        return event.get("args", {}).get("correlation")
 
-
-def _table(
-    kind: str, steps: int, wall: float, pieces: Sequence[_Piece], on_device: bool
-) -> StepTable:
-    busy = _covered((p.start, p.start + p.duration) for p in pieces) * 1e-6
-    calls: dict[str, list[float]] = defaultdict(list)
-    for piece in pieces:
-        calls[piece.name].append(piece.own)
-    rows = [Row(name, len(times), sum(times) * 1e-6) for name, times in calls.items()]
-    if not on_device and wall > busy:
-        rows.append(Row(BETWEEN, 0, wall - busy))
-    return StepTable(
-        kind,
-        steps,
-        wall,
-        busy,
-        launches=sum(piece.outermost and not piece.copy for piece in pieces),
-        copies=sum(piece.copy for piece in pieces),
-        rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
-    )
-
-
-def _is_range(event: Event, prefix: str) -> bool:
-    return event.get("cat") == "user_annotation" and str(event["name"]).startswith(prefix)
-
-
-def _kernels(events: Iterable[Event]) -> Iterator[_Piece]:
-    launched: dict[Any, float] = {}  # by correlation
-    kernels = []
+    launches = {number(event): event["ts"] for event in events if event.get("cat") in LAUNCHES}
     for event in events:
-        category = event.get("cat")
-        if category in ("cuda_runtime", "cuda_driver"):
-            launched[event.get("args", {}).get("correlation")] = event["ts"]
-        elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
-            kernels.append(event)
-    for event in kernels:
-        start, duration = float(event["ts"]), float(event["dur"])
-        at = launched.get(event.get("args", {}).get("correlation"), start)
-        copy = event["cat"] != "kernel"
-        yield _Piece(short_name(event["name"]), at, start, duration, duration, copy)
+        if event.get("cat") in DEVICE:
+            yield span(event | {"ts": launches.get(number(event), event["ts"])})[0], event
 
 
-def _operators(events: Iterable[Event]) -> Iterator[_Piece]:
-    """Every operator with its own time. What an interpreted kernel calls is part of it, not listed."""
-    threads: dict[Any, list[Event]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") == "cpu_op" or _is_range(event, INTERPRETED):
-            threads[event.get("tid")].append(event)
-    for thread in threads.values():
-        thread.sort(key=lambda event: (event["ts"], -event["dur"]))
-        open_: list[Event] = []
-        children: dict[int, float] = defaultdict(float)
-        depth: dict[int, int] = {}
-        listed: list[Event] = []
-        for event in thread:
-            while open_ and event["ts"] >= open_[-1]["ts"] + open_[-1]["dur"]:
-                open_.pop()
-            if any(_is_range(above, INTERPRETED) for above in open_):
-                continue
-            if open_:
-                children[id(open_[-1])] += event["dur"]
-            depth[id(event)] = len(open_)
-            listed.append(event)
-            open_.append(event)
-        for event in listed:
-            start, duration = event["ts"], event["dur"]
-            own = max(0.0, duration - children[id(event)])
-            yield _Piece(
-                event["name"], start, start, duration, own, outermost=depth[id(event)] == 0
-            )
+def _operators(events: Iterable[Event]) -> Iterator[tuple[float, Event]]:
+    """Every operator and interpreted kernel that Python called, and none that these called."""
+    called = [event for event in events if event.get("cat") == "cpu_op"]
+    ends: dict[Any, float] = {}
+    for event in sorted(
+        called + ranges(events, INTERPRETED), key=lambda event: (event["ts"], -event["dur"])
+    ):
+        thread = event.get("tid")
+        if event["ts"] >= ends.get(thread, 0.0):
+            ends[thread] = span(event)[1]
+            yield event["ts"], event
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
     """The length of the union of intervals."""
     total, end = 0.0, float("-inf")
     for low, high in sorted(intervals):
-        if high > end:
-            total += high - max(low, end)
-            end = high
+        total += max(0.0, high - max(low, end))
+        end = max(end, high)
     return total
 
 

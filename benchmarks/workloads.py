@@ -136,6 +136,14 @@ class Workload:
             )
         return replace(self, name=name, items=items)
 
+    def hurried(self) -> Workload:
+        """The first few requests, short and soon after each other: to see that a benchmark runs."""
+        items = [
+            Item(item.prompt[:64], min(item.max_tokens, 8), item.arrival / 10)
+            for item in self.items[:4]
+        ]
+        return replace(self, name=f"{self.name}[:4]", items=tuple(items))
+
 
 def workload(name: str, vocab: int = VOCAB) -> Workload:
     """The workload called `name`, with token ids below `vocab`.
@@ -346,7 +354,6 @@ def _serving(small: bool) -> dict[str, Make]:
         return {
             "agent-session": _made(agent, sessions=2, turns=4, system=192, step=48, output=8),
             "chat-serving-short": _made(_steady, 12, 2.0, (16, 48), (8, 24)),
-            "chat-serving-mid": _made(_steady, 10, 1.0, (64, 160), (16, 32)),
             "chat-serving-long": _made(_steady, 6, 0.5, (256, 512), (16, 48)),
             "baseline": _made(_baseline, 4, 64, 32),
             "continuous_batching": _made(_steady, 12, 2.0, (24, 96), (8, 48)),
@@ -359,7 +366,6 @@ def _serving(small: bool) -> dict[str, Make]:
     return {
         "agent-session": _made(agent, sessions=8, turns=8, system=2048, step=256, output=64),
         "chat-serving-short": _made(_steady, 128, 32.0, (32, 128), (32, 128)),
-        "chat-serving-mid": _made(_steady, 128, 16.0, (256, 1024), (128, 256)),
         "chat-serving-long": _made(_steady, 64, 4.0, (2048, 4096), (128, 512)),
         "baseline": _made(_baseline, 10, 256, 128),
         "continuous_batching": _made(_steady, 32, 4.0, (64, 512), (32, 256)),
@@ -379,7 +385,6 @@ _WORKLOADS: dict[str, Make] = {
     **_serving(small=False),
     "offline-256-small": _made(_offline, 16, 16, 96),
     "single-512-small": _made(_alike, 1, 100, 128),
-    "prefill-64x1024-small": _made(_alike, 4, 256, 1),
     "skewed-outputs-small": _made(_skewed, 32, 12, 160),
     **{name + SMALL: make for name, make in _serving(small=True).items()},
 }

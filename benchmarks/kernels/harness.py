@@ -1,18 +1,20 @@
 """What the kernel benchmarks share: a paged pool that does not fit the L2 cache, and timing by graph replay.
 
 A kernel of 10 microseconds cannot be timed by launching it from Python, which takes longer than the kernel.
-Here a graph holds many launches, each on other blocks of the pool, and its replay is timed with device
-events.
+Here a graph holds many launches, each on other blocks of the pool, and Triton times its replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
+from triton.testing import do_bench_cudagraph
 
+from common.roofline import time_call
 from forward.attention import LayerSpec
 
 L2_BYTES = 60e6
@@ -101,50 +103,21 @@ def make_case(
     return Case(q, pool[0], pool[1], tables, lens, starts, list(contexts), query_lens)
 
 
-def graph_seconds(
-    calls: Sequence[Callable[[], object]], *, target: float = 4e-3, repeats: int = 9
-) -> list[float]:
-    """Seconds per call, one sample per replay, of a graph that runs `calls` in turn for `target` seconds."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
+def graph_seconds(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds per call, one sample per replay, of a graph that runs `calls` in turn."""
+
+    def all_of_them() -> None:
         for call in calls:
             call()
-        stream.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record(stream)
-        for call in calls:
-            call()
-        end.record(stream)
-        stream.synchronize()
-        once = begin.elapsed_time(end) * 1e-3 / len(calls)
-        count = max(len(calls), min(400, int(target / once) + 1))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(count):
-                calls[i % len(calls)]()
-        samples = []
-        for i in range(repeats + 3):
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            stream.synchronize()
-            if i >= 3:
-                samples.append(begin.elapsed_time(end) * 1e-3 / count)
-    return samples
+
+    replays: list[float] = do_bench_cudagraph(all_of_them, return_mode="all")
+    return [1e-3 * milliseconds / len(calls) for milliseconds in replays]
 
 
 def eager_seconds(
-    calls: Sequence[Callable[[], object]], *, count: int = 200, repeats: int = 9
+    calls: Sequence[Callable[[], object]], device: torch.device, count: int, repeats: int
 ) -> list[float]:
     """Seconds per call, one sample per repeat, of `count` calls launched one after the other."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    samples = []
-    for repeat in range(repeats + 1):
-        begin.record()
-        for i in range(count):
-            calls[i % len(calls)]()
-        end.record()
-        end.synchronize()
-        if repeat:  # the first is a warm-up
-            samples.append(begin.elapsed_time(end) * 1e-3 / count)
-    return samples
+    many = list(islice(cycle(calls), count))
+    times = time_call(lambda: [call() for call in many], device, repeats=repeats, floor=0.0)
+    return [seconds / count for seconds in times]

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
+import benchmarks.bench
+from benchmarks.bench import evidence_of
+from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run
 from benchmarks.kernels.harness import Case, eager_seconds, graph_seconds, make_case
-from benchmarks.model_work import Ceilings
-from benchmarks.plotting import MARKERS, bars, colours, panels, reference_line, save
-from benchmarks.roofline import ceilings
+from benchmarks.measure import say
+from benchmarks.plotting import Panel, figure
 from common.errors import UserError
 from continuous.batch import HostBatch
 from cuda_graphs.batch import fixed_batch
@@ -44,7 +44,8 @@ from triton_paged_attention.tables import for_keys, prefill_default
 
 NAME, PREFILL_KERNEL = "paged_attention", "06_triton_paged_attention"
 BLOCKS = (16, 64, 256)
-HEADS = {"qwen3-0.6b": (16, 8), "qwen3-8b": (32, 8)}
+MODEL = "qwen3-0.6b"
+"""Of 16 heads of queries and 8 of keys."""
 Call = Callable[[Tensor], Tensor]
 """One attention over one of a case's block tables."""
 
@@ -81,28 +82,22 @@ def run(options: BenchOptions) -> Evidence:
         raise UserError(
             f"device is {options.device.type!r}, but kernels are timed on 'cuda' only"
         )
-    top = ceilings(options.device, options.dtype)
-    bench = Bench(options, top)
-    runs = [*bench.decode(), *bench.prefill()]
-    return collect(NAME, runs, options.device, top.to_json())
+    bench = Bench(options)
+    return evidence_of(NAME, [*bench.decode(), *bench.prefill()], options)
 
 
-class Bench:
+class Bench(benchmarks.bench.Bench):
     """The cases and how they are measured."""
-
-    def __init__(self, options: BenchOptions, top: Ceilings) -> None:
-        self.options, self.top = options, top
-        self.repeats = 3 if options.quick else 9
 
     def decode(self) -> Iterator[Run]:
         """All versions at block size 16; the last one at 64 and 256 too."""
         cases = decode_cases()
-        if self.options.quick:
+        if self.quick:
             cases = {name: cases[name] for name in ("1x4096", "32x1024")}
-        for model, (name, contexts), block in product(HEADS, cases.items(), BLOCKS):
-            case = self.case(model, contexts, block)
+        for (name, contexts), block in product(cases.items(), BLOCKS):
+            case = self.case(contexts, block)
             for variant, call in decode_variants(case, name, block).items():
-                what = case, call, variant, model, "paged-decode-attention", name, block
+                what = case, call, variant, "paged-decode-attention", name, block
                 yield self.measure(*what)
                 if name == "4x2048" and variant in LAUNCHED:
                     yield self.measure(*what, graph=False)
@@ -110,29 +105,25 @@ class Bench:
 
     def prefill(self) -> Iterator[Run]:
         """The kernel at three block sizes, and torch's kernels on contiguous tensors."""
-        for model, (name, contexts), block in product(HEADS, PREFILL_CASES.items(), BLOCKS):
-            case = self.case(model, contexts, block, query_lens=contexts, sets=2)
+        for (name, contexts), block in product(PREFILL_CASES.items(), BLOCKS):
+            case = self.case(contexts, block, query_lens=contexts, sets=2)
             variants: dict[str, Call] = {PREFILL_KERNEL: prefill_call(case)}
             if block == 16:
                 variants |= contiguous_calls(case)
             for variant, call in variants.items():
-                yield self.measure(
-                    case, call, variant, model, "paged-prefill-attention", name, block
-                )
+                yield self.measure(case, call, variant, "paged-prefill-attention", name, block)
             del case
 
-    def case(self, model: str, contexts: list[int], block: int, **more: Any) -> Case:
-        """Blocks of this size with the heads of a model."""
-        heads, kv_heads = HEADS[model]
-        sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "block_size": block}
-        return make_case(contexts, dtype=self.options.dtype, **sizes, **more)
+    def case(self, contexts: list[int], block: int, **more: Any) -> Case:
+        """Blocks of this size with the heads of the model."""
+        sizes: dict[str, Any] = {"heads": 16, "kv_heads": 8, "block_size": block}
+        return make_case(contexts, dtype=self.dtype, **sizes, **more)
 
     def measure(
         self,
         case: Case,
         call: Call,
         variant: str,
-        model: str,
         workload: str,
         name: str,
         block: int,
@@ -144,35 +135,35 @@ class Bench:
             out = out.transpose(1, 2).flatten(0, 1)
         wanted = oracle(case)
         error = float((out.float() - wanted).norm() / wanted.norm())
-        limit = 1e-4 if self.options.dtype == torch.float32 else 1e-2
+        limit = 1e-4 if self.dtype == torch.float32 else 1e-2
         if not error < limit:
             raise UserError(
                 f"{variant} on {name} has a relative error of {error:.1e}, but {limit} is allowed"
             )
         calls = [partial(call, table) for table in case.tables]
         if graph:
-            samples = graph_seconds(calls, repeats=self.repeats)
+            samples = graph_seconds(calls)
         else:
-            samples = eager_seconds(
-                calls, count=20 if "loop" in variant else 200, repeats=self.repeats
-            )
+            count = 20 if "loop" in variant else 200
+            samples = eager_seconds(calls, case.q.device, count, 3 if self.quick else 9)
         decode = workload == "paged-decode-attention"
         work = case.kv_bytes if decode else case.flop
         ceiling = self.top.read_bytes_per_s if decode else self.top.matmul_flop_per_s
         fraction = "bandwidth_fraction" if decode else "flop_fraction"
         contiguous = not decode and variant != PREFILL_KERNEL
         middle = Metric(tuple(samples)).median
-        print(f"{workload} {model} {name} block {block} {variant}: {middle * 1e6:.1f} us, "
-              f"{work / middle / 1e12:.2f} T/s, error {error:.1e}", flush=True)  # fmt: skip
+        say(
+            f"{workload} {name} block {block} {variant}: {middle * 1e6:.1f} us, error {error:.1e}"
+        )
         return Run(
             variant=variant,
             workload=workload,
             workload_sha256=hashlib.sha256(
                 json.dumps([case.contexts, case.query_lens]).encode()
             ).hexdigest(),
-            model=model,
+            model=MODEL,
             weights="random",
-            dtype=str(self.options.dtype).removeprefix("torch."),
+            dtype=self.dtype_name,
             options={
                 "case": name,
                 "block_size": None if contiguous else block,
@@ -330,51 +321,19 @@ def contiguous_calls(case: Case) -> dict[str, Call]:
     }
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Bandwidth of the versions in each case; prefill beside other kernels."""
-    figure, (left, right) = panels(2, height=3.8)
-    names = list(decode_cases())
-    versions = ("decode_v4", "decode_v3", "decode_v2", "decode_v1")
-    shown = colours(versions, PREFILL_KERNEL)
-    best: dict[str, float] = {}
-    for version, marker in zip(versions, MARKERS, strict=False):
-        runs = evidence.find(version, model="qwen3-0.6b", block_size=16, graph=True)
-        places = [names.index(run.options["case"]) for run in runs]
-        shares = [run.median("bandwidth_fraction") for run in runs]
-        best[version] = max(shares)
-        # The cases are no scale, so nothing lies between them: points, and no line.
-        left.plot(shares, places, marker, color=shown[version], label=version, markeredgecolor="#404040",
-                  markeredgewidth=0.5)  # fmt: skip
-    left.set_yticks(range(len(names)), names)
-    left.invert_yaxis()
-    left.set_xlim(0, 1.08)
-    left.set_xlabel("share of the read bandwidth")
-    left.set_ylabel("requests x keys")
-    left.set_title(
-        f"Decode: the last version reaches {best['decode_v4']:.0%} of the read bandwidth"
-    )
-    reference_line(left, 1.0, "reading, and nothing else", vertical=True)
-    left.legend(loc="lower right", bbox_to_anchor=(0.56, 0.02))
-    prefill = evidence.find(
-        workload="paged-prefill-attention", model="qwen3-0.6b", case="2x8192"
-    )
-    metric = "flop_fraction"
-    prefill.sort(key=lambda run: run.median(metric))
-    bars(prefill, metric, axes=right, label=_kernel)
-    ours, fastest = (
-        max(
-            (run for run in prefill if (run.variant == PREFILL_KERNEL) == own),
-            key=lambda r: r.median(metric),
-        )
-        for own in (True, False)
-    )
-    right.set_title(
-        f"Prefill of 2 x 8,192: {ours.median(metric) / fastest.median(metric):.0%} of the rate of "
-        f"{fastest.variant.split()[0]}, which needs no blocks"
-    )
-    save(figure, out, evidence)
-
-
-def _kernel(run: Run) -> str:
-    size = run.options["block_size"]
-    return run.variant.split()[0] if size is None else f"ours, block {size}"
+draw = figure(
+    Panel(
+        "Decode by version, a token a request",
+        "bandwidth_fraction",
+        {"variant": "decode_v*", "model": MODEL, "block_size": "16", "graph": "True"},
+        rows="{case}",
+        by="{variant}",
+    ),
+    Panel(
+        "Prefill of 2 x 8,192 by block size, and others without blocks",
+        "flop_fraction",
+        {"model": MODEL, "case": "2x8192"},
+        label="{variant:.20} {block_size}",
+    ),
+    phase=PREFILL_KERNEL,
+)

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.labels import number as say_number
 from benchmarks.loadtest.loops import LoadPlan, poisson
 from benchmarks.loadtest.loops import run as ask_all
 from benchmarks.loadtest.report import Goal, summarize
@@ -105,11 +106,6 @@ def shown(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         values = [row.get(name) for name in COLUMNS]
         made.add_row(
-            row["load"], *("" if value is None else _number(value) for value in values)
+            row["load"], *("" if value is None else say_number(value) for value in values)
         )
     return made
-
-
-def _number(value: float) -> str:
-    """Three digits and a point at most: 8,142 and 42.1 and 0.52."""
-    return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:.3g}"

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.loadtest.user import Outcome
-
-PERCENTILES = (50, 95, 99)
+from benchmarks.measure import percentiles
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,10 @@ def summarize(outcomes: Sequence[Outcome], goal: Goal | None = None) -> dict[str
     }
     for name, values in (
         ("ttft_ms", firsts),
-        ("itl_ms", np.concatenate(gaps)),
+        ("itl_ms", [*np.concatenate(gaps)]),
         ("e2e_ms", wholes),
     ):
-        if len(values):
-            for percentile in PERCENTILES:
-                found[f"{name}_p{percentile}"] = float(np.percentile(values, percentile))
+        found |= percentiles(name, values)
     kept = sum(
         first <= goal.first_ms
         and (not len(mine) or float(np.percentile(mine, 99)) <= goal.gap_ms)

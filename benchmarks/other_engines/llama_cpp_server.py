@@ -6,9 +6,8 @@
 
 Each server is started in turn, for the time until it answers and its memory: the proportional set sizes of
 all its processes (Linux). Then all are up, and are asked in alternating order: one stream, eight at once, a
-prompt of 500 words, and one stream beside a busy program. There our server is also up in two more ways of
-waiting, of which its default has to make 0.9 of the better one. Prompts differ from call to call, so no prefix
-cache finds them.
+prompt of 500 words, and one stream beside a busy program. Prompts differ from call to call, so no prefix cache
+finds them.
 
 What was measured is `recorded/llama_cpp_server.json`, a part of `cpu/peers`, and a table of the README.
 `--quick` takes one sample of each and records nothing.
@@ -17,26 +16,24 @@ What was measured is `recorded/llama_cpp_server.json`, a part of `cpu/peers`, an
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
-import http.client
-import json
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
 from benchmarks.evidence import Evidence, Run, collect, sample_metrics
+from benchmarks.loadtest import user
+from benchmarks.loadtest.user import Outcome, Target
 from benchmarks.measure import alternate, neighbours
 from benchmarks.other_engines import record
 from benchmarks.records import server_lines
@@ -44,107 +41,66 @@ from benchmarks.records import server_lines
 MODEL = "smollm2"
 REPEATS, LONGEST_START = 3, 120.0
 OURS, PEER = "13_serving", "llama-cpp-python"
-WAYS = {
-    f"{OURS}, 10,000 turns": {"GOMP_SPINCOUNT": "10000"},
-    f"{OURS}, passive": {"OMP_WAIT_POLICY": "PASSIVE"},
-}
-"""Our server with other ways of waiting than its default, by their environments."""
-PORTS = {OURS: 18901, PEER: 18902, **dict(zip(WAYS, (18903, 18904), strict=True))}
-WORDS = (
-    "river",
-    "stone",
-    "window",
-    "garden",
-    "market",
-    "letter",
-    "winter",
-    "doctor",
-    "paper",
-    "silver",
-)
+PORTS = {OURS: 18901, PEER: 18902}
+WORDS = "river stone window garden market letter winter doctor paper silver".split()
 
 
-def ask(port: int, prompt: str, tokens: int) -> tuple[int, float]:
-    """Stream a completion; returns its tokens and the seconds until the first.
+def ask(port: int, prompts: Sequence[str], tokens: int) -> list[Outcome]:
+    """Stream a completion of each prompt, all at once.
 
     A server that says no usage sends a piece a token. Ours may send several in one, and says the usage.
     """
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    body = {
-        "model": MODEL,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": True,
-    }
-    body |= {"stream_options": {"include_usage": True}}
-    begun, first = time.perf_counter(), 0.0
-    pieces, usage = 0, 0
-    connection.request(
-        "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
-    )
-    response = connection.getresponse()
-    assert response.status == 200, response.read()
-    for line in response:
-        if line.startswith(b'data: {"'):
-            pieces += 1
-            first = first or time.perf_counter() - begun
-            usage = (json.loads(line[6:]).get("usage") or {}).get("completion_tokens", usage)
-    connection.close()
-    return usage or pieces, first
+    bodies = [{"prompt": p, "max_tokens": tokens, "temperature": 0} for p in prompts]
+    target = Target("127.0.0.1", port, model=MODEL)
+
+    async def all_of_them() -> list[Outcome]:
+        return await asyncio.gather(*(user.ask(target, body) for body in bodies))
+
+    found = asyncio.run(all_of_them())
+    assert all(one.status == 200 and one.times for one in found), [one.error for one in found]
+    return found
 
 
 def streams(port: int, count: int, tokens: int, number: int) -> dict[str, float]:
     """Ask for `count` stories at once; returns tokens a second, and the median time to a first token."""
-    prompts = [
-        f"Chapter {97 * number + i}. Once upon a time there was a" for i in range(count)
-    ]
-    begun = time.perf_counter()
-    with ThreadPoolExecutor(count) as pool:
-        found = list(pool.map(lambda prompt: ask(port, prompt, tokens), prompts))
-    seconds = time.perf_counter() - begun
-    firsts = sorted(first for _, first in found)
-    rate = sum(pieces for pieces, _ in found) / seconds
+    found = ask(
+        port,
+        [f"Chapter {97 * number + i}. Once upon a time there was a" for i in range(count)],
+        tokens,
+    )
+    seconds = max(one.ended for one in found) - min(one.started for one in found)
+    firsts = sorted(one.times[0] - one.started for one in found)
+    rate = sum(one.tokens or len(one.times) for one in found) / seconds
     return {"output_tokens_per_s": rate, "ttft_ms_p50": firsts[count // 2] * 1e3}
 
 
 def prompt_of_500(port: int, number: int) -> dict[str, float]:
     """Ask for one token after 500 words, of one token each; returns prompt tokens a second."""
     words = random.Random(number).choices(WORDS, k=500)
-    return {"prompt_tokens_per_s": 500 / ask(port, " ".join(words), 1)[1]}
+    (one,) = ask(port, [" ".join(words)], 1)
+    return {"prompt_tokens_per_s": 500 / (one.times[0] - one.started)}
 
 
 def commands(python: str, gguf: str) -> dict[str, list[str]]:
     """Return how each server is started: with its model, a port, and a context of 8,192 tokens."""
     ours = [sys.executable, "-m", "phases", "serve", MODEL, "--access-log", "none"]
-    peer = [
-        python,
-        "-m",
-        "llama_cpp.server",
-        "--model",
-        gguf,
-        "--n_ctx",
-        "8192",
-        "--model_alias",
-        MODEL,
-    ]
-    peer += ["--n_threads", str(len(os.sched_getaffinity(0))), "--interrupt_requests", "false"]
-    begun = {name: ours for name in (OURS, *WAYS)} | {PEER: peer}
+    said = f"--n_ctx 8192 --model_alias {MODEL} --n_threads {len(os.sched_getaffinity(0))}"
+    peer = [python, "-m", "llama_cpp.server", "--model", gguf, "--interrupt_requests", "false"]
+    peer += said.split()
+    begun = {OURS: ours, PEER: peer}
     return {name: [*each, "--port", str(PORTS[name])] for name, each in begun.items()}
 
 
 @contextmanager
-def server(
-    command: list[str], port: int, environment: Mapping[str, str]
-) -> Iterator[dict[str, float]]:
-    """Start a server with more variables; yields its seconds until it has answered a request, and then its memory in MB."""
+def server(command: list[str], port: int) -> Iterator[dict[str, float]]:
+    """Start a server; yields its seconds until it has answered a request, and then its memory in MB."""
     begun = time.perf_counter()
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env={**os.environ, **environment}, **quiet)  # type: ignore[call-overload]
+    process = subprocess.Popen(command, **quiet)  # type: ignore[call-overload]
     try:
         while True:
             with suppress(OSError, AssertionError):
-                ask(port, "a", 1)
+                ask(port, ["a"], 1)
                 break
             if process.poll() is not None or time.perf_counter() - begun > LONGEST_START:
                 raise RuntimeError(f"{' '.join(command)} does not answer")
@@ -178,7 +134,7 @@ def measure(python: str, gguf: str, *, quick: bool) -> Evidence:
     repeats, tries = (1, 1) if quick else (REPEATS, None)
 
     def started(name: str, number: int) -> dict[str, float]:
-        with server(begun[name], PORTS[name], {}) as found:
+        with server(begun[name], PORTS[name]) as found:
             return dict(found)
 
     works: dict[str, Callable[[int, int], dict[str, float]]] = {
@@ -200,12 +156,12 @@ def measure(python: str, gguf: str, *, quick: bool) -> Evidence:
             facts = (names[name], work, digest, MODEL, "real", "q4_1", metrics, about)
             runs.append(Run(*facts, noise=samples.noise()))
 
-    keep("start", {name: partial(started, name) for name in (OURS, PEER)})
+    keep("start", {name: partial(started, name) for name in begun})
     with ExitStack() as stack:
         for name, command in begun.items():
-            stack.enter_context(server(command, PORTS[name], WAYS.get(name, {})))
+            stack.enter_context(server(command, PORTS[name]))
         for work in works:
-            keep(work, {name: partial(works[work], PORTS[name]) for name in (OURS, PEER)})
+            keep(work, {name: partial(works[work], PORTS[name]) for name in begun})
         work = "one stream of 96"
         keep(work, {name: partial(works[work], PORTS[name]) for name in begun}, busy=1)
     found = collect("peers", runs, torch.device("cpu"))

@@ -3,13 +3,13 @@
 python -m benchmarks.other_engines.record [OUT.json...]
 
 OUT.json is what `vllm_run.py` wrote: it is kept in `recorded/` with the log beside it, and then the files are made and
-the tables filled. Rates of vLLM 0.33.0 and of llama-cpp-python's server are read from their recordings again. What `h200_peers.json` and
-`llama_cpp.json` say was taken over once, by a version of this file that is in git's history (9454f6a), and stays.
+the tables filled. Rates of these and of llama-cpp-python's server are read from their recordings again. What `h200_peers.json`,
+`llama_cpp.json` and the logs of before 2026-11-29 say was taken over once, by versions of this file that are in git's history
+(9454f6a, 98f26511), and stays.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import sys
@@ -29,31 +29,15 @@ NINE, TEN = "09_cuda_graphs", "10_quant"
 THIRTEEN = "13_serving"
 SIXTEEN, SEVENTEEN = "16_experts", "17_hybrid_cache"
 EIGHTEEN, NINETEEN = "18_batch_invariance", "19_moving_blocks"
-BESIDE = {"qwen3-0.6b": NINE, "qwen3-8b": NINE, "qwen3-30b-a3b": SIXTEEN, "qwen3.5-0.8b": SEVENTEEN}
+BESIDE = {
+    "qwen3-0.6b": NINE,
+    "qwen3-8b": NINE,
+    "qwen3-30b-a3b": SIXTEEN,
+    "qwen3.5-0.8b": SEVENTEEN,
+}
 """Phases beside which a model stands in bfloat16 and with vLLM's own defaults."""
-PARTIAL = "FlashInfer and CUTLASS's Python package, which it requires"
-"""What vLLM 0.33.0 lacked before 2026-11-29."""
-NEWER = {"torch": "2.14.0", "triton": "3.8.0", "python": "3.12.3"}
-MODELS = {"0.6b": "qwen3-0.6b", "8b": "qwen3-8b", "q06": "qwen3-0.6b", "q30b": "qwen3-30b-a3b", "q35": "qwen3.5-0.8b"}
-PRINTED = re.compile(r"^VLLM (\S+)(?: ct8)? (256|b1|prefill 64x1024)(?: again)?: .*?s ([\d.]+) tok/s", re.M)
-WORK = {"256": "offline-256", "b1": "single-512", "prefill 64x1024": "prefill-64x1024"}
 SAMPLES = 3
 """Of each workload, after a warm-up."""
-PROMPT = 1024
-"""Prompt tokens behind each output token of the prefill."""
-LOGS = (
-    ("v06", NINE, "2026-11-26"),
-    ("v06i", NINE, "2026-11-26"),
-    ("v8", NINE, "2026-11-26"),
-    ("q8", TEN, "2026-11-26"),
-    ("q06", NINE, "2026-11-27"),
-    ("q30b", SIXTEEN, "2026-11-27"),
-    ("q35", SEVENTEEN, "2026-11-27"),
-    ("q35b", SEVENTEEN, "2026-11-28"),
-)
-"""Logs of vLLM 0.33.0: by default, for interactivity, the large model, the large one in 8 bits; then `SAME`."""
-SAME = ("q06", "q30b", "q35", "q35b")
-"""Logs of the very requests of our workloads, two of which take the likeliest token."""
 
 
 def main(files: Sequence[str] = ()) -> None:
@@ -84,22 +68,35 @@ def keep(file: Path, folder: Path = RECORDED) -> Path:
         if not said["runs"]:
             raise UserError(f"{file} was cut off before a workload had its {SAMPLES} samples")
     for one in said["runs"]:
-        if "requests_sha256" in one and one["requests_sha256"] != workload(one["workload"]).sha256:
-            raise UserError(f"{file}: {one['workload']} had other requests than {one['workload']} has now")
-    ways = ["-batch-invariant"] * said["batch_invariant"] + ["-offload"] * ("kv_offloading_size" in said["flags"])
-    name = "-".join(["vllm", said["version"], said["when"], said["model"], said["dtype"]]) + "".join(ways)
+        if (
+            "requests_sha256" in one
+            and one["requests_sha256"] != workload(one["workload"]).sha256
+        ):
+            raise UserError(
+                f"{file}: {one['workload']} had other requests than {one['workload']} has now"
+            )
+    ways = ["-batch-invariant"] * said["batch_invariant"] + ["-offload"] * (
+        "kv_offloading_size" in said["flags"]
+    )
+    name = "-".join(
+        ["vllm", said["version"], said["when"], said["model"], said["dtype"]]
+    ) + "".join(ways)
     log = file.with_name(said["log"]).read_text(encoding="utf-8", errors="replace")
     lines = [line for line in log.splitlines() if "%|" not in line]
     kept = re.sub(r"/[\w./+-]*/site-packages/", "…/", "\n".join(lines) + "\n")
     (folder / f"{name}.log").write_text(kept, encoding="utf-8")
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({**said, "log": f"{name}.log"}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({**said, "log": f"{name}.log"}, indent=1) + "\n", encoding="utf-8"
+    )
     return path
 
 
 def is_complete(run: dict[str, Any]) -> bool:
     """Return True if a workload that was measured has all samples of each metric; it may have no metric yet."""
-    return bool(run["metrics"]) and all(len(samples) >= SAMPLES for samples in run["metrics"].values())
+    return bool(run["metrics"]) and all(
+        len(samples) >= SAMPLES for samples in run["metrics"].values()
+    )
 
 
 def text(device: str) -> str:
@@ -108,7 +105,7 @@ def text(device: str) -> str:
     written = json.loads(path.read_text(encoding="utf-8"))["peers"] if path.exists() else []
     made = []
     if device == "h200":
-        made = [of_log(*log) for log in LOGS] + [of_run(file) for file in sorted(RECORDED.glob("vllm-*.json"))]
+        made = [of_run(file) for file in sorted(RECORDED.glob("vllm-*.json"))]
     if device == "cpu" and (RECORDED / LLAMA_SERVER).exists():
         made.append(of_llama_server())
     newer = {peer["log"] for peer in made}
@@ -128,43 +125,28 @@ def of_run(file: Path) -> dict[str, Any]:
         phase, way = EIGHTEEN, f"{way} batch-invariant"
     runs = []
     for one in said["runs"]:
-        about = {"model": said["model"], "weights": "random", "dtype": "bfloat16", "temperature": one["temperature"]}
+        about = {
+            "model": said["model"],
+            "weights": "random",
+            "dtype": "bfloat16",
+            "temperature": one["temperature"],
+        }
         about = {"workload": one["workload"], **about, "options": {}}
         if one["workload"].startswith("evicted"):
             for what, times in one["metrics"].items():
                 found = what.removeprefix("ttft_ms ")
                 there = "" if found == "from the host" else f", {found}"
-                runs.append({"beside": NINETEEN, "way": there, **about, "metrics": {"ttft_ms_p50": times}})
+                runs.append(
+                    {
+                        "beside": NINETEEN,
+                        "way": there,
+                        **about,
+                        "metrics": {"ttft_ms_p50": times},
+                    }
+                )
         elif any(one["metrics"].values()):
             runs.append({"beside": phase, "way": way, **about, "metrics": one["metrics"]})
     return {**{name: said[name] for name in names}, "runs": runs}
-
-
-def of_log(name: str, phase: str, when: str) -> dict[str, Any]:
-    """Return vLLM 0.33.0's rates as one log has them, with the flags that it printed."""
-    log = f"vllm-0.33.0-{name}.log"
-    printed = (RECORDED / log).read_text(encoding="utf-8")
-    given = ast.literal_eval(re.search(r"non-default args: (\{.*\})", printed)[1])  # type: ignore[index]
-    flags = " ".join(f"{key}={value}" for key, value in given.items() if key not in ("model", "disable_log_stats"))
-    rates: dict[tuple[str, str], list[float]] = {}
-    for model, work, rate in PRINTED.findall(printed):
-        value = float(rate) * (PROMPT if work.startswith("prefill") else 1)
-        rates.setdefault((MODELS[model], WORK[work]), []).append(round(value, 1))
-    way = " fp8" if phase == TEN else ""
-    runs = [run(model, work, values, phase, way) for (model, work), values in rates.items()]
-    for one in runs:
-        one["temperature"] = 0.0 if name in SAME and one["workload"] != "offline-256" else 0.6
-    return {
-        "engine": "vLLM",
-        "version": "0.33.0",
-        "when": when,
-        "machine": {"name": "NVIDIA H200", "cores": 16},
-        "versions": NEWER,
-        "flags": flags,
-        "lacks": PARTIAL,
-        "log": log,
-        "runs": runs,
-    }
 
 
 def of_llama_server() -> dict[str, Any]:
@@ -176,7 +158,15 @@ def of_llama_server() -> dict[str, Any]:
     for one in found:
         rates = {name: metric["samples"] for name, metric in one["metrics"].items()}
         kept = {name: one[name] for name in names}
-        runs.append({"beside": THIRTEEN, "way": ", its server", **kept, "temperature": 0.0, "metrics": rates})
+        runs.append(
+            {
+                "beside": THIRTEEN,
+                "way": ", its server",
+                **kept,
+                "temperature": 0.0,
+                "metrics": rates,
+            }
+        )
     engine, _, version = found[0]["variant"].partition(" ")
     return {
         "engine": engine,
@@ -187,22 +177,6 @@ def of_llama_server() -> dict[str, Any]:
         "flags": "python -m llama_cpp.server --n_ctx 8192 --interrupt_requests false, a thread a processor",
         "log": LLAMA_SERVER,
         "runs": runs,
-    }
-
-
-def run(model: str, work: str, rates: list[float], phase: str, way: str) -> dict[str, Any]:
-    """Return one work's rates; what a prefill is about are prompt tokens."""
-    metric = "prompt_tokens_per_s" if work.startswith("prefill") else "output_tokens_per_s"
-    return {
-        "beside": phase,
-        "way": way,
-        "workload": work,
-        "model": model,
-        "weights": "random",
-        "dtype": "bfloat16",
-        "temperature": 0.6,
-        "options": {},
-        "metrics": {metric: rates},
     }
 
 

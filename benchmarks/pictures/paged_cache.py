@@ -126,7 +126,7 @@ def copied() -> Picture:
         "Two samples share their prompt until one of them writes",
         row(*moments, gap=24),
         "now: the prompt, computed in this step",
-        "kept: and before",
+        "kept: computed before",
         "now a: a writes",
         "now b: b writes",
     )

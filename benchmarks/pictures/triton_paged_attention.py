@@ -64,7 +64,7 @@ def record(splits: int) -> list[list[list[list[int]]]]:
 
 def grid(splits: int = 3) -> Picture:
     """The tiles of each request, and below them the programs, each as wide as the keys that it read."""
-    heads = [f"kv head {head}" for head in range(KV_HEADS)]
+    heads = [f"key/value head {head}" for head in range(KV_HEADS)]
     columns: Lines = [["", "keys", *heads, ""]]
     arrows: list[Arrow] = []
     for number, (context, reads) in enumerate(zip(CONTEXTS, record(splits), strict=True)):

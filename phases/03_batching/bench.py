@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import batching
 import benchmarks.bench
 import kv_cache
-from benchmarks.bench import evidence_of
-from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.evidence import Run
 from benchmarks.measure import Sample, alternate, time_generation
-from benchmarks.plotting import lines, panels, reference_line, save
-from benchmarks.targets import targets
-from benchmarks.workloads import Item, Workload, uniform, workload
+from benchmarks.plotting import Panel, figure
+from benchmarks.workloads import Workload, uniform, workload
 
 PHASE = "03_batching"
 BEFORE = "02_kv_cache"
 COMPACT = "03_batching+compact"
-SIZES = {"cpu": (1, 4, 8, 16, 32), "cuda": (1, 8, 32, 128, 512)}
-
-
-def run(options: BenchOptions) -> Evidence:
-    """Equal requests at growing batch sizes; then outputs of unequal length, where the batch waits."""
-    runs = []
-    for target in targets(options, published=True):
-        bench = Bench(target)
-        runs += bench.sizes() + bench.skewed()
-    return evidence_of(PHASE, runs, options)
+SIZES = {"cpu": ((1, 4, 8, 16, 32), 16), "cuda": ((1, 8, 32, 128, 512), 8)}
+"""Requests in a batch, and in which phase 02 is measured as well."""
 
 
 class Bench(benchmarks.bench.Bench):
     """Both phases over one model."""
 
+    phase = PHASE
+    published = True
+
+    def measured(self) -> list[Run]:
+        """Equal requests at growing batch sizes; then outputs of unequal length, where the batch waits."""
+        return self.sizes() + self.skewed()
+
     def sizes(self) -> list[Run]:
         """As many equal requests as the batch has rows; phase 02 serves those of one size one by one."""
-        prompt, output = (64, 16 if self.quick else 64) if self.on_cpu else (64, 128)
-        sizes = SIZES.get(self.device.type, SIZES["cpu"])[: 3 if self.quick else None]
-        shared = 4 if self.quick else 16 if self.on_cpu else 8
-        works = {
-            size: uniform(f"batch-{prompt}+{output}", size, prompt, output) for size in sizes
-        }
+        output = 64 if self.on_cpu else 128
+        sizes, shared = SIZES["cpu" if self.on_cpu else "cuda"]
+        works = {size: uniform(f"batch-64+{output}", size, 64, output) for size in sizes}
+        if self.quick:
+            works = {size: works[size].hurried() for size in (sizes[0], shared)}
         alone = {BEFORE: kv_cache.load(self.model)}
-        self.warm_up(alone, uniform("warm-up", 1, prompt, 4))
+        self.warm_up(alone, uniform("warm-up", 1, 64, 4))
         timed = {BEFORE: self.timer(alone[BEFORE], works[shared])}
         runs = self.compare(timed, works[shared], 1, warm={}, requests=shared)
         samples = alternate(
@@ -60,15 +54,10 @@ class Bench(benchmarks.bench.Bench):
 
     def skewed(self) -> list[Run]:
         """Most outputs short, a few long, at batch size 16: plain, and with finished rows dropped."""
-        name, batch = "skewed-outputs-small", 16
-        work = workload(name)
-        if self.quick:
-            items = [Item(item.prompt, item.max_tokens // 4 + 1) for item in work.items[:16]]
-            work = replace(work, name=f"{name}[:16]", items=tuple(items))
-        kinds = {PHASE: False, COMPACT: True}
+        work, batch = self.short(workload("skewed-outputs-small")), 16
         timed = {
             variant: partial(self.waste, work, batch, compact)
-            for variant, compact in kinds.items()
+            for variant, compact in {PHASE: False, COMPACT: True}.items()
         }
         return self.compare(timed, work, batch, warm={})
 
@@ -79,22 +68,14 @@ class Bench(benchmarks.bench.Bench):
         return {**sample, "wasted_fraction": engine.waste.fraction}
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Throughput over the number of requests in a batch, a panel a model."""
-    metric = "output_tokens_per_s"
-    models = list(dict.fromkeys(run.model for run in evidence.runs))
-    figure, panel = panels(len(models))
-    for axes, model in zip(panel, models, strict=True):
-        runs, alone = (
-            [run for run in evidence.find(name, model=model) if "requests" in run.options]
-            for name in (PHASE, BEFORE)
-        )
-        lines(runs, "requests", metric, axes=axes, log_x=True, log_y=True, roofline=True)
-        one_by_one = alone[0].median(metric)
-        reference_line(axes, one_by_one, "one by one (phase 02)")
-        most = max(runs, key=lambda run: run.options["requests"])
-        gain = most.median(metric) / one_by_one
-        axes.set_title(
-            f"{model}: {most.options['requests']} requests in a batch, {gain:.0f} times the tokens"
-        )
-    save(figure, out, evidence)
+run = Bench.run
+draw = figure(
+    Panel(
+        "{model}: more requests in a batch, more tokens a second",
+        where={"variant": PHASE},
+        x="requests",
+        log="xy",
+        over={"variant": BEFORE},
+    ),
+    each=("model",),
+)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from statistics import median
+from typing import Any
 
 import batching
 import benchmarks.bench
 import continuous
-from benchmarks.bench import evidence_of
-from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.evidence import Run
 from benchmarks.measure import Sample, Samples, alternate, time_generation
-from benchmarks.plotting import bars, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.replay import time_replay
-from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
-from common.events import Completion, Streams
+from common.events import Streams
 from kv_cache import KVCache
 
 PHASE = "04_continuous"
@@ -30,17 +29,14 @@ MIXED = ((24, 8), (160, 12), (40, 48), (12, 24), (96, 16), (56, 40), (200, 8), (
 """Prompt and output lengths of the eight mixed requests."""
 
 
-def run(options: BenchOptions) -> Evidence:
-    """Unequal outputs, eight mixed requests, then requests that arrive over time."""
-    runs = []
-    for target in targets(options):
-        bench = Bench(target)
-        runs += bench.skewed() + bench.mixed() + bench.traces()
-    return evidence_of(PHASE, runs, options)
-
-
 class Bench(benchmarks.bench.Bench):
     """Both phases over one model."""
+
+    phase = PHASE
+
+    def measured(self) -> list[Run]:
+        """Unequal outputs, eight mixed requests, then requests that arrive over time."""
+        return self.skewed() + self.mixed() + self.traces()
 
     def skewed(self) -> list[Run]:
         """Most outputs short, every eighth long: 03 plain and compacted, and 04, with no more KV bytes.
@@ -48,50 +44,29 @@ class Bench(benchmarks.bench.Bench):
         03 makes a cache for each batch, as long as its longest prompt and longest output together; 04 has as
         many rows as a batch, each as long as the longest request.
         """
-        work, rows = workload("skewed-outputs-small"), ROWS
-        if self.quick:
-            rows = 4
-            items = [Item(item.prompt, item.max_tokens // 8 + 1) for item in work.items[:16]]
-            work = replace(work, name=f"{work.name}[:16]/8", items=tuple(items))
-        batches = [work.items[at : at + rows] for at in range(0, len(work.items), rows)]
-        static = KVCache.bytes_needed(
-            self.config, rows, max(map(batch_columns, batches)), self.dtype
-        )
+        work = self.short(workload("skewed-outputs-small"))
+        batches = [work.items[at : at + ROWS] for at in range(0, len(work.items), ROWS)]
+        columns = max(map(batch_columns, batches))
+        static = KVCache.bytes_needed(self.config, ROWS, columns, self.dtype)
         length = longest(work)
         # The phase before comes first, so that a table's gains are over it.
         engines: dict[str, tuple[Streams, int]] = {
-            BEFORE: (batching.load(self.model, batch_size=rows), static),
-            COMPACT: (batching.load(self.model, batch_size=rows, compact=True), static),
+            BEFORE: (batching.load(self.model, batch_size=ROWS), static),
+            COMPACT: (batching.load(self.model, batch_size=ROWS, compact=True), static),
             PHASE: (
-                continuous.load(self.model, max_rows=rows, max_len=length),
-                rows * length * self.config.kv_bytes_per_token(self.dtype),
+                continuous.load(self.model, max_rows=ROWS, max_len=length),
+                self.kv_bytes(ROWS * length),
             ),
         }
-        self.warm_up(
-            {name: engine for name, (engine, _) in engines.items()},
-            uniform("warm-up", rows, 32, 4),
-        )
+        warm = {name: engine for name, (engine, _) in engines.items()}
+        self.warm_up(warm, uniform("warm-up", ROWS, 32, 4))
 
-        def measure(engine: Streams, size: int) -> Callable[[int], Sample]:
-            def sample(repeat: int) -> Sample:
-                timed = time_generation(engine, work.cold(repeat), self.device)
-                return {**timed, "kv_cache_bytes": float(size)}
+        def sample(engine: Streams, size: int, repeat: int) -> Sample:
+            timed = time_generation(engine, work.cold(repeat), self.device)
+            return {**timed, "kv_cache_bytes": float(size)}
 
-            return sample
-
-        timed = {name: measure(*made) for name, made in engines.items()}
-        return self.compare(timed, work, rows, warm={}, batch=rows)
-
-    def replayed(self, rows: int, work: Workload) -> Callable[[int], Sample]:
-        """Time a replay in an engine of so many rows, and when each request ended."""
-        engine = continuous.load(self.model, max_rows=rows, max_len=longest(work))
-        self.warm_up({"": engine})
-
-        def sample(repeat: int) -> Sample:
-            timed, done = time_replay(engine, work.cold(repeat), self.device)
-            return {**timed, **ends(done)}
-
-        return sample
+        timed = {name: partial(sample, *made) for name, made in engines.items()}
+        return self.compare(timed, work, ROWS, warm={}, batch=ROWS)
 
     def mixed(self) -> list[Run]:
         """Eight requests of unequal lengths at once, together and one after the other; each one's gain."""
@@ -99,41 +74,44 @@ class Bench(benchmarks.bench.Bench):
             Item(uniform("", 1, prompt, 1, seed=number).items[0].prompt, output)
             for number, (prompt, output) in enumerate(MIXED)
         ]
-        if self.quick:
-            items = [Item(item.prompt[:16], item.max_tokens // 8) for item in items]
-        work = Workload("mixed-8", tuple(items), vocab=10_000)
-        rows = {SEQUENTIAL: 1, PHASE: len(items)}
-        timed = {name: self.replayed(count, work) for name, count in rows.items()}
-        kept = alternate(timed, self.options.repeats)
-        add_gains(kept[SEQUENTIAL], kept[PHASE])
-        return [
-            self.run_of(v, work, samples, rows[v], rows=rows[v]) for v, samples in kept.items()
-        ]
+        work = self.short(Workload("mixed-8", tuple(items), vocab=10_000))
+        return self.replays(work, {SEQUENTIAL: 1, PHASE: len(items)}, roofline=True)
 
     def traces(self) -> list[Run]:
         """Requests that arrive over time: at random, all at once, and evenly."""
-        poisson = workload(f"continuous_batching{self.small}")
-        gap = 0.5 if self.on_cpu else 0.25
-        if self.quick:
-            poisson = poisson.first(3)
+        poisson = self.short(workload(f"continuous_batching{self.small}"))
         runs = []
         for trace, work in {
             "poisson": poisson,
             "burst": arriving(poisson, "burst", 0.0),
-            "steady": arriving(poisson, "steady", gap),
+            "steady": arriving(poisson, "steady", 0.5 if self.on_cpu else 0.25),
         }.items():
-            rows = {PHASE: 16}
-            if trace == "poisson" and self.on_cpu:
-                rows[SEQUENTIAL] = 1
-            timed = {name: self.replayed(count, work) for name, count in rows.items()}
-            kept = alternate(timed, max(1, self.options.repeats // 2), warm={})
-            if SEQUENTIAL in kept:
-                add_gains(kept[SEQUENTIAL], kept[PHASE])
-            runs += [
-                self.run_of(v, work, samples, trace=trace, rows=rows[v])
-                for v, samples in kept.items()
-            ]
+            alone = {SEQUENTIAL: 1} if trace == "poisson" and self.on_cpu else {}
+            runs += self.replays(work, {**alone, PHASE: 16}, trace=trace)
         return runs
+
+    def replays(
+        self, work: Workload, rows: Mapping[str, int], roofline: bool = False, **facts: Any
+    ) -> list[Run]:
+        """Replay requests in an engine of so many rows for each variant, with the gain of each request."""
+        engines = {
+            name: continuous.load(self.model, max_rows=count, max_len=longest(work))
+            for name, count in rows.items()
+        }
+        self.warm_up(engines)
+
+        def sample(name: str, repeat: int) -> Sample:
+            timed, done = time_replay(engines[name], work.cold(repeat), self.device)
+            return timed | {f"e2e_ms_request_{one.index}": one.e2e_ms or 0.0 for one in done}
+
+        timed = {name: partial(sample, name) for name in engines}
+        kept = alternate(timed, self.options.repeats, warm={})
+        if SEQUENTIAL in kept:
+            add_gains(kept[SEQUENTIAL], kept[PHASE])
+        return [
+            self.run_of(name, work, found, rows[name] * roofline, rows=rows[name], **facts)
+            for name, found in kept.items()
+        ]
 
 
 def longest(work: Workload) -> int:
@@ -154,11 +132,6 @@ def arriving(work: Workload, pattern: str, gap: float) -> Workload:
     return replace(work, name=f"{work.name} ({pattern})", items=items)
 
 
-def ends(completions: Sequence[Completion]) -> Sample:
-    """Each request's time from arrival to its last token: `e2e_ms_request_0`, `_1`, ..."""
-    return {f"e2e_ms_request_{c.index}": c.e2e_ms for c in completions if c.e2e_ms is not None}
-
-
 def add_gains(before: Samples, after: Samples) -> None:
     """Add to `after`'s samples how many times sooner each request ended than in `before`."""
     for old, new in zip(before.kept, after.kept, strict=True):
@@ -168,14 +141,9 @@ def add_gains(before: Samples, after: Samples) -> None:
             new[f"gain_{name}"] = of(gains.values())
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Throughput and mean time to first token when outputs are skewed."""
-    runs = [run for run in evidence.runs if run.workload.startswith("skewed-outputs")]
-    figure, (rate, first) = panels(2, height=2.6)
-    bars(runs, "output_tokens_per_s", axes=rate, gain=False, label=lambda run: run.variant)
-    best, *_, worst = sorted((run.median("output_tokens_per_s") for run in runs), reverse=True)
-    rate.set_title(f"{best / worst:.1f} times the tokens when rows are filled again at once")
-    bars(runs, "ttft_ms_mean", axes=first, label=lambda run: "")
-    late, *_, soon = sorted((run.median("ttft_ms_mean") for run in runs), reverse=True)
-    first.set_title(f"The mean first token comes after {soon / late:.0%} of the time")
-    save(figure, out, evidence)
+run = Bench.run
+SKEWED = {"workload": "skewed*"}
+draw = figure(
+    Panel("{gain} the tokens when rows are filled again at once", where=SKEWED),
+    Panel("First tokens come sooner", "ttft_ms_mean", SKEWED),
+)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import benchmarks.bench
 import paged_cache
 import triton_paged_attention
-from benchmarks.bench import Bench, evidence_of
-from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.evidence import Run
 from benchmarks.measure import Sample, time_generation
-from benchmarks.plotting import bars, panels, save
-from benchmarks.targets import targets
+from benchmarks.plotting import Panel, figure
 from benchmarks.workloads import uniform
 from common.errors import UserError
 from forward.model import Model
@@ -30,35 +28,36 @@ PROMPT = 512
 OUTPUT = 64
 
 
-def run(options: BenchOptions) -> Evidence:
-    """One full batch through both phases, and through this one's attention beside phase 01's layers."""
-    if options.device.type != "cuda":
-        raise UserError(
-            f"device is {options.device.type!r}, but phase 06 is measured on 'cuda' only"
+class Bench(benchmarks.bench.Bench):
+    """Every variant over one model, on a full batch."""
+
+    phase = PHASE
+
+    def measured(self) -> list[Run]:
+        """Both phases, and this one's attention beside phase 01's layers.
+
+        Raises:
+            UserError: there is no GPU.
+        """
+        if self.on_cpu:
+            raise UserError("device is 'cpu', but phase 06 is measured on 'cuda' only")
+        work = self.short(
+            uniform(f"batch-{REQUESTS}x{PROMPT}+{OUTPUT}", REQUESTS, PROMPT, OUTPUT)
         )
-    runs = [run for target in targets(options) for run in measured(Bench(target))]
-    return evidence_of(PHASE, runs, options)
+        sizes = {
+            "max_rows": REQUESTS,
+            "max_len": PROMPT + OUTPUT,
+            "step_tokens": 8192,
+            "cache_bytes": self.kv_bytes(2 * REQUESTS * (PROMPT + OUTPUT)),
+        }
 
+        def once(variant: str, repeat: int) -> Sample:
+            """Run a new engine each time: several caches beside each other would not fit."""
+            engine = load(variant, self.model, **sizes)
+            return time_generation(engine, work.cold(repeat), self.device)
 
-def measured(bench: Bench) -> list[Run]:
-    """Every variant on the same requests, in alternating order."""
-    requests, output = (16, 16) if bench.quick else (REQUESTS, OUTPUT)
-    work = uniform(f"batch-{requests}x{PROMPT}+{output}", requests, PROMPT, output)
-
-    def once(variant: str, repeat: int) -> Sample:
-        """Run a new engine each time: several caches beside each other would not fit."""
-        engine = load(
-            variant,
-            bench.model,
-            max_rows=requests,
-            max_len=PROMPT + output,
-            step_tokens=8192,
-            cache_bytes=bench.kv_bytes(2 * requests * (PROMPT + output)),
-        )
-        return time_generation(engine, work.cold(repeat), bench.device)
-
-    timed = {name: partial(once, name) for name in (BEFORE, PHASE, LAYERS_BY_TORCH)}
-    return bench.compare(timed, work, requests, requests=requests)
+        timed = {name: partial(once, name) for name in (BEFORE, PHASE, LAYERS_BY_TORCH)}
+        return self.compare(timed, work, REQUESTS, requests=REQUESTS)
 
 
 def load(variant: str, model: Model, **options: Any) -> PagedEngine:
@@ -83,21 +82,5 @@ class AttentionOnly(Kernels):
         builder.default_block_size = CUDA_BLOCK_SIZE
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Both phases, and what each kind of operator is worth that torch computes instead."""
-    metric = "output_tokens_per_s"
-    models = list(dict.fromkeys(run.model for run in evidence.runs))
-    figure, panel = panels(len(models), height=3.2)
-    for axes, model in zip(panel, models, strict=True):
-        found = sorted(evidence.find(model=model), key=lambda run: run.median(metric))
-        bars(
-            found,
-            metric,
-            axes=axes,
-            gain=False,
-            label=lambda run: run.variant.removeprefix(f"{PHASE}, "),
-        )
-        new, old = (evidence.one(name, model=model) for name in (PHASE, BEFORE))
-        gain = new.median(metric) / old.median(metric)
-        axes.set_title(f"{model}, {new.workload}: {gain:.1f} times the tokens")
-    save(figure, out, evidence)
+run = Bench.run
+draw = figure(Panel("{model}, {workload}: {gain} the tokens"), each=("model",))

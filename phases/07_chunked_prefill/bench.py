@@ -6,31 +6,16 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import NullFormatter
 
 import benchmarks.bench
 import chunked_prefill
 import paged_cache
-from benchmarks.bench import evidence_of
-from benchmarks.evidence import BenchOptions, Evidence, Run
-from benchmarks.measure import Sample, Samples, alternate, percentiles
-from benchmarks.plotting import (
-    MARKERS,
-    colours,
-    log_axis,
-    panels,
-    reference_line,
-    save,
-    tick,
-)
+from benchmarks.evidence import Run
+from benchmarks.measure import Sample, percentiles
+from benchmarks.plotting import Panel, figure
 from benchmarks.replay import time_replay
-from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 from common.events import Completion
 from paged_cache import PagedEngine
@@ -38,8 +23,6 @@ from paged_cache import PagedEngine
 PHASE, BEFORE = "07_chunked_prefill", "05_paged_cache"
 BUDGET = 128
 """The budget of the comparison with phase 05."""
-SHARES = (1, 5, 10, 25, 50, 75, 80, 85, 90, 92, 94, 95, 96, 97, 98, 99)
-"""Percentiles of the gaps that the picture of their distribution is drawn from."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +32,8 @@ class Size:
     decodes, outputs: requests in flight and the tokens each generates.
     prompts, every: lengths of the prompts that arrive meanwhile, one for every `every` tokens of the decodes.
     burst: lengths of the prompts that arrive together in the comparison of policies.
-    budgets: of the sweep. policy_budget: of the comparison of policies.
-    max_len: of the engines.
+    budgets: of the sweep. policy_budget: of the comparison of policies. clock_budget: of that by the clock.
+    max_len: of the engines. room: tokens of their caches: no request is preempted.
     """
 
     decodes: int
@@ -60,25 +43,18 @@ class Size:
     burst: tuple[int, ...]
     budgets: tuple[int, ...]
     policy_budget: int
+    clock_budget: int
     max_len: int
+    room: int
 
 
 CPU = Size(
-    8, 64, (1024,) * 3, 16, (1024, 128, 512, 64, 768, 256), (32, 64, 128, 256, 512), 128, 2048
-)
+    8, 64, (1024,) * 3, 16, (1024, 128, 512, 64, 768, 256), (32, 64, 128, 256, 512), 128, 128, 2048, 32_768
+)  # fmt: skip
 GPU = Size(
-    16, 96, (8192,) * 3, 24, (8192, 1024, 4096, 512, 6144, 2048), (128, 512, 2048), 512, 16_384
-)
-QUICK = Size(4, 16, (96,) * 2, 4, (96, 16, 48), (32, 128), 32, 512)
-
-
-def run(options: BenchOptions) -> Evidence:
-    """Decodes meet long prompts; then budgets, policies, and a workload with arrivals."""
-    runs = []
-    for target in targets(options):
-        bench = Bench(target)
-        runs += bench.stalls() + bench.policies() + bench.arrivals()
-    return evidence_of(PHASE, runs, options)
+    16, 96, (8192,) * 3, 24, (8192, 1024, 4096, 512, 6144, 2048), (128, 512, 2048), 512, 2048, 16_384, 160_000
+)  # fmt: skip
+QUICK = Size(4, 16, (96,) * 2, 4, (96, 16, 48), (32, 128), 32, 128, 512, 8192)
 
 
 def decodes_and_prompts(
@@ -100,89 +76,68 @@ def stalled_fraction(completions: list[Completion]) -> float:
     return sum(gap > 2 * median(gaps) for gap in gaps) / len(gaps)
 
 
-def gap_quantiles(completions: list[Completion]) -> Sample:
-    """All gaps between tokens as `itl_ms_p1` to `itl_ms_p99`: two percentiles hide what lies between them."""
-    gaps = [gap for completion in completions for gap in completion.itl_ms]
-    return {f"itl_ms_p{share}": float(np.percentile(gaps, share)) for share in SHARES}
+Make = Callable[[], PagedEngine]
 
 
 class Bench(benchmarks.bench.Bench):
     """Both phases over one model."""
+
+    phase = PHASE
 
     @property
     def size(self) -> Size:
         """This machine's share of the work."""
         return QUICK if self.quick else CPU if self.on_cpu else GPU
 
+    def measured(self) -> list[Run]:
+        """Decodes meet long prompts; then budgets, policies, and a workload with arrivals."""
+        return self.stalls() + self.policies() + self.arrivals()
+
     def stalls(self) -> list[Run]:
         """Long prompts arrive while others decode: phase 05, and this phase at several budgets.
 
         A prompt arrives when the decodes have got some more tokens, not at some second, so that the same
-        meets the same on any machine. The two that are compared take turns; the sweep's rest comes after.
+        meets the same on any machine. The two that are compared take turns; the sweep comes after.
         """
         size = self.size
-        work = decodes_and_prompts(
-            size,
-            size.prompts,
-            f"decodes-{size.decodes}-prompts-{size.prompts[0]}-every-{size.every}",
-        )
-        variants = {BEFORE: self.under_load(self.before, work)}
+        name = f"decodes-{size.decodes}-prompts-{size.prompts[0]}-every-{size.every}"
+        work = decodes_and_prompts(size, size.prompts, name)
+        main: dict[str, Make] = {BEFORE: self.before, PHASE: partial(self.after, BUDGET)}
+        runs = self.under_load(main, work, self.options.repeats)
         for budget in size.budgets:
-            variants[str(budget)] = self.under_load(partial(self.after, budget), work)
-        main = {name: variants.pop(name) for name in (BEFORE, str(BUDGET))}
-        kept = self.take(main, self.options.repeats)
-        kept |= self.take(variants, 1 if self.on_cpu else self.options.repeats)
-        count = len(work.items)
-        runs = [self.run_of(BEFORE, work, kept[BEFORE], count)]
-        runs.append(self.run_of(PHASE, work, kept[str(BUDGET)], count))
-        return runs + [
-            self.run_of(PHASE, work, kept[str(b)], count, budget=b) for b in size.budgets
-        ]
+            swept = {PHASE: partial(self.after, budget)}
+            runs += self.under_load(swept, work, budget=budget)
+        return runs
 
     def policies(self) -> list[Run]:
         """Prompts of all lengths arrive together: which wait for which, under each policy?"""
         size = self.size
-        work = decodes_and_prompts(
-            size, size.burst, f"decodes-{size.decodes}-burst-{len(size.burst)}"
-        )
+        name = f"decodes-{size.decodes}-burst-{len(size.burst)}"
+        work = decodes_and_prompts(size, size.burst, name)
         budget, chunk = size.policy_budget, size.policy_budget // 4
-        made: dict[str, Callable[[], PagedEngine]] = {
-            "whole prompts": self.before,
-            "fcfs": partial(self.after, budget),
-            "shortest first": partial(self.after, budget, policy="shortest_first"),
-            f"fcfs, chunks of {chunk}": partial(self.after, budget, chunk_tokens=chunk),
+        runs = self.under_load({BEFORE: self.before}, work, policy="whole prompts")
+        policies: dict[str, dict[str, Any]] = {
+            "fcfs": {},
+            "shortest first": {"policy": "shortest_first"},
+            f"fcfs, chunks of {chunk}": {"chunk_tokens": chunk},
         }
-        kept = self.take(
-            {name: self.under_load(make, work) for name, make in made.items()},
-            1 if self.on_cpu else self.options.repeats,
-        )
-        count = len(work.items)
-        before = self.run_of(
-            BEFORE, work, kept.pop("whole prompts"), count, policy="whole prompts"
-        )
-        return [before] + [
-            self.run_of(PHASE, work, found, count, policy=name, at_budget=budget)
-            for name, found in kept.items()
-        ]
+        for policy, more in policies.items():
+            made = {PHASE: partial(self.after, budget, **more)}
+            runs += self.under_load(made, work, policy=policy, at_budget=budget)
+        return runs
 
     def arrivals(self) -> list[Run]:
         """The workload with 75 % long prompts, arriving by the clock."""
-        work = workload("chunked_prefill-small" if self.on_cpu else "chunked_prefill")
-        if self.quick:
-            items = [Item(item.prompt[:64], 8, item.arrival / 20) for item in work.items[:6]]
-            work = Workload(f"{work.name}[:6]", tuple(items), vocab=work.vocab)
-        budget = BUDGET if self.on_cpu else 2048
-        made: dict[str, Callable[[], PagedEngine]] = {
-            BEFORE: self.before,
-            PHASE: partial(self.after, budget),
-        }
-        kept = self.take(
-            {name: self.by_the_clock(make, work) for name, make in made.items()}, 1
-        )
-        return [
-            self.run_of(BEFORE, work, kept[BEFORE]),
-            self.run_of(PHASE, work, kept[PHASE], at_budget=budget),
-        ]
+        work = self.short(workload(f"chunked_prefill{self.small}"))
+        budget = self.size.clock_budget
+
+        def sample(make: Make, repeat: int) -> Sample:
+            found, done = time_replay(make(), work.cold(repeat), self.device)
+            return {**found, "stalled_fraction": stalled_fraction(done)}
+
+        made: dict[str, Make] = {BEFORE: self.before, PHASE: partial(self.after, budget)}
+        timed = {name: partial(sample, make) for name, make in made.items()}
+        return self.compare(timed, work, repeats=1, at_budget={BEFORE: None, PHASE: budget})
 
     # Engines and samples.
 
@@ -195,27 +150,21 @@ class Bench(benchmarks.bench.Bench):
         return chunked_prefill.load(self.model, step_tokens=budget, **options, **self.room())
 
     def room(self) -> dict[str, Any]:
-        """The same cache for all variants: no request is preempted."""
-        tokens = 16 * self.size.max_len if self.on_cpu else 160_000
-        size = self.kv_bytes(min(tokens, 64 * self.size.max_len))
-        return {"max_rows": 64, "max_len": self.size.max_len, "cache_bytes": size}
-
-    def take(
-        self, variants: Mapping[str, Callable[[int], Sample]], repeats: int
-    ) -> dict[str, Samples]:
-        """Alternate; on a CPU the first steps need no more warming up than a few tokens."""
-        if not self.on_cpu:
-            return alternate(variants, repeats)
-        time_replay(self.after(BUDGET), uniform("warm-up", 2, 64, 2))
-        return alternate(variants, repeats, warm={})
+        """The same cache for all variants."""
+        size = self.size
+        bytes_ = self.kv_bytes(size.room)
+        return {"max_rows": 64, "max_len": size.max_len, "cache_bytes": bytes_}
 
     def under_load(
-        self, make: Callable[[], PagedEngine], work: Workload
-    ) -> Callable[[int], Sample]:
-        """A sample has the decodes first, then each prompt in its turn. TTFT is that of these prompts."""
+        self, made: Mapping[str, Make], work: Workload, repeats: int = 0, **facts: Any
+    ) -> list[Run]:
+        """Samples that have the decodes first, then each prompt in its turn. TTFT is that of these prompts.
+
+        repeats: by default one on a CPU, where a few tokens are warm-up enough.
+        """
         size, burst = self.size, "burst" in work.name
 
-        def timed(repeat: int) -> Sample:
+        def timed(make: Make, repeat: int) -> Sample:
             engine = make()
 
             def due(index: int) -> bool:
@@ -234,77 +183,27 @@ class Bench(benchmarks.bench.Bench):
 
             sample, ended = time_replay(engine, work.cold(repeat), self.device, due)
             waits = [completion.ttft_ms or 0.0 for completion in ended[size.decodes :]]
-            gaps = {**gap_quantiles(ended), "stalled_fraction": stalled_fraction(ended)}
+            gaps = {"stalled_fraction": stalled_fraction(ended)}
             return {**sample, **percentiles("ttft_ms", waits), **gaps}
 
-        return timed
-
-    def by_the_clock(
-        self, make: Callable[[], PagedEngine], work: Workload
-    ) -> Callable[[int], Sample]:
-        """Samples of a workload with arrival times."""
-
-        def timed(repeat: int) -> Sample:
-            sample, done = time_replay(make(), work.cold(repeat), self.device)
-            return {**sample, "stalled_fraction": stalled_fraction(done)}
-
-        return timed
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """The budget moves waiting from the decodes to the prompts; and all gaps."""
-    figure, (left, right) = panels(2, height=3.6)
-    _sweep(evidence, left)
-    _gaps(evidence, right)
-    save(figure, out, evidence)
-
-
-def _sweep(evidence: Evidence, axes: Axes) -> None:
-    runs = sorted(
-        (run for run in evidence.find(PHASE) if "budget" in run.options),
-        key=lambda run: run.options["budget"],
-    )
-    budgets = [run.options["budget"] for run in runs]
-    names = {
-        "itl_ms_p99": "gap, p99",
-        "itl_ms_p50": "gap, median",
-        "ttft_ms_p50": "first token, median",
-    }
-    shown = colours(names, PHASE)
-    before = evidence.one(BEFORE, runs[0].workload)
-    for (metric, label), marker in zip(names.items(), MARKERS, strict=False):
-        values = [run.median(metric) for run in runs]
-        axes.plot(budgets, values, color=shown[metric], marker=marker, label=label)
-    reference_line(axes, before.median("itl_ms_p99"), "phase 05: gap, p99")
-    axes.set_xscale("log", base=2)
-    log_axis(axes)
-    axes.set_xticks(budgets, [tick(budget) for budget in budgets])
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("budget, tokens a step")
-    axes.set_ylabel("milliseconds")
-    axes.set_title("A larger budget: longer p99 gaps, earlier first tokens")
-    axes.legend()
-
-
-def _gaps(evidence: Evidence, axes: Axes) -> None:
-    """Their distribution: which share of all gaps is longer than so many milliseconds."""
-    work = evidence.one(BEFORE, evidence.runs[0].workload)
-    swept = [run for run in evidence.find(PHASE, work.workload) if "budget" in run.options]
-    runs = {BEFORE: work} | {f"budget {run.options['budget']}": run for run in swept}
-    shown = colours(runs, PHASE)
-    for (label, run), marker in zip(runs.items(), MARKERS, strict=False):
-        known = sorted(
-            (float(metric.removeprefix("itl_ms_p")), run.median(metric))
-            for metric in run.metrics
-            if metric.startswith("itl_ms_p")
+        variants = {name: partial(timed, make) for name, make in made.items()}
+        warm: dict[str, Any] | None = None
+        if self.on_cpu:
+            time_replay(self.after(BUDGET), uniform("warm-up", 2, 64, 2))
+            warm, repeats = {}, repeats or 1
+        return self.compare(
+            variants, work, len(work.items), repeats=repeats, warm=warm, **facts
         )
-        axes.plot(
-            [value for _, value in known], [100 - share for share, _ in known], color=shown[label],
-            marker=marker, markersize=3.5, label=label,
-        )  # fmt: skip
-    log_axis(axes, vertical=False)
-    log_axis(axes)
-    axes.set_xlabel("milliseconds")
-    axes.set_ylabel("share of gaps that are longer (%)")
-    axes.set_title("Gaps: few that are very long, or more that are less long")
-    axes.legend()
+
+
+run = Bench.run
+BUDGETS: dict[str, Any] = {
+    "where": {"variant": PHASE},
+    "x": "budget",
+    "log": "xy",
+    "over": {"variant": BEFORE},
+}
+draw = figure(
+    Panel("A larger budget: longer gaps", "itl_ms_p99", **BUDGETS),
+    Panel("and earlier first tokens", "ttft_ms_p50", **BUDGETS),
+)

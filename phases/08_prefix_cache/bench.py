@@ -7,21 +7,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from itertools import product
 from statistics import median
 from typing import Any
-
-from matplotlib.axes import Axes
 
 import benchmarks.bench
 import chunked_prefill
 import prefix_cache
-from benchmarks.bench import evidence_of
-from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.evidence import Run
 from benchmarks.measure import Sample
-from benchmarks.plotting import bars, lines, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.replay import time_replay
-from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 from paged_cache import PagedEngine
 from prefix_cache import INDEXES, PrefixCache
@@ -41,72 +37,48 @@ FIRST = "ttft_ms_p50"
 Make = Callable[[], PagedEngine]
 
 
-def run(options: BenchOptions) -> Evidence:
-    """A shared prefix, by the clock and all at once; nothing shared; sessions; chats; the indexes alone."""
-    runs = []
-    for target in targets(options):
-        bench = Bench(target)
-        runs += bench.shared() + bench.unshared() + bench.sessions()
-        runs += index_runs(bench)
-    return evidence_of(PHASE, runs, options)
-
-
 class Bench(benchmarks.bench.Bench):
     """Both phases over one model."""
 
-    def shared(self) -> list[Run]:
-        """Every prompt begins alike: as requests arrive by the clock, and all at once for throughput."""
-        work, made = self.short(workload(f"prefix_caching{self.small}")), self.engines()
+    phase = PHASE
+
+    def measured(self) -> list[Run]:
+        """A shared prefix, by the clock and at once; nothing shared; sessions; chats; the indexes alone."""
         repeats = self.options.repeats
-        at_once = tuple(replace(item, arrival=0.0) for item in work.items)
-        burst = replace(work, name=f"{work.name} (burst)", items=at_once)
+        shared = self.short(workload(f"prefix_caching{self.small}"))
+        at_once = tuple(replace(item, arrival=0.0) for item in shared.items)
+        burst = replace(shared, name=f"{shared.name} (burst)", items=at_once)
         # What says most stands first: a CPU is busy with the arrivals, a large GPU only with the burst.
-        if self.on_cpu:
-            return self.compare_with(made, work, repeats) + self.compare_with(made, burst, 1)
-        return self.compare_with(made, burst, repeats) + self.compare_with(made, work, 1)
-
-    def unshared(self) -> list[Run]:
-        """Nothing in common: what looking up, inserting and pinning cost, at least five times."""
+        first, then = (shared, burst) if self.on_cpu else (burst, shared)
+        runs = self.replays(first, repeats) + self.replays(then, 1)
+        # Nothing in common: what looking up, inserting and pinning cost, at least five times.
         count, prompt, output = (8, 128, 16) if self.on_cpu else (64, 512, 64)
-        if self.quick:
-            count = 2
-            prompt = 32
-            output = 4
-        work = uniform(f"unshared-{count}x{prompt}+{output}", count, prompt, output)
-        made = self.engines() | {HASH: partial(self.after, "hash")}
-        repeats = self.options.repeats if self.quick else max(5, self.options.repeats)
-        return self.compare_with(made, work, repeats, count)
-
-    def sessions(self) -> list[Run]:
-        """Agents whose every turn repeats all that was said, and chats with nothing in common."""
-        runs = []
+        work = self.short(
+            uniform(f"unshared-{count}x{prompt}+{output}", count, prompt, output)
+        )
+        runs += self.replays(work, max(5, repeats), count, {HASH: partial(self.after, "hash")})
         for name in ("agent-session", "chat-serving-short"):
-            runs += self.compare_with(
-                self.engines(), self.short(workload(f"{name}{self.small}")), 1
-            )
-        return runs
+            runs += self.replays(self.short(workload(f"{name}{self.small}")), 1)
+        return runs + self.indexes()
 
-    def compare_with(
-        self, made: Mapping[str, Make], work: Workload, repeats: int, roofline_batch: int = 0
+    def replays(
+        self,
+        work: Workload,
+        repeats: int,
+        roofline_batch: int = 0,
+        more: Mapping[str, Make] | None = None,
     ) -> list[Run]:
         """Engines on one workload, after a short warm-up. Arrivals leave idle time: most have no roofline."""
-        for make in self.engines().values():
+        made: dict[str, Make] = {BEFORE: self.before, PHASE: partial(self.after, "radix")}
+        for make in made.values():
             time_replay(make(), uniform("warm-up", 2, 64, 2), self.device)
-        timed = {name: self.timed(make, work) for name, make in made.items()}
+        timed = {
+            name: partial(self.sample, make, work)
+            for name, make in {**made, **(more or {})}.items()
+        }
         return self.compare(timed, work, roofline_batch, repeats=repeats, warm={})
 
-    def short(self, work: Workload) -> Workload:
-        """The workload, or with `--quick` a hurried beginning of it."""
-        if not self.quick:
-            return work
-        items = tuple(Item(item.prompt, 4, item.arrival / 10) for item in work.items[:4])
-        return replace(work, name=f"{work.name}[:4]", items=items)
-
-    # Engines and samples.
-
-    def engines(self) -> dict[str, Make]:
-        """Phase 07 and this phase, with the same budget and the same cache."""
-        return {BEFORE: self.before, PHASE: partial(self.after, "radix")}
+    # Engines, with the same budget and the same cache, and samples.
 
     def before(self) -> PagedEngine:
         """Phase 07."""
@@ -122,42 +94,32 @@ class Bench(benchmarks.bench.Bench):
             return {"step_tokens": 256, "max_len": 1024, "cache_bytes": self.kv_bytes(8192)}
         return {"step_tokens": 2048, "max_len": 8192, "cache_bytes": self.kv_bytes(160_000)}
 
-    def timed(self, make: Make, work: Workload) -> Callable[[int], Sample]:
-        """Samples of a replay in an engine whose cache is empty, with what was found and saved."""
+    def sample(self, make: Make, work: Workload, repeat: int) -> Sample:
+        """Time a replay in an engine whose cache is empty, with what was found and saved."""
+        engine = make()
+        found, _ = time_replay(engine, work.cold(repeat), self.device)
+        found["computed_tokens"] = float(engine.stats.computed_tokens)
+        if isinstance(engine.cache, PrefixCache):
+            stats = engine.cache.stats
+            found["cache_hit_fraction"] = stats.hit_rate
+            found["tokens_saved"] = float(stats.hit_tokens)
+            found["evicted_blocks"] = float(stats.evicted_blocks)
+        return found
 
-        def sample(repeat: int) -> Sample:
-            engine = make()
-            found, _ = time_replay(engine, work.cold(repeat), self.device)
-            found["computed_tokens"] = float(engine.stats.computed_tokens)
-            if isinstance(engine.cache, PrefixCache):
-                stats = engine.cache.stats
-                found["cache_hit_fraction"] = stats.hit_rate
-                found["tokens_saved"] = float(stats.hit_tokens)
-                found["evicted_blocks"] = float(stats.evicted_blocks)
-            return found
+    def indexes(self) -> list[Run]:
+        """Microseconds of a look-up, an insertion and an eviction, in indexes of growing size.
 
-        return sample
-
-
-# The two indexes by themselves.
-
-
-def index_runs(bench: Bench) -> list[Run]:
-    """Microseconds of a look-up, an insertion and an eviction, in indexes of growing size.
-
-    Nothing here touches a model or a device; it is Python that runs between two steps.
-    """
-    runs = []
-    for blocks in INDEX_BLOCKS[: 1 if bench.quick else None]:
-        for hit in (0.0, 0.5, 1.0):
+        Nothing here touches a model or a device; it is Python that runs between two steps.
+        """
+        runs = []
+        for blocks, hit in product(INDEX_BLOCKS[: 1 if self.quick else None], (0.0, 1.0)):
             work = index_queries(hit, blocks)
             timed = {
                 PHASE if kind == "radix" else HASH: partial(index_sample, kind, blocks, work)
                 for kind in INDEXES
             }
-            facts: dict[str, Any] = {"index_blocks": blocks, "known_share": hit}
-            runs += bench.compare(timed, work, warm={}, **facts)
-    return runs
+            runs += self.compare(timed, work, warm={}, index_blocks=blocks, known_share=hit)
+        return runs
 
 
 def stored_tokens(blocks: int) -> list[list[int]]:
@@ -219,45 +181,19 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """Left: first tokens come sooner where beginnings are shared. Right: what a look-up costs."""
-    figure, (left, right) = panels(2, height=3.2)
-    _first_tokens(evidence, left)
-    full = [run for run in evidence.runs if run.options.get("known_share") == 1.0]
-    kinds = {PHASE: "radix tree", HASH: "hash chain"}
-    lines(
-        full,
+run = Bench.run
+draw = figure(
+    Panel(
+        "Where beginnings are shared, first tokens come sooner",
+        FIRST,
+        {"workload": "!unshared*"},
+        label="{workload}, {variant:.2}",
+    ),
+    Panel(
+        "A look-up of known blocks: in the tree {gain} as fast",
+        "lookup_us",
+        {"known_share": "1.0"},
         x="index_blocks",
-        metric="lookup_us",
-        axes=right,
-        by=lambda run: kinds[run.variant],
-        log_x=True,
-        log_y=True,
-        phase=PHASE,
-    )
-    right.set_xlabel("blocks in the index")
-    right.set_ylabel(f"look-up of {SEQUENCE} known blocks (µs)")
-    tree, chain = (
-        [run.median("lookup_us") for run in full if run.variant == name] for name in kinds
-    )
-    times = [slow / fast for fast, slow in zip(tree, chain, strict=True)]
-    right.set_title(
-        f"A look-up in the tree: {min(times):.0f} to {max(times):.0f} times faster than in the chain"
-    )
-    save(figure, out, evidence)
-
-
-def _first_tokens(evidence: Evidence, axes: Axes) -> None:
-    names = dict.fromkeys(run.workload for run in evidence.find(BEFORE))
-    shared = [name for name in names if "unshared" not in name]
-    runs = [evidence.one(variant, name) for name in shared for variant in (BEFORE, PHASE)]
-    bars(runs, FIRST, axes=axes, label=lambda run: f"{run.workload}, {run.variant[:2]}")
-    pairs = zip(runs[::2], runs[1::2], strict=True)
-    sooner = {new.workload: old.median(FIRST) / new.median(FIRST) for old, new in pairs}
-    most = max(sooner, key=sooner.__getitem__)
-    axes.set_title(
-        f"What is found need not be computed: {sooner[most]:.1f} times sooner in {most}"
-    )
+        log="xy",
+    ),
+)

@@ -7,29 +7,26 @@ what launches them: graphs or Python, ahead of the results or behind them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 import benchmarks.bench
-import prefix_cache
-from benchmarks import cpu_steps
 from benchmarks.bench import evidence_of
 from benchmarks.compiled import Compiled
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import Sample, Samples, alternate, time_generation
-from benchmarks.published import draw_beside_peers
+from benchmarks.measure import Sample, Samples, alternate, neighbours, release_memory
+from benchmarks.published import SIZES, draw_beside_peers
 from benchmarks.replay import time_replay
-from benchmarks.workloads import Item, Workload, uniform, workload
+from benchmarks.workloads import Workload, uniform, workload
 from chunked_prefill import Chunked
 from common.errors import UserError
+from common.roofline import time_call
 from common.sampling.metadata import SamplingFlags
 from continuous.seams import SequentialLoop
 from cuda_graphs import Graphs, Overlap, OverlappedLoop
@@ -50,16 +47,20 @@ VARIANTS = {
 }
 """Graphs, overlap."""
 MODELS = ("random:qwen3-0.6b", "random:qwen3-8b")
-STEP_TOKENS = 16_384
-ROWS = 256
-MAX_LEN = 4096
+FORMATS: dict[str, dict[str, str]] = {
+    PHASE: {},
+    "10_quant int8": {"quantization": "int8"},
+    "10_quant int4": {"quantization": "int4", "head": "int4"},
+}
+"""Of weights, on a CPU."""
 CACHE_TOKENS = 300_000
 
 
 def run(options: BenchOptions) -> Evidence:
     """Throughput, latency, startup, what overlap hides, and serving by the clock."""
     if options.device.type == "cpu":
-        return cpu_steps.measured(options)
+        target = replace(options, model=options.model or "smollm2", dtype=torch.bfloat16)
+        return evidence_of(PHASE, on_cpu(benchmarks.bench.Bench(target)), options)
     if options.device.type != "cuda":
         raise UserError(
             f"device is {options.device.type!r}, but phase 09 is measured on 'cuda' and 'cpu' only"
@@ -74,19 +75,36 @@ def run(options: BenchOptions) -> Evidence:
         if name == MODELS[0] and not ending:
             runs += bench.compiled() + bench.without_kernels()
         del bench
-        torch.cuda.empty_cache()
+        release_memory(options.device)
     return evidence_of(PHASE, runs, options)
 
 
+def on_cpu(bench: benchmarks.bench.Bench) -> list[Run]:
+    """A step in one call (the appendix's `cpu_step`) against the same operators from Python.
+
+    In bfloat16 and with weights of 8 and 4 bits: one request, several, and one beside a busy program.
+    """
+    sizes: dict[str, Any] = {"max_rows": 16, "max_len": 1024, "cache_bytes": 1 << 28}
+    engines = {TORCH: engine_of(TORCH, bench.model, **sizes)}
+    for name, kind in FORMATS.items():
+        for variant in (name, name + APPENDIX):
+            engines[variant] = engine_of(variant, bench.model, **kind, **sizes)
+    single = workload("single-512-small")
+    runs = bench.race(engines, single)
+    runs += bench.race(engines, uniform("decode-4x32", 4, 32, 64))
+    with neighbours(1):
+        return runs + bench.race(engines, single, beside=True, neighbours=1)
+
+
 class Bench(benchmarks.bench.Bench):
-    """One model and the engines around it. ending: of all variants' names, `APPENDIX` or nothing."""
+    """One model and the engines around it, with the appendix or without."""
 
     def __init__(self, options: BenchOptions, ending: str) -> None:
         super().__init__(options)
         self.ending = ending
-        started = time.perf_counter()
-        self.base = self.load()
-        self.load_seconds = time.perf_counter() - started
+        self.base = engine_of(
+            PHASE + ending, self.model, **SIZES, cache_bytes=self.kv_bytes(CACHE_TOKENS)
+        )
         assert isinstance(self.base.runner, GraphRunner)
         self.graphs: GraphRunner = self.base.runner
         self.eager = PagedRunner(
@@ -97,18 +115,6 @@ class Bench(benchmarks.bench.Bench):
             sampler_backend=TritonSamplerBackend(),
         )
         self.shift = 0
-
-    def load(self, **more: Any) -> PagedEngine:
-        """Return the phase's engine, with what the appendix adds to it."""
-        given: dict[str, Any] = {
-            "max_rows": ROWS,
-            "max_len": MAX_LEN,
-            "step_tokens": STEP_TOKENS,
-        }
-        tokens = self.kv_bytes(CACHE_TOKENS)
-        return engine_of(
-            PHASE + self.ending, self.model, **{**given, "cache_bytes": tokens, **more}
-        )
 
     def engine(self, variant: str) -> PagedEngine:
         """A variant over the one scheduler and cache."""
@@ -122,57 +128,24 @@ class Bench(benchmarks.bench.Bench):
         self.shift += 1
         return work.cold(self.shift)
 
-    def run_of(
-        self,
-        variant: str,
-        work: Workload,
-        samples: Samples,
-        roofline_batch: int = 0,
-        **facts: Any,
-    ) -> Run:
-        """Evidence of a variant, whose name says whether the appendix is in it."""
-        return super().run_of(variant + self.ending, work, samples, roofline_batch, **facts)
-
     # What is measured.
 
     def throughput(self) -> list[Run]:
-        """The three published workloads."""
+        """The three published workloads: all variants where they differ, fewer where a sample takes long."""
+        many = [BEFORE, NO_OVERLAP, PHASE] if self.name == MODELS[0] else [NO_OVERLAP, PHASE]
+        shown = {
+            "single-512": [*VARIANTS],
+            "offline-256": many,
+            "prefill-64x1024": [BEFORE, PHASE],
+        }
         runs: list[Run] = []
-        for name in ("single-512", "offline-256", "prefill-64x1024"):
-            work = workload(name)
-            if self.quick:
-                work = work.first(8, tokens=8)
-            runs += self.together(work, self.variants(name))
+        for name, variants in shown.items():
+            runs += self.race({each: self.engine(each) for each in variants}, workload(name))
         return runs
-
-    def variants(self, name: str) -> list[str]:
-        """All where they differ; fewer where a sample takes long and another workload has shown it."""
-        if name == "single-512":
-            return list(VARIANTS)
-        if name == "prefill-64x1024":
-            return [BEFORE, PHASE]
-        return [BEFORE, NO_OVERLAP, PHASE] if self.name == MODELS[0] else [NO_OVERLAP, PHASE]
-
-    def together(self, work: Workload, variants: Sequence[str]) -> list[Run]:
-        """Variants on one workload, all requests at once."""
-        engines = {name: self.engine(name) for name in variants}
-        short = work.first(len(work.items), tokens=4)
-        made = {
-            name: partial(self.generation, engine, work) for name, engine in engines.items()
-        }
-        warm = {
-            name: partial(self.generation, engine, short, 0)
-            for name, engine in engines.items()
-        }
-        return self.compare(made, work, ROWS, warm=warm)
-
-    def generation(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
-        """One sample."""
-        return time_generation(engine, self.cold(work), self.device)
 
     def overlap(self) -> list[Run]:
         """What a step costs the host and the device, and how much of the host's time is hidden."""
-        rows, steps = (8, 8) if self.quick else (ROWS, 60)
+        rows, steps = (8, 8) if self.quick else (SIZES["max_rows"], 60)
         runs = []
         for count in dict.fromkeys((1, rows)):
             work = uniform(f"decode-{count}x600", count, 600, 2 * steps)
@@ -210,14 +183,11 @@ class Bench(benchmarks.bench.Bench):
 
         def device() -> float:
             """A step again and again: it reads and writes what it read and wrote before."""
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(10):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            return begin.elapsed_time(end) * 1e2
+            replays = [graph.replay] * 10
+            (seconds,) = time_call(
+                lambda: [replay() for replay in replays], self.device, repeats=1, floor=0.0
+            )
+            return seconds * 1e5
 
         before = device()
         started = time.perf_counter()
@@ -237,7 +207,6 @@ class Bench(benchmarks.bench.Bench):
         took = self.graphs.startup
         sample = {
             "startup_seconds": took.seconds,
-            "load_seconds": self.load_seconds,
             "graphs": float(took.graphs),
             "graph_bytes": float(took.bytes),
             "reserved_bytes": float(self.base.memory_plan.reserved),
@@ -246,11 +215,7 @@ class Bench(benchmarks.bench.Bench):
 
     def serving(self) -> list[Run]:
         """Long prompts among short ones, as they arrive, in steps of 512 tokens."""
-        work = workload("chunked_prefill")
-        if self.quick:
-            work = replace(
-                work, items=tuple(Item(i.prompt, 4, i.arrival / 10) for i in work.items[:4])
-            )
+        work = self.short(workload("chunked_prefill"))
         scheduler: Any = self.base.scheduler
         before = scheduler.step_tokens, scheduler.chunk_tokens
         scheduler.step_tokens = scheduler.chunk_tokens = 512
@@ -267,34 +232,15 @@ class Bench(benchmarks.bench.Bench):
 
     def compiled(self) -> list[Run]:
         """`torch.compile` in the place of phase 06's small operators, in graphs as well."""
-        started = time.perf_counter()
-        sizes = PagedSizes(
-            max_rows=16, max_len=MAX_LEN, step_tokens=STEP_TOKENS, cache_bytes=1 << 33
-        )
+        sizes = PagedSizes(**{**SIZES, "max_rows": 16}, cache_bytes=1 << 33)
         features = (Compiled(), Chunked(), Prefix(), Graphs(graph_tokens=0), Overlap())
         engine = build(Recipe(self.model, sizes, features))
-        seconds = time.perf_counter() - started
-        work = workload("single-512")
-        timed = {COMPILED: partial(self.generation, engine, work)}
-        kept = alternate(timed, self.options.repeats)[COMPILED]
-        for sample in kept.kept:
-            sample["startup_seconds"] = seconds
-        return [self.run_of(COMPILED, work, kept, 1)]
+        return self.race({COMPILED: engine}, workload("single-512"))
 
     def without_kernels(self) -> list[Run]:
         """Phase 08 as it stands, for the whole way at batch 1."""
-        engine = prefix_cache.load(self.model, max_len=MAX_LEN, cache_bytes=1 << 31)
-        work = workload("single-512")
-        return self.compare({TORCH: partial(self.generation, engine, work)}, work, repeats=1)
+        engine = engine_of(TORCH, self.model, max_len=SIZES["max_len"], cache_bytes=1 << 31)
+        return self.race({TORCH: engine}, workload("single-512"))
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """The three workloads of every model: this phase, its variants, and other engines."""
-    if evidence.machine["device"] == "cpu":
-        return cpu_steps.draw(evidence, out)
-    draw_beside_peers(evidence, out, PHASE, label)
-
-
-def label(run: Run) -> str:
-    """A variant's name, short."""
-    return run.variant.replace(f"{PHASE}, ", "09, ").replace("08_prefix_cache, ", "08, ")
+draw = draw_beside_peers

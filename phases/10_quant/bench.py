@@ -2,88 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-import torch
-
+import benchmarks.bench
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.published import PUBLISHED, SIZES, draw_beside_peers, in_turns, one_by_one
-from benchmarks.targets import load_target
+from benchmarks.measure import release_memory
+from benchmarks.published import PUBLISHED, SIZES, draw_beside_peers
 from benchmarks.workloads import uniform
-from paged_cache import PagedEngine
 
 PHASE, BEFORE = "10_quant", "09_cuda_graphs"
-SCHEMES_ON_CPU = ("int8", "w8a8", "int4")
-SCHEMES_ON_GPU = ("fp8", "int4")
-SMALL_HEAD = f"{PHASE} int4, int4 head"
+ON_CPU: dict[str, dict[str, Any]] = {
+    BEFORE: {},
+    **{f"{PHASE} {scheme}": {"quantization": scheme} for scheme in ("int8", "w8a8", "int4")},
+}
+ON_GPU: dict[str, dict[str, Any]] = {
+    BEFORE: {},
+    **{f"{PHASE} {scheme}": {"quantization": scheme} for scheme in ("fp8", "int4")},
+    f"{PHASE} fp8, fp8 keys": {"quantization": "fp8", "kv_cache": "fp8", "block_size": 128},
+}
+SMALL_HEAD = {f"{PHASE} int4, int4 head": {"quantization": "int4", "head": "int4"}}
 
 
 def run(options: BenchOptions) -> Evidence:
     """On a CPU the speed of the small model; on a GPU that of large ones."""
+    cuda = options.device.type == "cuda"
+    usual = ("random:qwen3-8b", "random:qwen3-0.6b") if cuda else ("smollm2",)
     runs: list[Run] = []
-    if options.device.type == "cuda":
-        names = [options.model] if options.model else ["random:qwen3-8b", "random:qwen3-0.6b"]
-        for name in names:
-            runs += on_gpu(replace(options, model=name))
-            torch.cuda.empty_cache()
-    else:
-        runs += on_cpu(replace(options, model=options.model or "smollm2"))
+    for name in [options.model] if options.model else usual:
+        runs += Bench(replace(options, model=name)).measured()
+        release_memory(options.device)
     return evidence_of(PHASE, runs, options)
 
 
-def on_cpu(options: BenchOptions) -> list[Run]:
-    """One request, and 16 at a time."""
-    model = load_target(options)
-    sizes = {"max_rows": 16, "max_len": 512}
-    engines = {name: engine_of(name, model, **sizes) for name in (BEFORE, BEFORE + APPENDIX)}
-    for scheme, ending in product(SCHEMES_ON_CPU, ("", APPENDIX)):
-        name = f"{PHASE} {scheme}{ending}"
-        engines[name] = engine_of(name, model, quantization=scheme, **sizes)
-    runs = []
-    for batch, output in ((1, 48), (16, 16)):
-        work = uniform(
-            f"decode-{batch}x32+{output}", batch, 32, 4 if options.quick else output
-        )
-        runs += in_turns(engines, work, options, roofline=False, batch=batch)
-    long = uniform("prompt-1x384", 1, 64 if options.quick else 384, 1)
-    return runs + in_turns(engines, long, options, roofline=False, batch=1)
+class Bench(benchmarks.bench.Bench):
+    """One model in several formats, with the appendix and without."""
 
+    def measured(self) -> list[Run]:
+        """On a CPU one request and 16 at a time and a prompt; on a GPU the published workloads."""
+        if not self.on_cpu:
+            # Many requests read a head as fast as one does.
+            made, head = self.makers(ON_GPU, **SIZES), self.makers(SMALL_HEAD, **SIZES)
+            return self.one_by_one(made) + self.one_by_one(head, PUBLISHED[:1])
+        made = self.makers(ON_CPU, max_rows=16, max_len=512)
+        engines = {name: make() for name, make in made.items()}
+        works = [
+            uniform("decode-1x32+48", 1, 32, 48),
+            uniform("decode-16x32+16", 16, 32, 16),
+            uniform("prompt-1x384", 1, 384, 1),
+        ]
+        return [run for w in works for run in self.race(engines, w, batch=len(w.items))]
 
-def on_gpu(options: BenchOptions) -> list[Run]:
-    """The published workloads, on one engine after the other: each fills a good part of the memory."""
-    model = load_target(options)
-    ways: dict[str, dict[str, Any]] = {BEFORE: {}}
-    ways |= {f"{PHASE} {scheme}": {"quantization": scheme} for scheme in SCHEMES_ON_GPU}
-    keys = {"quantization": "fp8", "kv_cache": "fp8", "block_size": 128}
-    ways |= {f"{PHASE} fp8, fp8 keys": keys}
-    head = {SMALL_HEAD: {"quantization": "int4", "head": "int4"}}
-
-    def made(ways: dict[str, dict[str, Any]]) -> dict[str, Callable[[], PagedEngine]]:
+    def makers(
+        self, formats: dict[str, dict[str, Any]], **sizes: Any
+    ) -> dict[str, partial[Any]]:
+        """What makes the engine of each format."""
         return {
-            way + ending: partial(engine_of, way + ending, model, **(SIZES | given))
-            for (way, given), ending in product(ways.items(), ("", APPENDIX))
+            name + ending: partial(engine_of, name + ending, self.model, **(sizes | given))
+            for (name, given), ending in product(formats.items(), ("", APPENDIX))
         }
 
-    runs = one_by_one(made(ways), options, roofline=False)
-    # Many requests read a head as fast as one does.
-    return runs + one_by_one(made(head), options, PUBLISHED[:1], roofline=False)
 
-
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """A panel of bars for each model and workload."""
-    draw_beside_peers(evidence, out, PHASE, label)
-
-
-def label(run: Run) -> str:
-    """A variant's name, short."""
-    return run.variant.replace(f"{PHASE} ", "")
+draw = draw_beside_peers

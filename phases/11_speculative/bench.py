@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import benchmarks.bench
@@ -18,16 +17,14 @@ from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, alternate, release_memory
-from benchmarks.plotting import bars, lines, number, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.replay import time_replay
 from benchmarks.synthetic_drafter import Synthetic
-from benchmarks.targets import load_target
-from benchmarks.workloads import Item, Workload, task, uniform
+from benchmarks.workloads import Workload, task, uniform
 from common.models.hub import model_folder
 from common.request import Request
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, Drafter
-from forward.model import Model
 from paged_cache import PagedEngine
 from speculative import SpeculativeRunner
 from speculative.control import DraftController
@@ -44,6 +41,8 @@ SYNTHETIC = f"{PHASE}, synthetic"
 RATE = "output_tokens_per_s"
 VAIN = f"{PHASE}, in vain"
 OFF, WAITING = f"{PHASE}, switched off", f"{BEFORE}, no overlap"
+RIGHT = {SYNTHETIC: LENGTH, VAIN: 0, OFF: 0}
+"""Drafts that count as right in a step."""
 MOST_ITEMS = 2
 """Requests of a task on a CPU."""
 
@@ -65,43 +64,14 @@ def run(options: BenchOptions) -> Evidence:
     name = options.model or "smollm2"
     runs: list[Run] = []
     if not name.startswith("random:"):
-        own = replace(options, model=name)
-        runs += tasks(own, "") + tasks(own, APPENDIX)
+        for ending in ("", APPENDIX):
+            length = 7 if cuda else 15
+            own = replace(options, model=name)
+            runs += Bench(own, ending, max_rows=1, max_len=1024, draft_length=length).tasks()
     swept = "random:qwen3-8b" if cuda and options.model is None else name
     room: dict[str, Any] = {"max_rows": max(sizes), "max_len": 512, "draft_length": LENGTH}
     runs += Bench(replace(options, model=swept), **room).sweep(sizes)
     return evidence_of(PHASE, runs, options)
-
-
-def tasks(options: BenchOptions, ending: str) -> list[Run]:
-    """Requests one after the other, with and without guessing; nothing is found in a prefix cache."""
-    cuda = options.device.type == "cuda"
-    tokenizer = Tokenizer(model_folder(options.model or ""))
-    model = load_target(options)
-    sizes: dict[str, Any] = {"max_rows": 1, "max_len": 1024, "draft_length": 7 if cuda else 15}
-    bench = Bench(options, model, ending, **sizes)
-    ngrams = (bench.engine, bench.drafter(NGrams()))
-    contenders: dict[str, Contender] = {BEFORE: (bench.engine, NO_DRAFTS), PHASE: ngrams}
-    heads: dict[str, dict[str, Any]] = {"head": {}}
-    if cuda:
-        contenders[WAITING] = bench.other(drafter="none", overlap=False)
-        heads["head, always"] = {
-            "draft_adaptive": False
-        }  # what guessing costs where it is off
-    if (WEIGHTS / f"{options.model}-head.safetensors").is_file():
-        for name, more in heads.items():
-            contenders[f"{PHASE}, {name}"] = bench.other(
-                drafter="head", draft_length=None, **more
-            )
-    else:
-        print("no weights for head: phases/11_speculative/weights has SmolLM2's only")
-    runs = []
-    for name in TASKS:
-        work = task(name, tokenizer, 192 if cuda else 96)
-        if not cuda:
-            work = replace(work, items=work.items[:MOST_ITEMS])
-        runs += bench.take_turns(contenders, _short(work) if options.quick else work, {})
-    return runs
 
 
 Contender = tuple[PagedEngine, Drafter]
@@ -111,12 +81,10 @@ Contender = tuple[PagedEngine, Drafter]
 class Bench(benchmarks.bench.Bench):
     """One model and one engine, in which drafters take turns; without one it is phase 09's."""
 
-    def __init__(
-        self, options: BenchOptions, model: Model | None = None, ending: str = "", **given: Any
-    ) -> None:
+    def __init__(self, options: BenchOptions, ending: str = "", **given: Any) -> None:
         """ending: of all variants' names, `APPENDIX` or nothing."""
         release_memory(options.device)
-        super().__init__(options, model)
+        super().__init__(options)
         self.ending = ending
         self.given, self.length = {"prefix_cache": False, **given}, int(given["draft_length"])
         self.engine = engine_of(PHASE + ending, self.model, **self.given)
@@ -129,6 +97,30 @@ class Bench(benchmarks.bench.Bench):
     def drafter(self, source: Proposer, *, adaptive: bool = True) -> SpeculativeRunner:
         """A drafter for the engine that guesses on the host, as the feature would make it."""
         return SpeculativeRunner(source, self.length, adaptive=adaptive)
+
+    def tasks(self) -> list[Run]:
+        """Requests one after the other, with and without guessing; nothing is found in a prefix cache."""
+        tokenizer = Tokenizer(model_folder(self.name))
+        ngrams = (self.engine, self.drafter(NGrams()))
+        contenders: dict[str, Contender] = {BEFORE: (self.engine, NO_DRAFTS), PHASE: ngrams}
+        heads: dict[str, dict[str, Any]] = {"head": {}}
+        if not self.on_cpu:
+            contenders[WAITING] = self.other(drafter="none", overlap=False)
+            # What guessing costs where it is off.
+            heads["head, always"] = {"draft_adaptive": False}
+        if (WEIGHTS / f"{self.name}-head.safetensors").is_file():
+            for name, more in heads.items():
+                made = self.other(drafter="head", draft_length=None, **more)
+                contenders[f"{PHASE}, {name}"] = made
+        else:
+            print("no weights for head: phases/11_speculative/weights has SmolLM2's only")
+        runs = []
+        for name in TASKS:
+            work = task(name, tokenizer, 96 if self.on_cpu else 192)
+            if self.on_cpu:
+                work = replace(work, items=work.items[:MOST_ITEMS])
+            runs += self.take_turns(contenders, self.short(work))
+        return runs
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:
         """Batch sizes: three right drafts, drafts that are always wrong, and none."""
@@ -144,26 +136,20 @@ class Bench(benchmarks.bench.Bench):
         for rows in sizes:
             tokens = 12 if self.quick else 32 if self.on_cpu else 256 if rows == 1 else 128
             work = uniform(f"batch-{rows}x{tokens}", rows, 64, tokens)
-            runs += self.take_turns(contenders, work, {"batch": rows})
+            runs += self.take_turns(contenders, work, batch=rows)
         return runs
 
     def take_turns(
-        self, contenders: Mapping[str, Contender], work: Workload, facts: Mapping[str, Any]
+        self, contenders: Mapping[str, Contender], work: Workload, **facts: Any
     ) -> list[Run]:
-        """All contenders on one workload, in turn."""
+        """All contenders on one workload, in turn. What is synthetic says so."""
+        few = work.first(2, tokens=8)
         timed = {name: partial(self.sample, one, work) for name, one in contenders.items()}
-        warm = {
-            name: partial(self.warm, one, _short(work)) for name, one in contenders.items()
-        }
+        warm = {name: partial(self.warm, one, few) for name, one in contenders.items()}
         runs = []
         for name, samples in alternate(timed, self.options.repeats, warm=warm).items():
-            right = {
-                SYNTHETIC: LENGTH,
-                VAIN: 0,
-                OFF: 0,
-            }  # what is synthetic says so
-            said: dict[str, Any] = {"synthetic_length": right[name]} if name in right else {}
-            runs.append(self.run_of(name + self.ending, work, samples, **facts, **said))
+            said: dict[str, Any] = {"synthetic_length": RIGHT[name]} if name in RIGHT else {}
+            runs.append(self.run_of(name, work, samples, **facts, **said))
         return runs
 
     def warm(self, contender: Contender, work: Workload) -> None:
@@ -190,59 +176,23 @@ class Bench(benchmarks.bench.Bench):
         if (stats := stats_of(drafter)) is not None:
             found["acceptance_fraction"] = stats.acceptance
             tokens = sum(len(one.token_ids) for one in done)
-            found["tokens_per_step"] = tokens / (found["steps"] * _together(work))
-            found["tokens_per_verified_step"] = stats.tokens_per_step
+            together = 1 if work.sequential else len(work.items)
+            found["tokens_per_step"] = tokens / (found["steps"] * together)
         return found
 
 
 def stats_of(drafter: Drafter) -> SpeculationStats | None:
     """What a drafter counts, if it guesses."""
-    return None if drafter is NO_DRAFTS else getattr(drafter, "stats", None)
+    return drafter.stats if isinstance(drafter, SpeculativeRunner) else None
 
 
-def _together(work: Workload) -> int:
-    return 1 if work.sequential else len(work.items)
-
-
-def _short(work: Workload) -> Workload:
-    items = tuple(Item(item.prompt, 8) for item in work.items[:2])
-    return replace(work, name=f"{work.name}[:2]", items=items)
-
-
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """Tokens a step by drafter and task, and speed over the number of requests."""
-    guessed = [run for run in evidence.runs if "tokens_per_step" in run.metrics]
-    tasks = [run for run in guessed if "batch" not in run.options]
-    swept = [run for run in evidence.runs if "batch" in run.options]
-    figure, axes = panels(1 + bool(tasks), height=4.6)  # many labels
-    if tasks:
-        bars(tasks, "tokens_per_step", axes=axes[0], label=label, phase=PHASE)
-        axes[0].set_xlabel("tokens a step; 1: no draft is right")
-        most = max(tasks, key=lambda run: run.median("tokens_per_step"))
-        value = number(most.median("tokens_per_step"))
-        axes[0].set_title(f"A step yields up to {value} tokens: {task_of(most)}")
-    lines(swept, x="batch", metric=RATE, axes=axes[-1], log_x=True, log_y=True)
-    axes[-1].set_xlabel("requests")
-    gains = [
-        (batch, evidence.one(SYNTHETIC, batch=batch).median(RATE) / before.median(RATE))
-        for before in evidence.find(BEFORE)
-        if (batch := before.options.get("batch"))
-    ]
-    said = ", ".join(
-        f"{gain:.1f} times the tokens at {batch}" for batch, gain in gains[:: len(gains) - 1]
-    )
-    axes[-1].set_title(f"{LENGTH} synthetic drafts a step: {said}")
-    save(figure, out, evidence)
-
-
-def task_of(run: Run) -> str:
-    """Return the task of a run's workload: `rewriting` of `rewriting-96`."""
-    return run.workload.rsplit("-", 1)[0]
-
-
-def label(run: Run) -> str:
-    """Return task and drafter."""
-    return f"{task_of(run)}, {run.variant.removeprefix(f'{PHASE}, ').replace(PHASE, 'ngram')}"
+draw = figure(
+    Panel(
+        "A step yields up to {most} tokens",
+        "tokens_per_step",
+        {"batch": ""},
+        label="{workload}, {name}",
+    ),
+    Panel("Three synthetic drafts a step, by requests", x="batch", log="xy"),
+    height=4.6,
+)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 import benchmarks.bench
-from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
+from benchmarks.evidence import APPENDIX, BenchOptions, Run
 from benchmarks.grammars import (
     BACKENDS,
     ORDERS,
@@ -30,8 +29,7 @@ from benchmarks.grammars import (
     most_at_once,
 )
 from benchmarks.measure import Sample, Samples, time_generation
-from benchmarks.plotting import MARKERS, bars, colours, log_axis, panels, save
-from benchmarks.targets import targets
+from benchmarks.plotting import Panel, figure
 from benchmarks.workloads import Workload, uniform, workload
 from common.errors import UserError
 from common.events import generate
@@ -53,21 +51,11 @@ LARGE = "random:qwen3-8b"
 """A model whose steps take a GPU longer than their masks take the host; measured beside the usual one."""
 
 
-def run(options: BenchOptions) -> Evidence:
-    """Throughput with masks, the cost of one, and steps saved."""
-    runs = []
-    for target in targets(options):
-        bench = Bench(target)
-        runs += bench.throughput() + bench.masks() + bench.steps()
-    if options.device.type == "cuda" and options.model is None and not options.quick:
-        del bench  # memory
-        large = Bench(replace(options, model=LARGE))
-        runs += large.rates(workload("offline-256"), (ONE, PHASE))
-    return evidence_of(PHASE, runs, options, "all")
-
-
 class Bench(benchmarks.bench.Bench):
     """One model, a vocabulary for its grammars, and the engines of both phases."""
+
+    phase = PHASE
+    appendix = "all"
 
     def __init__(self, options: BenchOptions) -> None:
         super().__init__(options)
@@ -82,6 +70,14 @@ class Bench(benchmarks.bench.Bench):
                 self.tokenizer, config.vocab_size, config.eos_token_ids
             )
 
+    def measured(self) -> list[Run]:
+        """Throughput with masks, the cost of one, and steps saved; on a GPU also that of a large model."""
+        runs = self.throughput() + self.masks() + self.steps()
+        if not self.on_cpu and self.options.model is None and not self.quick:
+            large = Bench(replace(self.options, model=LARGE))
+            runs += large.rates(workload("offline-256"), (ONE, PHASE))
+        return runs
+
     # Throughput.
 
     def throughput(self) -> list[Run]:
@@ -91,65 +87,56 @@ class Bench(benchmarks.bench.Bench):
         a small model takes no longer than its masks.
         """
         count, prompt, output = (16, 16, 24) if self.on_cpu else (256, 128, 256)
-        if self.quick:
-            count = min(count, 4)
-            prompt = 8
-            output = 8
-        short = uniform(f"constrained-{count}x{prompt}+{output}", count, prompt, output)
+        few = uniform(f"constrained-{count}x{prompt}+{output}", count, prompt, output)
+        runs = self.rates(few, (FREE, ONE, FIELDS, PHASE, SHORT))
         if self.on_cpu or self.quick:
-            return self.rates(short, (FREE, ONE, FIELDS, PHASE, SHORT))
-        return self.rates(workload("offline-256"), (ONE, FIELDS, PHASE)) + self.rates(
-            short, (FREE, ONE, FIELDS, PHASE, SHORT)
-        )
+            return runs
+        return self.rates(workload("offline-256"), (ONE, FIELDS, PHASE)) + runs
 
     def rates(self, work: Workload, variants: Sequence[str]) -> list[Run]:
         """Tokens a second of the phase before and of these variants."""
+        work = self.short(work)
         count = len(work.items)
         free = [
             SamplingParams(max_tokens=n, temperature=0.8, seed=1, ignore_eos=True)
             for n in work.output_lens
         ]
-        bound = [replace(params, grammar=RECORDS) for params in free]
+
+        def bound(grammar: Grammar) -> list[SamplingParams]:
+            return [replace(params, grammar=grammar) for params in free]
+
         asked = {
             BEFORE: free,
             FREE: free,
-            ONE: [bound[0], *free[1:]],
-            FIELDS: [replace(params, grammar=ORDERS) for params in free],
-            PHASE: bound,
-            SHORT: [replace(params, grammar=STRINGS) for params in free],
+            ONE: [*bound(RECORDS)[:1], *free[1:]],
+            FIELDS: bound(ORDERS),
+            PHASE: bound(RECORDS),
+            SHORT: bound(STRINGS),
         }
-        lengths = [len(item.prompt) + item.max_tokens for item in work.items]
-        sizes = self.sizes(
-            count, 512 if max(lengths) <= 512 else 2048, max(2048, most_at_once(work))
-        )
-        engines: dict[str, PagedEngine] = {
-            BEFORE: engine_of(BEFORE + APPENDIX, self.model, **sizes)
-        }
-        engine = self.engine(sizes)
-        engines |= dict.fromkeys(variants, engine)
+        longest = max(len(item.prompt) + item.max_tokens for item in work.items)
+        sizes = self.sizes(count, 512 if longest <= 512 else 2048, most_at_once(work))
+        engines = {BEFORE: engine_of(BEFORE + APPENDIX, self.model, **sizes)}
+        engines |= dict.fromkeys(variants, self.engine(sizes))
 
-        def timed(name: str) -> Callable[[int], Sample]:
-            return lambda repeat: time_generation(
-                engines[name], work.cold(repeat), self.device, asked[name]
-            )
+        def sample(name: str, most: int, repeat: int) -> Sample:
+            params = [
+                replace(one, max_tokens=min(one.max_tokens, most)) for one in asked[name]
+            ]
+            return time_generation(engines[name], work.cold(repeat), self.device, params)
 
-        short = uniform("warm-up", count, min(work.prompt_lens), 2)
         for name in engines:  # instead of a whole run
-            warm = [replace(params, max_tokens=2) for params in asked[name]]
-            time_generation(engines[name], short, self.device, warm)
-        facts: dict[str, Any] = {"batch": count, "masks by": self.backend}
-        return self.compare({name: timed(name) for name in engines}, work, warm={}, **facts)
+            sample(name, 2, -1)
+        by: dict[str, Any] = {"masks by": self.backend}
+        timed = {name: partial(sample, name, max(work.output_lens)) for name in engines}
+        return self.compare(timed, work, warm={}, batch=count, **by)
 
-    def sizes(
-        self, count: int, max_len: int = 512, tokens: int | None = None
-    ) -> dict[str, Any]:
+    def sizes(self, count: int, max_len: int, tokens: int) -> dict[str, Any]:
         """Room for all requests, and for the other phase's engine beside this one."""
-        tokens = max(count, 4) * max_len if tokens is None else tokens
         return {
             "max_rows": count,
             "max_len": max_len,
             "prefix_cache": False,
-            "cache_bytes": self.kv_bytes(tokens),
+            "cache_bytes": self.kv_bytes(max(2048, tokens)),
         }
 
     def engine(self, sizes: Mapping[str, Any], **options: Any) -> PagedEngine:
@@ -200,16 +187,15 @@ class Bench(benchmarks.bench.Bench):
 
     def steps(self) -> list[Run]:
         """Steps of the schema sample with and without drafts of what is forced, one request at a time."""
-        most, each = (16, 1) if self.quick else (48, 1)
+        most = 16 if self.quick else 48
         params = [
             SamplingParams(
                 max_tokens=most,
                 temperature=0.8,
-                seed=seed,
+                seed=0,
                 grammar=Grammar.json_schema(schema),
             )
             for schema in SCHEMAS.values()
-            for seed in range(each)
         ]
         prompt = [1, 2, 3, 4]
         if self.tokenizer is not None:
@@ -220,7 +206,7 @@ class Bench(benchmarks.bench.Bench):
         runs = []
         tokens: dict[bool, list[list[int]]] = {}
         for overlap, jump in ((True, False), (True, True), (False, True)):
-            engine = self.engine(self.sizes(1), overlap=overlap, jump_forward=jump)
+            engine = self.engine(self.sizes(1, 512, 2048), overlap=overlap, jump_forward=jump)
             done = generate(engine, prompts, params)
             tokens[jump] = [completion.token_ids for completion in done]
             found = {"steps": float(engine.stats.steps)}
@@ -239,61 +225,21 @@ class Bench(benchmarks.bench.Bench):
         return replace(made, workload_sha256=sha, noise=None)
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """What a mask costs, by schema, and what is left of the throughput."""
-    figure, (left, right) = panels(2, height=3.2)
-    _masks(evidence, left)
-    names = {
-        BEFORE: "phase 09",
-        FREE: "no grammar",
-        ONE: "one row of them",
-        FIELDS: "all, no strings",
-        PHASE: "all rows",
-    }
-    first = next(run for run in evidence.runs if run.variant == PHASE)
-    rates = [
-        run
-        for name in names
-        for run in evidence.find(name, workload=first.workload, model=first.model)
-    ]
-    metric = "output_tokens_per_s"
-    bars(rates, metric, axes=right, gain=False, label=lambda run: names[run.variant])
-    kept = rates[-1].median(metric) / rates[0].median(metric)
-    right.set_title(f"With a grammar in every row {kept:.0%} of the tokens")
-    save(figure, out, evidence)
-
-
-def _masks(evidence: Evidence, axes: Any) -> None:
-    kinds = list(
-        dict.fromkeys(
-            found.options["backend"] for found in evidence.runs if "backend" in found.options
-        )
-    )
-    shown = colours(kinds, PHASE)
-    for place, kind in enumerate(kinds):
-        found = [
-            evidence.find(workload=f"masks of {schema}", backend=kind) for schema in SCHEMAS
-        ]
-        times = {row: runs[0].median("mask_us") for row, runs in enumerate(found) if runs}
-        # Points: a logarithmic axis has no zero that a bar could begin at.
-        axes.plot(
-            list(times.values()),
-            list(times),
-            MARKERS[place],
-            color=shown[kind],
-            label=kind,
-            markersize=8,
-        )
-    axes.set_yticks(range(len(SCHEMAS)), list(SCHEMAS))
-    axes.invert_yaxis()
-    medians = [
-        found.median("mask_us") for found in evidence.runs if "backend" in found.options
-    ]
-    axes.set_xlim(1, 5 * max(medians))  # beside the bars there is room for the legend
-    log_axis(axes, vertical=False)
-    axes.set_xlabel("one mask, median (µs)")
-    axes.set_title(f"A mask takes {min(medians):.0f} to {max(medians):.0f} µs")
-    axes.legend()
+run = Bench.run
+draw = figure(
+    Panel(
+        "A mask takes {least} to {most} µs",
+        "mask_us",
+        rows="{workload}",
+        by="{backend}",
+        log="x",
+    ),
+    Panel(
+        "{model}, {workload}: what masks leave",
+        where={
+            "batch": "?*",
+            "workload": ("offline-256", "constrained-16*"),
+            "model": "!qwen3-8b",
+        },
+    ),
+)

@@ -7,9 +7,7 @@ clock. No engine drafts: what HTTP costs and what batching brings is the questio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +15,10 @@ import torch
 from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
-from benchmarks.plotting import bars, lines, panels, save
-from benchmarks.recorded_peers import beside
+from benchmarks.measure import Samples, time_generation
+from benchmarks.plotting import Panel, figure
+from benchmarks.published import SIZES
+from benchmarks.replay import time_replay
 from benchmarks.server import Server, Started
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
@@ -42,9 +41,6 @@ SERVING = (
     "chunked_prefill",
     "prefix_caching",
 )
-STEP_TOKENS = 16_384
-ROWS = 256
-MAX_LEN = 4096
 CACHE_TOKENS = 300_000
 """Of the engine on a GPU; phase 09 is measured with the same."""
 
@@ -61,47 +57,33 @@ def run(options: BenchOptions) -> Evidence:
 
 def on_cpu(options: BenchOptions) -> list[Run]:
     """Closed loops of 1 to 128 users; 64 of them with phase 02, too; three prompt lengths at 8 users."""
-    model, dtype = options.model or "smollm2", cpu_dtype(options.dtype)
-    options = replace(options, dtype=dtype)
-    flags: dict[str, Any] = {"device": "cpu", "dtype": str(dtype).removeprefix("torch.")}
-    sizes: dict[str, Any] = {
-        "max_rows": USERS[-1],
-        "max_len": 1024,
-        "cache_bytes": 1 << 30,
-        "speculate": False,
-    }
-    many = 8 if options.quick else 64
+    bench = Bench(replace(options, dtype=cpu_dtype(options.dtype)))
+    flags: dict[str, Any] = {"device": "cpu", "dtype": bench.dtype_name}
+    sizes: dict[str, Any] = {"max_len": 1024, "cache_bytes": 1 << 30, "speculate": False}
+    quick, repeats = options.quick, options.repeats
+    many, least = (8, 2) if quick else (64, None)
     runs: list[Run] = []
 
-    def ask(variant: str, server: Started, work: Workload, repeats: int, **facts: int) -> None:
+    def ask(variant: str, server: Started, work: Workload, repeats: int, **facts: Any) -> None:
         server.sample(work.cold(99).first(2), users=1, processes=1)  # the first steps allocate
-        samples = Samples(
-            [
-                server.sample(work.cold(n), users=facts["users"], processes=2)
-                for n in range(repeats)
-            ]
-        )
-        about: dict[str, Any] = {"model": model, "dtype": dtype, "options": facts}
-        runs.append(summarize(variant, work, samples, **about))
+        users = facts["users"]
+        samples = [
+            server.sample(work.cold(n), users=users, processes=2) for n in range(repeats)
+        ]
+        runs.append(bench.run_of(variant, work, Samples(samples), **facts))
 
     with (
-        Server(model, **flags, **sizes) as server,
-        Started("-m", "benchmarks.one_at_a_time", model, *flags.values()) as alone,
+        Server(bench.name, **flags, **sizes, max_rows=USERS[-1]) as server,
+        Started("-m", "benchmarks.one_at_a_time", bench.name, *flags.values()) as alone,
     ):
-        for users in USERS[:2] if options.quick else USERS:
-            work = closed(max(4, users), QUESTION, 8 if options.quick else ANSWER)
-            ask(PHASE, server, work, 1 if users == 1 else options.repeats, users=users)
+        for users in USERS[:least]:
+            work = closed(max(4, users), QUESTION, 8 if quick else ANSWER)
+            ask(PHASE, server, work, 1 if users == 1 else repeats, users=users)
             if users == many:
                 ask(ALONE, alone, work, 1, users=users)  # minutes
-        for length in PROMPTS[:2] if options.quick else PROMPTS:
-            ask(
-                LENGTHS,
-                server,
-                closed(8, length, SHORT),
-                min(2, options.repeats),
-                users=8,
-                prompt=length,
-            )
+        for length in PROMPTS[:least]:
+            work = closed(8, length, SHORT)
+            ask(LENGTHS, server, work, min(2, repeats), users=8, prompt=length)
     return runs
 
 
@@ -127,8 +109,9 @@ def closed(requests: int, prompt: int, output: int) -> Workload:
 def on_cuda(options: BenchOptions) -> list[Run]:
     """`offline-256` with and without HTTP, one user with and without, and arrivals by the clock."""
     bench = OnCuda(options)
-    kind = str(options.dtype).removeprefix("torch.")
-    server = Server(bench.name, **bench.engine_options(), dtype=kind, speculate=False)
+    server = Server(
+        bench.name, **bench.engine_options(), dtype=bench.dtype_name, speculate=False
+    )
     with server:
         return [*bench.throughput(server), *bench.first_token(server), *bench.arrivals(server)]
 
@@ -143,12 +126,7 @@ class OnCuda(Bench):
 
     def engine_options(self) -> dict[str, Any]:
         """The same for both."""
-        return {
-            "max_rows": ROWS,
-            "max_len": MAX_LEN,
-            "step_tokens": STEP_TOKENS,
-            "cache_bytes": self.kv_bytes(CACHE_TOKENS),
-        }
+        return {**SIZES, "cache_bytes": self.kv_bytes(CACHE_TOKENS)}
 
     def cold(self, work: Workload) -> Workload:
         """Other tokens in every sample: the prefix caches live on."""
@@ -157,34 +135,24 @@ class OnCuda(Bench):
 
     def throughput(self, server: Server) -> list[Run]:
         """256 requests at once, from four client processes."""
-        work, facts = workload("offline-256"), {"users": 256}
-        if self.quick:
-            work, facts = work.first(16), {"users": 16}
+        work = self.short(workload("offline-256"))
         users = len(work.items)
         variants = {
             ENGINE: lambda _: time_generation(self.engine, self.cold(work), self.device),
             PHASE: lambda _: server.sample(self.cold(work), users=users),
         }
-        return self.take_turns(work, variants, facts)
+        # No sample is taken again for other processes' work: servers and their clients are such processes.
+        return self.compare(variants, work, tries=1, users=users)
 
     def first_token(self, server: Server) -> list[Run]:
         """One user, who waits for each answer: what the way through two processes adds."""
         work = uniform("one-user-16x128+32", 16, 128, 32)
-
-        def alone(_: int) -> Sample:
-            found: list[Sample] = []
-            for item in self.cold(work).prompts:
-                single = replace(work, items=(Item(tuple(item), 32),), shift=0)
-                found.append(time_generation(self.engine, single, self.device))
-            return {
-                name: sorted(one[name] for one in found)[len(found) // 2] for name in found[0]
-            }
-
+        sequential = replace(work, sequential=True)
         variants = {
-            ENGINE: alone,
+            ENGINE: lambda _: time_replay(self.engine, self.cold(sequential), self.device)[0],
             PHASE: lambda _: server.sample(self.cold(work), users=1, processes=1),
         }
-        return self.take_turns(work, variants, {"users": 1})
+        return self.compare(variants, work, tries=1, users=1)
 
     def arrivals(self, server: Server) -> list[Run]:
         """Five workloads at three rates."""
@@ -210,65 +178,30 @@ class OnCuda(Bench):
             ]
         return replace(work, items=tuple(items[:count]), shift=0)
 
-    def take_turns(
-        self,
-        work: Workload,
-        variants: Mapping[str, Callable[[int], Sample]],
-        facts: Mapping[str, Any],
-    ) -> list[Run]:
-        """Evidence of each variant, after one sample of each that does not count.
 
-        None is taken again for other processes' work: the servers and their clients are such processes.
-        """
-        kept = alternate(variants, self.options.repeats, tries=1)
-        return [self.run_of(name, work, samples, **facts) for name, samples in kept.items()]
-
-
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """Throughput; what each user waits for; and by prompt length (CPU) or by the clock (GPU)."""
-    by_clock = evidence.find(ARRIVALS)
-    figure, (left, middle, right) = panels(3, height=3.4)
-    own = [r for r in evidence.runs if "users" in r.options and r.variant != LENGTHS]
-    found = beside(evidence, model=own[0].model)
-    runs = [*own, *(run for run in found if "users" in run.options)]
-    bars(runs, "output_tokens_per_s", axes=left, gain=False, label=_label)
-    most = max(runs, key=lambda run: run.median("output_tokens_per_s"))
-    left.set_title(
-        f"All users together: {most.median('output_tokens_per_s'):,.0f} tokens a second"
-    )
-    bars(runs, "ttft_ms_p50", axes=middle, gain=False, label=lambda run: "")
-    first = max(run.median("ttft_ms_p50") for run in runs if run.variant == PHASE)
-    middle.set_title(f"Each of them: half of the first tokens within {first:,.0f} ms")
-    if by_clock:
-        lines(
-            by_clock,
-            "rate",
-            "ttft_ms_p99",
-            axes=right,
-            by=lambda run: run.workload,
-            log_y=True,
-            phase=PHASE,
-        )
-        right.set_title("First token by the clock, p99")
-        right.set_xlabel("requests a second")
-        right.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    else:
-        by_length = evidence.find(LENGTHS)
-        lines(by_length, "prompt", "ttft_ms_p50", axes=right, by=lambda run: PHASE)
-        (short, soon), *_, (long, late) = (
-            (run.options["prompt"], run.median("ttft_ms_p50")) for run in by_length
-        )
-        waits = f"{late / soon:.0f} times the wait for {long / short:.0f} times the prompt"
-        right.set_title(f"{by_length[0].options['users']} users: {waits}")
-        right.set_xlabel("tokens of each prompt")
-    save(figure, out, evidence)
-
-
-def _label(run: Run) -> str:
-    words = {PHASE: "served", ENGINE: "no server", ALONE: "phase 02 served"}
-    short = words.get(run.variant, f"{run.variant.split(',')[0]} served")
-    users = run.options["users"]
-    return f"{short}\n{users} user{'s' * (users > 1)}"
+ASKED = {"users": "?*", "variant": f"!{LENGTHS}"}
+BY_USERS = "{name}, users: {users}"
+draw = figure(
+    Panel(
+        "All users together: up to {most} tokens a second",
+        where=ASKED,
+        label=BY_USERS,
+        peers=True,
+    ),
+    Panel("Each of them: first tokens", "ttft_ms_p50", ASKED, label=BY_USERS, peers=True),
+    Panel(
+        "First token by the clock",
+        "ttft_ms_p99",
+        {"variant": ARRIVALS},
+        x="rate",
+        by="{workload}",
+        log="y",
+    ),
+    Panel(
+        "Eight users: first token by the prompt",
+        "ttft_ms_p50",
+        {"variant": LENGTHS},
+        x="prompt",
+    ),
+    each=("model",),
+)

@@ -7,24 +7,19 @@ way.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 
 import parallel
-from benchmarks.bench import evidence_of
+from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run, sample_metrics
-from benchmarks.measure import alternate, summarize, timer
-from benchmarks.plotting import MARKERS, colours, lines, over_one, panels, save
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
+from benchmarks.measure import Samples
+from benchmarks.plotting import Panel, figure
 from benchmarks.sums import WAYS, times
 from benchmarks.workloads import Workload, uniform, workload
 
@@ -57,61 +52,39 @@ def run(options: BenchOptions) -> Evidence:
 
 def measure(options: BenchOptions, ranks: int) -> list[Run]:
     """Sums by each way, then the workloads with one engine."""
-    runs = sums(options, ranks) if ranks > 1 else []
+    bench = Bench(options)
+    runs = sums(bench, ranks) if ranks > 1 else []
     given: dict[str, Any] = {
         "device": options.device.type,
-        "dtype": str(options.dtype).removeprefix("torch."),
+        "dtype": bench.dtype_name,
         "prefix_cache": False,
         "drafter": "none",  # what random weights say repeats itself, by chance, for some ranks
-        **(GPU if options.device.type == "cuda" else CPU),
+        **(CPU if bench.on_cpu else GPU),
         **({"tensor_parallel": ranks} if ranks > 1 else {}),
     }
     variant = PHASE if ranks > 1 else BEFORE
-    engine: Any = engine_of(variant + APPENDIX, options.model, **given)
+    engine: Any = engine_of(variant + APPENDIX, bench.name, **given)
     for part in WORK:
         work = work_of(part, options)
-        timed = {variant: timer(engine, work, options.device)}
-        kept = alternate(timed, options.repeats, tries=2)[variant]
-        facts: dict[str, Any] = {"ranks": ranks, "part": part}
-        about: dict[str, Any] = {
-            "model": options.model,
-            "dtype": options.dtype,
-            "options": facts,
-        }
-        runs.append(summarize(variant, work, kept, **about))
+        timed = {variant: bench.timer(engine, work)}
+        runs += bench.compare(timed, work, tries=2, ranks=ranks, part=part)
     if ranks > 1:
         engine.loop.close()
     return runs
 
 
-def sums(options: BenchOptions, ranks: int) -> list[Run]:
+def sums(bench: Bench, ranks: int) -> list[Run]:
     """Microseconds of a sum over ranks, by way and bytes."""
-    cuda = options.device.type == "cuda"
-    sizes = BYTES if cuda else BYTES[:2] if options.quick else BYTES[:4]
-    runs = []
-    for way in WAYS if cuda else ("gloo",):
-        found = parallel.together(
-            ranks, times, way, list(sizes), HIDDEN, device=options.device.type
-        )[0]
+    sizes = BYTES[: 2 if bench.quick else 4 if bench.on_cpu else None]
+    kind, runs = bench.device.type, []
+    for way in ("gloo",) if bench.on_cpu else WAYS:
+        found = parallel.together(ranks, times, way, list(sizes), HIDDEN, device=kind)[0]
         for size, microseconds in found.items():
             said = {"ranks": ranks, "way": way, "bytes": size, "hidden": HIDDEN}
-            runs.append(fact(options, SUMS, {"all_reduce_us": microseconds}, said))
+            work = uniform(SUMS, 1, 1, 1, seed=size)
+            samples = Samples([{"all_reduce_us": each} for each in microseconds])
+            runs.append(bench.run_of(PHASE, work, samples, **said))
     return runs
-
-
-def fact(
-    options: BenchOptions,
-    name: str,
-    samples: Mapping[str, list[float]],
-    said: Mapping[str, Any],
-) -> Run:
-    """Evidence that is not of a workload, but of what is `said` of it."""
-    model = (options.model or "").removeprefix("random:")
-    dtype = str(options.dtype).removeprefix("torch.")
-    sha = hashlib.sha256(json.dumps([name, model, dict(said)]).encode()).hexdigest()
-    (metric,) = samples
-    metrics = sample_metrics([{metric: value} for value in samples[metric]])
-    return Run(PHASE, name, sha, model, "random", dtype, metrics, said)
 
 
 def work_of(part: str, options: BenchOptions) -> Workload:
@@ -123,40 +96,9 @@ def work_of(part: str, options: BenchOptions) -> Workload:
     return uniform(name, requests, prompt, output, vocab=250)
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Scaling over ranks, and sums by size."""
-    figure, (scaling, sizes) = panels(2, height=3.3)
-    draw_scaling(scaling, [run for run in evidence.runs if run.options.get("part") in WORK])
-    lines(
-        evidence.find(workload=SUMS),
-        x="bytes",
-        metric="all_reduce_us",
-        axes=sizes,
-        by=lambda run: f"{run.options['way']}, {run.options['ranks']} ranks",
-        log_x=True,
-        log_y=True,
-        phase=PHASE,
-    )
-    sizes.set_xticks(BYTES, ["8 K", "64 K", "512 K", "2 M", "8 M", "64 M"])
-    sizes.set_ylabel("microseconds")
-    sizes.set_title("A sum over ranks")
-    save(figure, out, evidence)
-
-
-def draw_scaling(axes: Axes, runs: list[Run]) -> None:
-    """Draw each part's rate over that of one rank, and the most that could be."""
-    shown = colours(WORK, PHASE)
-    counts: list[int] = []
-    for part, marker in zip(WORK, MARKERS, strict=False):
-        metric = "prompt_tokens_per_s" if part == "prefill" else "output_tokens_per_s"
-        found = {
-            run.options["ranks"]: run.median(metric)
-            for run in runs
-            if run.options["part"] == part and metric in run.metrics
-        }
-        counts = sorted(found)
-        gains = [found[count] / found[1] for count in counts]
-        axes.plot(counts, gains, marker=marker, color=shown[part], label=part)
-    over_one(axes, counts, "rank")
-    axes.set_xlabel("ranks")
-    axes.set_title("Scaling")
+draw = figure(
+    Panel(
+        "Scaling", "output_tokens_per_s", {"part": "?*"}, x="ranks", by="{part}", relative=True
+    ),
+    Panel("A sum over ranks", "all_reduce_us", x="bytes", by="{way}, {ranks} ranks", log="xy"),
+)

@@ -7,11 +7,9 @@ GPUs.
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from benchmarks import replicas
 from benchmarks.bench import evidence_of
 from benchmarks.evidence import BenchOptions, Evidence
-from benchmarks.replicas import Bench, draw_figure
 
 PHASE, BEFORE = "15_replicas", "13_serving, copies"
 ROUTES = {BEFORE: "least-loaded", PHASE: "prefix"}
@@ -19,7 +17,7 @@ ROUTES = {BEFORE: "least-loaded", PHASE: "prefix"}
 
 def run(options: BenchOptions) -> Evidence:
     """Count what each policy computes, then time one user on each way."""
-    bench = Bench(options)
+    bench = replicas.Bench(options)
     runs = [
         bench.routed(variant, route, {"route": route} if variant == PHASE else {})
         for variant, route in ROUTES.items()
@@ -29,6 +27,4 @@ def run(options: BenchOptions) -> Evidence:
     return evidence_of(PHASE, runs, options)
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Left: tokens that each policy computes. Right: what one user waits for on each way."""
-    draw_figure(evidence, out, PHASE)
+draw = replicas.draw

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +18,14 @@ from torch import Tensor
 
 import experts
 import serving
-from benchmarks.bench import evidence_of
+from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import Sample, Samples, summarize
+from benchmarks.measure import Samples
 from benchmarks.model_work import decode_work, layer_parameters
-from benchmarks.plotting import bars, lines, panels, save, times
-from benchmarks.published import SIZES, in_turns, one_by_one
-from benchmarks.workloads import Workload, uniform
+from benchmarks.plotting import Panel, figure
+from benchmarks.published import SIZES
+from benchmarks.workloads import uniform
 from common.models.config import ExpertConfig, ModelConfig
 from experts.routing import route
 from forward.loading import random_model
@@ -74,39 +73,19 @@ def shapes(config: ModelConfig) -> dict[str, ModelConfig]:
 
 def on_cpu(options: BenchOptions) -> list[Run]:
     """Decodes of one request and of 16, all three models in alternating order."""
+    bench = Bench(replace(options, model=SMALL_NAME))
     sizes: dict[str, Any] = {"max_rows": 16, "max_len": 512, "drafter": "none"}
-    engines: dict[str, PagedEngine] = {
+    engines = {
         variant: (experts if variant == PHASE else serving).load(
             random_model(config, device=options.device, dtype=options.dtype), **sizes
         )
         for variant, config in shapes(SMALL).items()
     }
-    runs = []
-    for batch, output in ((1, 32), (16, 8)):
-        work = uniform(
-            f"decode-{batch}x32+{output}",
-            batch,
-            32,
-            4 if options.quick else output,
-            vocab=SMALL.vocab_size,
-        )
-        runs += in_turns(engines, work, replace(options, model=SMALL_NAME), batch=batch)
-    return runs
-
-
-def fact(
-    variant: str,
-    work: Workload,
-    numbers: Sample,
-    model: str,
-    options: dict[str, Any],
-    dtype: torch.dtype = torch.float32,
-) -> Run:
-    """Something that was counted, with no clock."""
-    made = summarize(
-        variant, work, Samples([numbers]), model=model, dtype=dtype, options=options
+    works = (
+        uniform("decode-1x32+32", 1, 32, 32, vocab=SMALL.vocab_size),
+        uniform("decode-16x32+8", 16, 32, 8, vocab=SMALL.vocab_size),
     )
-    return replace(made, noise=None)
+    return [run for w in works for run in bench.race(engines, w, batch=len(w.items))]
 
 
 def different(chosen: Tensor) -> int:
@@ -119,6 +98,7 @@ def different(chosen: Tensor) -> int:
 
 def counted() -> list[Run]:
     """Bytes of weights that a decode step reads for each of its tokens, in bfloat16, at even routing."""
+    bench = Bench(BenchOptions(torch.device("cpu"), torch.bfloat16, SHAPE))
     models = shapes(SHAPES[SHAPE.removeprefix("random:")])
     config = models[PHASE]
     facts = config.experts
@@ -142,7 +122,8 @@ def counted() -> list[Run]:
             sample = {"step_gigabytes": size / 1e9, "token_gigabytes": size / batch / 1e9}
             if variant == PHASE:
                 sample["experts_read"] = read
-            runs.append(fact(variant, work, sample, SHAPE, {"batch": batch}, torch.bfloat16))
+            found = bench.run_of(variant, work, Samples([sample]), batch=batch)
+            runs.append(replace(found, noise=None))
     return runs
 
 
@@ -165,34 +146,15 @@ def on_gpu(options: BenchOptions) -> list[Run]:
         if variant == PHASE:  # by its name, so that no layer's experts are there twice
             given = {"device": "cuda", "dtype": "bfloat16", **sizes}
             make[variant + ending] = partial(engine_of, f"16{ending}", name, **given)
-    return one_by_one(make, replace(options, model=name))
+    return Bench(replace(options, model=name)).one_by_one(make)
 
 
-# The figure.
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """Left: bytes a token over the batch. Right, where it was measured: speed beside the dense models."""
-    speeds = [
-        run
-        for run in evidence.runs
-        if run.variant in (REPLACED, DENSE, PHASE)
-        and run.workload.startswith(("decode-1x", "single-"))
-    ]
-    beside = any(run.variant == DENSE for run in speeds)
-    figure, axes = panels(2 if beside else 1, height=3.4)
-    left = axes[0]
-    steps = [run for run in evidence.runs if "token_gigabytes" in run.metrics]
-    lines(steps, "batch", "token_gigabytes", axes=left, log_x=True, log_y=True, phase=PHASE)
-    factors = {
-        batch: evidence.one(PHASE, f"step-of-{batch}").median("token_gigabytes")
-        / evidence.one(DENSE, f"step-of-{batch}").median("token_gigabytes")
-        for batch in (1, 32, 256)
-    }
-    said = ", ".join(f"{times(factor)} at {batch}" for batch, factor in factors.items())
-    left.set_title(f"Bytes a token against dense of equal activity: {said}")
-    left.set_ylabel("weights read for each token (GB)")
-    if beside:
-        bars(speeds, "output_tokens_per_s", axes=axes[1], label=lambda run: run.variant)
-        axes[1].set_title(f"Tokens a second of one request, {speeds[0].model}")
-    save(figure, out, evidence)
+draw = figure(
+    Panel(
+        "Gigabytes of weights that each token reads", "token_gigabytes", x="batch", log="xy"
+    ),
+    Panel(
+        "One request, {model}",
+        where={"variant": (REPLACED, DENSE, PHASE), "workload": ("decode-1x*", "single-*")},
+    ),
+)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import benchmarks.bench
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import Sample, Samples
-from benchmarks.plotting import bars, lines, panels, save
-from benchmarks.published import SIZES, draw_beside_peers, one_by_one
+from benchmarks.measure import Sample, Samples, release_memory
+from benchmarks.plotting import Panel, figure
+from benchmarks.published import PUBLISHED, SIZES
 from benchmarks.workloads import uniform
 from chunked_prefill import ChunkedScheduler
 from common.models.config import ModelConfig
@@ -50,8 +49,16 @@ def run(options: BenchOptions) -> Evidence:
         bench = Bench(options if options.model is not None else replace(options, model=MODEL))
         runs = bench.counted() + bench.decodes()
         del bench
+        release_memory(options.device)
     if options.device.type == "cuda":
-        runs += published(replace(options, model=STATES))
+        bench = Bench(replace(options, model=STATES))
+        sizes: dict[str, Any] = {**SIZES, "drafter": "none", "dtype": "bfloat16"}
+        runs += bench.one_by_one(
+            {
+                variant: partial(engine_of, variant, STATES, **sizes, device="cuda")
+                for variant in (PHASE, PHASE + APPENDIX)
+            }
+        )
     return evidence_of(PHASE, runs, options)
 
 
@@ -87,40 +94,25 @@ class Bench(benchmarks.bench.Bench):
 
     def decodes(self) -> list[Run]:
         """The same batch for each engine, with room for all of it: what groups cost a step."""
-        shapes: tuple[tuple[int, int, int], ...] = ((2, 1024, 48),)
-        if not self.on_cpu:
-            shapes = ((1, 8192, 256), (32, 8192, 128))
-        if self.quick:
-            shapes = ((2, 64, 8),)
+        cpu = self.on_cpu
         runs = []
-        for count, context, output in shapes:
+        for count, context, output in (
+            ((2, 1024, 48),) if cpu else ((1, 8192, 256), (32, 8192, 128))
+        ):
             work = uniform(f"decode-{count}x{context}+{output}", count, context, output)
-            names = (BEFORE, PHASE) if self.on_cpu else (BEFORE, SERVED, PHASE)
-            # On a CPU only groups shall differ; on a GPU phase 13 has graphs and overlap as well.
-            alike: dict[str, Any] = {"overlap": False} if self.on_cpu else {}
             sizes = {
                 "max_rows": max(2, count),
                 "max_len": context + output + 16,
                 "cache_bytes": self.kv_bytes((count + 2) * (context + output + 64)),
             }
             engines = {BEFORE: engine_of(BEFORE, self.model, **sizes)}
-            for name in names[1:]:
+            # On a CPU only groups shall differ; on a GPU phase 13 has graphs and overlap as well.
+            alike: dict[str, Any] = {"overlap": False} if cpu else {}
+            for name in (PHASE,) if cpu else (SERVED, PHASE):
                 engines[name] = engine_of(name, self.model, **sizes, drafter="none", **alike)
-            self.warm_up(engines)
-            timed = {name: self.timer(engine, work) for name, engine in engines.items()}
-            runs += self.compare(timed, work, count, warm={}, requests=count)
+            runs += self.race(engines, work, requests=count)
             del engines
         return runs
-
-
-def published(options: BenchOptions) -> list[Run]:
-    """One request, 256 and 64 long prompts through layers with states."""
-    given = {**SIZES, "drafter": "none", "device": str(options.device), "dtype": "bfloat16"}
-    made = {
-        variant: partial(engine_of, variant, options.model, **given)
-        for variant in (PHASE, PHASE + APPENDIX)
-    }
-    return one_by_one(made, options)
 
 
 def plain(context: int, blocks: int) -> PrefixCache:
@@ -174,27 +166,21 @@ def step(scheduler: Scheduler) -> None:
                 scheduler.leave(request)
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """Requests in flight over the context, and tokens a second of equal batches; or of layers with states."""
-    runs = evidence.find(same="bytes")
-    if not runs:
-        draw_beside_peers(evidence, out, PHASE, lambda run: run.variant)
-        return
-    figure, (flight, speed) = panels(2)
-    lines(runs, x="context", metric="requests_in_flight", axes=flight, log_x=True, log_y=True)
-    longest = max(run.options["context"] for run in runs)
-    new, old = (evidence.one(name, same="bytes", context=longest) for name in (PHASE, BEFORE))
-    factor = new.median("requests_in_flight") / old.median("requests_in_flight")
-    flight.set_title(
-        f"At {longest:,} tokens {factor:.1f} times the requests in the same bytes"
-    )
-    flight.set_xlabel("tokens of a request")
-    timed = [run for run in evidence.runs if run.workload.startswith("decode-")]
-    bars(
-        timed,
-        "output_tokens_per_s",
-        axes=speed,
-        label=lambda run: f"{run.variant}\n{run.workload}",
-    )
-    speed.set_title("Output tokens a second of equal batches, prompts included")
-    save(figure, out, evidence)
+draw = figure(
+    Panel(
+        "{gain} the requests in the same bytes",
+        "requests_in_flight",
+        {"same": "bytes"},
+        x="context",
+        log="xy",
+    ),
+    Panel(
+        "Equal batches, prompts included",
+        where={"workload": "decode-*"},
+        label="{variant}\n{workload}",
+    ),
+    *(
+        Panel("{model}, {workload}", where={"workload": work}, peers=True)
+        for work in PUBLISHED
+    ),
+)

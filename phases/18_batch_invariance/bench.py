@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+import benchmarks.bench
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
-from benchmarks.measure import Sample, Samples, release_memory, summarize
-from benchmarks.plotting import bars, panels, save
-from benchmarks.published import SIZES, in_turns
-from benchmarks.targets import load_target
+from benchmarks.measure import Sample, Samples, release_memory
+from benchmarks.plotting import Panel, figure
+from benchmarks.published import SIZES
 from benchmarks.workloads import Item, Workload, workload
 from common.events import Completion, generate
 from forward.model import Model
@@ -62,36 +61,61 @@ def run(options: BenchOptions) -> Evidence:
     models = MODELS[device] if options.model is None else (options.model,)
     runs: list[Run] = []
     for name in models:
-        first = name == models[0]
         own = replace(options, model=name)
-        if not first:
+        if name == models[0]:
+            runs += Bench(own).compared(1024, OTHER_ENGINES[device])
+        else:
             own = replace(own, repeats=max(1, options.repeats // 2))
-        model = load_target(own)
-        work = requests(own, 1024 if first else 128)
-        others = OTHER_ENGINES[device]
-        engines = {
-            variant: make(model, work, **chosen) for variant, chosen in VARIANTS.items()
-        }
-        if device == "cuda":
-            runs += timed(own, engines)
-        known = {}
-        for variant, engine in engines.items():
-            schedules = [each for each in SCHEDULES[device] if each not in others]
-            known[variant], *found = [serve(engine, work, each) for each in schedules]
-            runs += counted(
-                own, name, model, work, variant, known[variant], schedules[1:], found
-            )
-        del engine, engines
-        for variant, chosen in VARIANTS.items():
-            for schedule, more in others.items() if first else ():
-                release_memory(options.device)
-                found = [serve(make(model, work, **chosen, **more), work, schedule)]
-                runs += counted(
-                    own, name, model, work, variant, known[variant], [schedule], found
-                )
-        del model
+            runs += Bench(own).compared(128, {})
         release_memory(options.device)
     return evidence_of(PHASE, runs, options)
+
+
+class Bench(benchmarks.bench.Bench):
+    """One model, with the mode and without."""
+
+    def compared(self, count: int, others: Mapping[str, dict[str, Any]]) -> list[Run]:
+        """Return the rates, and for each schedule how many requests differ from those of the first.
+
+        count: of the requests, on a GPU. others: options of schedules that have an engine of their own.
+        """
+        work = requests(self.options, count)
+        first, *schedules = (
+            s for s in SCHEDULES[self.device.type] if s not in OTHER_ENGINES[self.device.type]
+        )
+        engines = {
+            variant: make(self.model, work, **chosen) for variant, chosen in VARIANTS.items()
+        }
+        runs: list[Run] = []
+        if not self.on_cpu:
+            for load in TIMED:
+                runs += self.race(engines, workload(load))
+        known = {variant: serve(engine, work, first) for variant, engine in engines.items()}
+        for variant, engine in engines.items():
+            for schedule in schedules:
+                found = serve(engine, work, schedule)
+                runs.append(self.counted(work, variant, known[variant], schedule, found))
+        del engine, engines
+        for variant, chosen in VARIANTS.items():
+            for schedule, more in others.items():
+                release_memory(self.device)
+                found = serve(make(self.model, work, **chosen, **more), work, schedule)
+                runs.append(self.counted(work, variant, known[variant], schedule, found))
+        return runs
+
+    def counted(
+        self, work: Workload, variant: str, known: Outputs, schedule: str, found: Outputs
+    ) -> Run:
+        """Return how many requests have other tokens or other bits of a log-probability than `known`."""
+        pairs = [(known[at], found[at]) for at in found]
+        other_tokens = sum(a.token_ids != b.token_ids for a, b in pairs)
+        other_bits = sum(a.logprobs != b.logprobs for a, b in pairs)
+        sample: Sample = {
+            "requests_with_other_tokens": float(other_tokens),
+            "requests_with_other_logprobs": float(other_bits),
+        }
+        samples = Samples([sample] * self.options.repeats)
+        return self.run_of(variant, work, samples, schedule=schedule, requests=len(pairs))
 
 
 def requests(options: BenchOptions, count: int) -> Workload:
@@ -109,44 +133,6 @@ def requests(options: BenchOptions, count: int) -> Workload:
         for prompt, item in zip(prompts, work.items, strict=True)
     )
     return replace(work, name=f"offline-256 x {len(copies)}[:{count}]", items=items[:count])
-
-
-def counted(
-    options: BenchOptions,
-    name: str,
-    model: Model,
-    work: Workload,
-    variant: str,
-    known: Outputs,
-    schedules: Sequence[str],
-    outputs: Sequence[Outputs],
-) -> list[Run]:
-    """Return for each schedule how many requests have other tokens or other bits of a log-probability.
-
-    known: what the first schedule gave, compared with `outputs`, one of each of `schedules`.
-    """
-    runs = []
-    for schedule, found in zip(schedules, outputs, strict=True):
-        pairs = [(known[at], found[at]) for at in found]
-        sample: Sample = {
-            "requests_with_other_tokens": float(
-                sum(a.token_ids != b.token_ids for a, b in pairs)
-            ),
-            "requests_with_other_logprobs": float(
-                sum(a.logprobs != b.logprobs for a, b in pairs)
-            ),
-        }
-        runs.append(
-            summarize(
-                variant,
-                work,
-                Samples([sample] * options.repeats),
-                model=name,
-                dtype=model.dtype,
-                options={"schedule": schedule, "requests": len(pairs)},
-            )
-        )
-    return runs
 
 
 def make(model: Model, work: Workload, **options: Any) -> PagedEngine:
@@ -177,31 +163,11 @@ def serve(engine: PagedEngine, work: Workload, schedule: str) -> Outputs:
     return found
 
 
-def timed(options: BenchOptions, engines: Mapping[str, PagedEngine]) -> list[Run]:
-    """Time the published workloads with the mode and without, in alternating order."""
-    runs: list[Run] = []
-    for load in TIMED:
-        work = workload(load).first(8, tokens=8) if options.quick else workload(load)
-        runs += in_turns(engines, work, options)
-    return runs
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """Requests whose log-probabilities have other bits, for each schedule, with the mode and without."""
-    model = evidence.runs[0].model
-    runs = [run for run in evidence.runs if run.model == model and "schedule" in run.options]
-    figure, (axes,) = panels(1)
-    bars(
-        sorted(runs, key=lambda run: str(run.options["schedule"])),
+draw = figure(
+    Panel(
+        "{model}: requests with other bits than at first, without the mode (17) and with it (18)",
         "requests_with_other_logprobs",
-        axes=axes,
-        label=lambda run: f"{run.options['schedule']}, {run.variant[:2]}",
-    )
-    most = max(
-        run.median("requests_with_other_logprobs") for run in runs if run.variant == PHASE
-    )
-    count = max(run.options["requests"] for run in runs)
-    axes.set_title(
-        f"{model}: of {count} requests, at most {most:.0f} have other bits with the mode (18)"
-    )
-    save(figure, out, evidence)
+        label="{schedule}, {variant:.2}",
+    ),
+    each=("model",),
+)

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 
 import benchmarks.bench
-from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample
-from benchmarks.plotting import bars, lines, panels, save
+from benchmarks.plotting import Panel, figure
 from benchmarks.server import Server
 from benchmarks.workloads import VOCAB, Item, Workload, agent, uniform
 from common.device import synchronize
@@ -51,46 +50,39 @@ SHARED_BYTES = 1 << 30
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Evicted prompts, sessions of agents, prompts apart; on a CPU also a server that has restarted."""
-    bench = Bench(replace(options, model=options.model or "smollm2"))
-    runs = bench.evicted() + bench.sessions()
-    if bench.on_cpu:
-        runs += bench.restarted()
-    runs += bench.apart()
-    return evidence_of(PHASE, runs, options)
+    """Measure both phases over a real model."""
+    return Bench.run(replace(options, model=options.model or "smollm2"))
 
 
 class Bench(benchmarks.bench.Bench):
     """Both phases over one model, and the lengths of their prompts."""
 
+    phase = PHASE
+
     def __init__(self, options: BenchOptions) -> None:
         super().__init__(options)
-        lengths: tuple[int, ...] = (
-            GPU_LENGTHS if options.device.type == "cuda" else CPU_LENGTHS
-        )
-        lengths = lengths[:1] if options.quick else lengths
-        longest = self.model.config.max_position_embeddings - 16
+        longest = self.config.max_position_embeddings - 16
+        lengths = (CPU_LENGTHS if self.on_cpu else GPU_LENGTHS)[: 1 if self.quick else None]
         self.lengths = [length for length in lengths if length <= longest]
-        self.restart = min(RESTART, longest) if not options.quick else self.lengths[0]
+        self.restart = min(RESTART, longest) if not self.quick else self.lengths[0]
         self.longest = max(*self.lengths, self.restart)
+
+    def measured(self) -> list[Run]:
+        """Evicted prompts, sessions of agents, prompts apart; on a CPU also a server that has restarted."""
+        restarted = self.restarted if self.on_cpu else list
+        return [*self.evicted(), *self.sessions(), *restarted(), *self.apart()]
 
     def engine(self, number: str, **more: Any) -> PagedEngine:
         """Make the engine of a phase with room for the longest prompt."""
-        longest = self.longest
-        room = int(BLOCKS * self.kv_bytes(longest))
-        sizes: dict[str, Any] = {
-            "max_rows": 8,
-            "max_len": longest + 16,
-            "cache_bytes": room,
-            **more,
-        }
-        if self.options.device.type == "cuda":
+        room = int(BLOCKS * self.kv_bytes(self.longest))
+        sizes = {"max_rows": 8, "max_len": self.longest + 16, "cache_bytes": room}
+        if not self.on_cpu:
             sizes["step_tokens"] = 8192
         if number == "19":
-            sizes.setdefault("host_bytes", room)
+            sizes["host_bytes"] = room
         else:
-            sizes.pop("host_bytes", None)
-        return engine_of(number, self.model, **sizes)
+            more.pop("host_bytes", None)
+        return engine_of(number, self.model, **{**sizes, **more})
 
     # A prompt whose blocks had to leave the cache.
 
@@ -166,7 +158,7 @@ class Bench(benchmarks.bench.Bench):
         sizes = {
             "phase": 19,
             "device": device,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.dtype_name,
             "max_len": 2 * max(work.prompt_lens),
             "max_rows": 64,
             "step_tokens": 64 if self.on_cpu else 2048,
@@ -280,27 +272,13 @@ def finish_copies(engine: PagedEngine) -> None:
         connector.poll()
 
 
-def draw(evidence: Evidence, out: Path) -> None:
-    """First tokens over the length of an evicted prompt, and after a restart where that was measured."""
-    again, restarted = evidence.find(after="eviction"), evidence.find(after="restart")
-    figure, axes = panels(2 if restarted else 1)
-    lines(again, x="tokens", metric="ttft_ms_p50", axes=axes[0], log_x=True, log_y=True)
-    longest = max(each.options["tokens"] for each in again)
-    axes[0].set_title(
-        f"First token of an evicted prompt: {gain(evidence, 'eviction', longest):.1f} times as soon "
-        f"at {longest:,} tokens"
-    )
-    axes[0].set_xlabel("tokens of the prompt")
-    if restarted:
-        bars(restarted, "ttft_ms_p50", axes=axes[1])
-        tokens = restarted[0].options["tokens"]
-        axes[1].set_title(
-            f"First token after a restart: {gain(evidence, 'restart', tokens):.1f} times as soon"
-        )
-    save(figure, out, evidence)
-
-
-def gain(evidence: Evidence, after: str, tokens: int) -> float:
-    """Return how many times as soon the first token comes as in phase 08."""
-    before, now = (evidence.one(name, after=after, tokens=tokens) for name in (BEFORE, PHASE))
-    return before.median("ttft_ms_p50") / now.median("ttft_ms_p50")
+draw = figure(
+    Panel(
+        "First token of an evicted prompt: {gain} as soon",
+        "ttft_ms_p50",
+        {"after": "eviction"},
+        x="tokens",
+        log="xy",
+    ),
+    Panel("First token after a restart: {gain} as soon", "ttft_ms_p50", {"after": "restart"}),
+)

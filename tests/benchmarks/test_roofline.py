@@ -64,11 +64,7 @@ def test_generation_is_the_sum_of_its_steps(config):
     prefill, decode = generation_work(config, BF16, prompts, outputs, batch=2)
     first = prefill_work(config, BF16, prompts)
     # 3 steps: both sequences in the first, then the longer one alone
-    steps = [
-        decode_work(config, BF16, 1, 6) + decode_work(config, BF16, 1, 10),
-        decode_work(config, BF16, 1, 7),
-        decode_work(config, BF16, 1, 8),
-    ]
+    steps = [decode_work(config, BF16, 1, context) for context in (6, 10, 7, 8)]
     assert prefill == first
     assert decode.flops == pytest.approx(sum(step.flops for step in steps))
     assert decode.kv_bytes == pytest.approx(sum(step.kv_bytes for step in steps))

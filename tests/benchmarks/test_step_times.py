@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.step_times import SHOWN, middle, without
+from benchmarks.step_times import SHOWN, middle, pieces
 from continuous.stats import STEP
 
 
 def event(category: str, name: str, start: float, duration: float) -> dict[str, object]:
     return {"cat": category, "name": name, "ts": start, "dur": duration}
-
-
-def test_waiting_is_no_work() -> None:
-    assert without([(0, 10), (12, 20)], [(2, 4), (8, 13), (19, 30)]) == [
-        (0, 2),
-        (4, 8),
-        (13, 19),
-    ]
-    assert without([(0, 10)], [(0, 10)]) == []
 
 
 def test_each_lane_has_its_own_work_of_the_steps_in_the_middle() -> None:
@@ -32,7 +23,7 @@ def test_each_lane_has_its_own_work_of_the_steps_in_the_middle() -> None:
         ]
     lanes = middle(events)
     for lane, begin, end in (("host", 0, 40), ("device", 40, 90)):
-        rounded = [(round(1000 * low), round(1000 * high)) for low, high in lanes[lane]]
-        assert rounded == [(100 * step + begin, 100 * step + end) for step in range(SHOWN)], (
-            lane
-        )
+        begins, ends = pieces(lanes[lane])
+        steps = range(SHOWN)
+        assert [round(1e3 * at) for at in begins] == [100 * step + begin for step in steps]
+        assert [round(1e3 * at) for at in ends] == [100 * step + end for step in steps]

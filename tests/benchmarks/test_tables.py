@@ -24,8 +24,9 @@ from benchmarks.evidence import (
     results,
 )
 from benchmarks.gains import HEADLINES, factor_text, gain, gain_words, headline_of
+from benchmarks.labels import metric_of
 from benchmarks.numbers import GENERATED, NUMBER, QUOTED, UNIT, WORKED
-from benchmarks.published import PUBLISHED, metric_of
+from benchmarks.published import PUBLISHED
 from benchmarks.recorded_peers import beside, versus
 from benchmarks.tables import fill, fill_all
 from common.errors import UserError
@@ -141,9 +142,7 @@ def test_benches_get_their_engines_by_name() -> None:
         for path in files
         if path.name != "engines.py" and "load_engine" in path.read_text(encoding="utf-8")
     ]
-    assert sorted(around) == ["profile_command.py", "request_life.py"], (
-        "a command's own steps, and a picture of a server's messages, which has no numbers"
-    )
+    assert around == ["profile_command.py"], "a command's own steps"
 
 
 def test_a_headline_of_the_appendix_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
