@@ -14,7 +14,7 @@ from phases.appendix.tools.written import decode_written
 from serving.app import App
 from serving.completion import Choice
 from serving.endpoints import ServedModel
-from serving.http.errors import ErrorForm, wrong
+from serving.http.errors import ApiError, ErrorForm, wrong
 from serving.http.request import HttpRequest
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
@@ -61,6 +61,16 @@ class MessagesFields(Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    thread: Any = None
+    compaction: None = None
+
+
+def _error(body: dict[str, Any]) -> dict[str, Any]:
+    """Return OpenAI's error object in Anthropic's form, whose clients read the code in `details`."""
+    error = body["error"]
+    if error["code"]:
+        error |= {"details": {"error_code": error["code"]}}
+    return {"type": "error", "error": error}
 
 
 class Messages(Translation):
@@ -76,7 +86,7 @@ class Messages(Translation):
             "reasoning_effort": "output_config.effort",
         },
         NAMED_EVENT,
-        lambda body: {"type": "error", **body},
+        _error,
     )
 
     def translate(self, given: MessagesFields, ignored: list[str]) -> dict[str, Any]:
@@ -84,7 +94,13 @@ class Messages(Translation):
         assistant message.
 
         given: Anthropic's fields. ignored: gets the names of those that have no effect.
+
+        Raises:
+            ApiError: the conversation is a thread, which clients expect to be kept.
         """
+        if given.thread is not None:
+            words = "thread is not supported: no message is kept here, so send all of them"
+            raise ApiError(400, words, param="thread", code="thread_unsupported_request")
         messages = [made for said in given.messages for made in _messages(said)]
         if any(block.is_error for said in given.messages for block in _blocks(said)):
             ignored.append("messages.is_error")
