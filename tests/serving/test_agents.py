@@ -24,7 +24,7 @@ from common.text.tokenizer import Tokenizer
 from phases.appendix.server import whole_server
 from serving import messages
 from serving.messages import AddRequest, Ready
-from tests.scripted_server import TEMPLATE, TOOLS, Scripted, scripted
+from tests.scripted_server import THINKING, TOOLS, Scripted, scripted
 
 pytestmark = pytest.mark.slow  # real processes
 
@@ -43,6 +43,7 @@ class Turns(Scripted):
         self.tokenizer = tokenizer
         self.texts = texts
         self.seen: list[str] = []
+        self.statuses: set[int] = set()
 
     def transmit(self, data: bytes) -> None:
         """See `EngineClient`."""
@@ -59,17 +60,19 @@ class Turns(Scripted):
 
 
 def texts(read: dict[str, Any], add: dict[str, Any]) -> list[str]:
-    """Return what the model says: two calls, and an answer."""
-    calls = [f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in (read, add)]
-    return [f"I look.\n{calls[0]}", calls[1], "The sum is 42."]
+    """Return what the model says: two calls at once, one more, and an answer, each behind a thought."""
+    reading, adding = (f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in (read, add))
+    said = [f"I look.\n{reading}\n{reading}", adding, "The sum is 42."]
+    return [f"<think>\nHm.\n</think>\n\n{one}" for one in said]
 
 
 @contextmanager
 def served(folder: Path, said: list[str]) -> Iterator[tuple[str, Turns]]:
     """Serve in a thread; yield where, and the model."""
-    app = scripted(folder, "", TOOLS + TEMPLATE)
+    app = scripted(folder, "", TOOLS + THINKING)
     engine = Turns(app.model.tokenizer, said)
     app.engine = engine
+    app.on_end.append(lambda http: engine.statuses.add(http.status))
     server = whole_server(app)
     listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))
@@ -103,9 +106,10 @@ def run(folder: Path, command: list[str], env: dict[str, str]) -> str:
 
 def check(engine: Turns, printed: str) -> None:
     """Fail unless the agent came to its end, and each of its prompts went on from the one before."""
-    assert "The sum is 42." in printed
+    assert "The sum is 42." in printed and engine.statuses == {200}
     first, second, third = (prompt.partition("user: ")[2] for prompt in engine.seen)
-    assert "17 25" not in first and "17 25" in second and "17 25" in third
+    counts = [prompt.count("17 25") for prompt in (first, second, third)]
+    assert counts == [0, 2, 2] and "Hm." not in second + third
     assert "42" in third.rpartition("17 25")[2]
 
 
