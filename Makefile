@@ -55,8 +55,9 @@ serve: setup ## serve the demo's model at http://127.0.0.1:8000, with a page to 
 test: setup lint weights ## linters, tests and every notebook: what CI runs
 	LADDER_REQUIRE_WEIGHTS=1 $(PYTEST) -m 'not long' --nbval --nbval-current-env tests $(wildcard notebooks)
 
-test-long: setup weights ## the tests that take minutes each
+test-long: setup weights ## the tests that take minutes each, with other random draws every time
 	LADDER_REQUIRE_WEIGHTS=1 $(PYTEST) -m long tests
+	$(PYTEST) --hypothesis-profile=default -m 'not long' $$(grep -l '^from hypothesis' tests/*/test_*.py)
 
 test-fast: setup ## the tests that need neither weights nor much time (under two minutes)
 	$(PYTEST) -m 'not slow and not long and not weights and not gpu' tests

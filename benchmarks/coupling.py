@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.sampling import ops
+from common.sampling.noise import negative_exponentials, stream_key
 
 
 def optimum(p: Tensor, q: Tensor) -> Tensor:
@@ -22,8 +22,8 @@ def coupled(p: Tensor, q: Tensor, draws: int, seed: int = 0) -> float:
     p, q: `[V]`. draws: how many steps are tried.
     """
     ids = torch.arange(len(p), dtype=torch.int32)
-    keys = torch.full((draws,), ops.stream_key(seed))
-    noise = ops.negative_exponentials(keys, torch.arange(draws), ids)  # [draws, V]
+    keys = torch.full((draws,), stream_key(seed))
+    noise = negative_exponentials(keys, torch.arange(draws), ids)  # [draws, V]
     return float(((noise / p).argmax(1) == (noise / q).argmax(1)).double().mean())
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from benchmarks.defined import defined
 from forward.attention import Attention, LayerSpec, RecomputeAttention
 from forward.model import Model
-from paged_cache.pool import KVFormat, encode
+from paged_cache.attention import encode
+from paged_cache.pool import KVFormat
 from quant.formats import Scheme
 from quant.linear import QuantLinear
 

@@ -6,12 +6,12 @@ import inspect
 import json
 
 from common.files import whole
+from common.http.limits import Limits
 from common.options import described, names
 from continuous.sizes import Sizes
 from paged_cache import PagedSizes
 from phases import PHASES, ROOT, Flag, phase_named, registry
 from replicas.options import ReplicaOptions
-from serving.http.limits import Limits
 
 TABLE = ROOT / "phases" / "flags.json"
 

@@ -129,7 +129,8 @@ class Beside:
         elapsed = max(time.monotonic() - self._began, 1e-3)
         shares: dict[str, float] = defaultdict(float)
         for process, seconds in _busy_seconds().items():
-            shares[process[1]] += (seconds - self._before.get(process, 0.0)) / elapsed
+            with suppress(psutil.Error):  # it has just ended
+                shares[process.name()] += (seconds - self._before.get(process, 0.0)) / elapsed
         busiest = sorted(shares, key=shares.__getitem__, reverse=True)[:5]
         busy = {n: round(shares[n], 2) for n in busiest if shares[n] >= LEAST_OF_A_CORE}
         return {"load": [self._load, _load()], "busy": busy}
@@ -399,15 +400,15 @@ def _load() -> float:
     return round(psutil.getloadavg()[0], 2)
 
 
-def _busy_seconds() -> dict[tuple[int, str], float]:
-    """Return the processor seconds of every process but this one and its children, by number and name."""
+def _busy_seconds() -> dict[psutil.Process, float]:
+    """Return the processor seconds of every process but this one and its children."""
     own = psutil.Process()
-    ours = {own.pid, *(child.pid for child in own.children(recursive=True))}
+    ours = {own, *own.children(recursive=True)}
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it ended meanwhile, or is not ours to look at
-            if process.pid not in ours:
-                found[process.pid, process.name()] = sum(process.cpu_times()[:2])
+            if process not in ours:
+                found[process] = sum(process.cpu_times()[:2])
     return found
 
 

@@ -122,15 +122,16 @@ def record() -> list[Note]:
 
     from common.sockets import listen
     from common.text.made_up import write_tokenizer
+    from phases.appendix.connections.server import HttpServer
     from serving.app import App
-    from serving.http.server import HttpServer
+    from serving.endpoints import ServedModel
     from serving.liveness import EngineProcess
 
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), 257, (0,))
         options = {"max_rows": 8, "cache_bytes": 1 << 22}
         engine = EngineProcess(partial(make_engine, folder, options))
-        app = App(engine, Tokenizer(folder), "tiny")
+        app = App(engine, ServedModel("tiny", Tokenizer(folder)))
         recorder, listening = Recorder(app), listen("127.0.0.1", 0)
         port = listening.getsockname()[1]
         server = HttpServer(
@@ -192,13 +193,14 @@ def draw(notes: list[Note]) -> Picture:
         by_what.setdefault(note["what"], []).append(note["at"])
         if note["lane"] == "api":
             high = {"report": 5, "chunk": 8, "headers": 8, "body": 8}.get(note["what"], 6)
-            picture.box(x(note["at"]) - 1, api - high, 2.4, 2 * high, PALE["a"])
+            at = {"x": x(note["at"]) - 1, "y": api - high}
+            picture.add("rect", **at, width=2.4, height=2 * high, fill=PALE["a"])
         if note["lane"] == "engine":
             begin, end = x(note["at"]), x(note["until"])
             wide = max(1.5, end - begin - 1)
-            picture.box(
-                begin, engine - 13, wide, 26, PROMPT if int(note["what"]) > 2 else OURS
-            )
+            colour = PROMPT if int(note["what"]) > 2 else OURS
+            at = {"x": begin, "y": engine - 13}
+            picture.add("rect", **at, width=wide, height=26, rx=3, fill=colour)
             if wide > 14:
                 picture.text(begin + wide / 2, engine + 4, note["what"], "middle", PAPER)
             arrow(note["until"], engine - 14, note["until"], api + 9)
@@ -208,7 +210,7 @@ def draw(notes: list[Note]) -> Picture:
     for told in [at for at in by_what["to the engine"] if at >= heard][:1]:
         arrow(told, api + 8, told, engine - 15, OURS)
     for number, token in enumerate(by_what["token"]):
-        picture.circle(x(token), client, 5, OURS, OURS)
+        picture.add("circle", cx=x(token), cy=client, r=5, fill=OURS)
         picture.text(x(token), client - 12, str(number + 1), "middle")
     for chunk, token in zip(by_what["chunk"], by_what["token"], strict=False):
         arrow(chunk, api - 9, token, client + 7, OURS)

@@ -1,14 +1,14 @@
-"""JSON from clients: bounded before it is decoded, and then read strictly."""
+"""JSON from clients, bounded before it is decoded and then read strictly; JSON to clients, on one line."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
+from common.error_lines import type_error
 from common.errors import UserError
 
 MAX_DEPTH = 128
@@ -20,15 +20,10 @@ _PARTS = np.isin(np.arange(256), list(b"{[:"))
 _STEPS = np.isin(np.arange(256), list(b"{[")).astype(np.int32) - np.isin(
     np.arange(256), list(b"}]")
 )
-_TYPES = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "an object",
-}
 T = TypeVar("T")
+_encode = msgspec.json.Encoder().encode
+_LINE_ENDS = {"\u2028": b"\\u2028", "\u2029": b"\\u2029", "\x85": b"\\u0085"}
+"""Characters of a string that some readers of lines take for an end of the line."""
 
 
 class FieldError(UserError):
@@ -103,26 +98,15 @@ def convert_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise FieldError(*_in_words(str(error))) from None
+        raise FieldError(*type_error(str(error))) from None
 
 
-def _in_words(message: str) -> tuple[str | None, str]:
-    """Return the field in msgspec's error message (None: the whole object), and the complaint as a
-    sentence.
+def encode_json(value: Any) -> bytes:
+    """Return a value as JSON in UTF-8 on one line; characters that some readers take for a line end are
+    escaped.
     """
-    found = re.search(r"`\$\.?([^`]*)`$", message)
-    path = found[1] if found else ""
-    if missing := re.search(r"required field `(\w+)`", message):
-        path = f"{path}.{missing[1]}".lstrip(".")
-        return re.split(r"[.[]", path)[0], f"{path} is missing"
-    field = re.split(r"[.[]", path)[0] or None
-    if value := re.match(r"Invalid enum value (.{1,60})", message.partition(" - at ")[0]):
-        return field, f"{path} is not supported with the value {value[1]}"
-    if message.startswith("Expected `null`"):
-        return field, f"{path} is not supported"
-    kinds = re.match(r"Expected `([^`]+)`(?:, got `(\w+)`)?(.*?) - at", message)
-    if kinds is None:
-        return field, f"{path}: {message}"
-    names = [_TYPES.get(name, name) for name in kinds[1].split(" | ") if name != "null"]
-    got = f", but is {_TYPES.get(kinds[2], kinds[2])}" if kinds[2] else kinds[3]
-    return field, f"{path} must be {' or '.join(names)}{got}"
+    data = _encode(value)
+    if b"\xe2\x80" in data or b"\xc2\x85" in data:
+        for character, escaped in _LINE_ENDS.items():
+            data = data.replace(character.encode(), escaped)
+    return data

@@ -102,7 +102,7 @@ _CONTENTS = (
     (
         "structured",
         "Structured output",
-        "tokens that leave the grammar are masked: it always parses",
+        "tokens that leave the grammar are masked: a finished answer parses",
     ),
     ("serving", "Serving", "the engine behind the API that every client speaks"),
     (

@@ -24,7 +24,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from common.errors import EngineLost, UserError, one_line
+from common.error_lines import one_line
+from common.errors import EngineLost, UserError
 
 INTERRUPTED, TERMINATED = 130, 143
 LONGEST_LINE = 1000

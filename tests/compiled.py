@@ -251,7 +251,7 @@ def chunks(capability: int) -> Iterator[Kernel]:
     types |= dict.fromkeys(("table_stride", "most_chunks", "rows"), "i32")
     around = {
         "H": 16, "GROUP": 2, "P": 64, "WINDOW": 0, "RAGGED": False, "SUBSET": False,
-        "CHUNK": 256, "SCALED": False, "SINKS": False,
+        "CHUNK": 256, "SCALED": False,
     }  # fmt: skip
     for d, rows, keys, stages in ((64, 128, 64, 2), (128, 128, 64, 3), (256, 64, 32, 2)):
         head = around | {"D": d, "D_PAD": d, "BLOCK_N": keys}

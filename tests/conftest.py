@@ -14,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy
 import pytest
 import torch
+from hypothesis import settings
 
 if (
     not torch.cuda.is_available()
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 
 # Sums in one order on every machine, and no fight over cores between the workers of pytest-xdist.
 torch.set_num_threads(1)
+
+# The same draws in every run: a change does not fail by what another draw would have found before it.
+# `make test-long` draws anew.
+settings.register_profile("same draws", derandomize=True)
+settings.load_profile("same draws")
 
 # A shell's background jobs ignore Ctrl-C, and so would every process that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

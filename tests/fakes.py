@@ -82,7 +82,10 @@ class OneAhead:
         return self.in_flight_step is None
 
     def advance(self, engine: Engine) -> None:
-        landing, self.in_flight_step = self.in_flight_step, engine.launch(engine.schedule())
+        landing, self.in_flight_step = (
+            self.in_flight_step,
+            engine.sample(engine.forward(engine.schedule())),
+        )
         if landing is not None:
             engine.collect(landing)
 

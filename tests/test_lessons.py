@@ -162,6 +162,17 @@ def test_what_must_be_read_fits_into_one_sitting(phase: Phase) -> None:
     )
 
 
+@every_lesson
+def test_a_lesson_names_every_file_of_its_package(phase: Phase) -> None:
+    text = lesson(phase)
+    files = [path for path in phase.folder.rglob("*.py") if path.parent != phase.folder]
+    assert files, f"{phase.name} has no package"
+    missing = [
+        path.name for path in files if path.stem != "__init__" and path.name not in text
+    ]
+    assert missing == [], f"the lesson of {phase.name} does not name {missing}"
+
+
 def test_logs_are_dated() -> None:
     for path in sorted((ROOT / "docs" / "log").glob("[0-9][0-9].md")):
         headings = re.findall(r"^## (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)

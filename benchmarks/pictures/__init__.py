@@ -4,7 +4,8 @@
 step decided (works, tables, slots, counts of users), and draws it to `phases/NN_name/NAME.svg`. What is drawn
 are decisions, never times, so the files are the same on every machine; a test draws them all again.
 
-One module for each phase, named after its package, with `pictures()`: file names and what they show.
+One module for each phase, named after its package, with `PICTURES`: names of files, and what draws each. Most
+have `show`, which draws one of them for a notebook. All are made of `svg`'s kit, and trace with `driving`.
 """
 
 from __future__ import annotations
@@ -27,15 +28,14 @@ DRAWN = [phase for phase in PHASES if (HERE / f"{phase.package}.py").exists()]
 
 def draw(package: str) -> Mapping[str, Picture]:
     """The pictures of a phase, by the names of their files without `.svg`."""
-    found: Mapping[str, Picture] = import_module(f"benchmarks.pictures.{package}").pictures()
-    return found
+    module = import_module(f"benchmarks.pictures.{package}")
+    return {name: picture() for name, picture in module.PICTURES.items()}
 
 
 def main(wanted: Sequence[str] = ()) -> int:
     """Write the pictures of these phases (their numbers), or of all; returns 0."""
-    import_module(
-        "triton_paged_attention"
-    )  # on a CPU it must choose the interpreter before Triton is there
+    # On a CPU it must choose the interpreter before Triton is there.
+    import_module("triton_paged_attention")
     for phase in DRAWN:
         if wanted and f"{phase.number:02}" not in wanted:
             continue

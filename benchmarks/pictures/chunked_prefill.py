@@ -1,175 +1,99 @@
-"""Phase 07: one budget a step beside whole prompts, and decodes that take turns."""
+"""Phase 07: one budget a step beside whole prompts, and the masks of one step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
+
+import torch
 
 import chunked_prefill
 import paged_cache
-from benchmarks.pictures import chunk_mask
-from benchmarks.pictures.driving import exactly, tiny
-from benchmarks.pictures.driving import steps as driven
-from benchmarks.pictures.svg import INK, SOFT, STRONG, WIDTH, Picture
-from common.request import Request
+from benchmarks.pictures.driving import exactly, steps, tiny
+from benchmarks.pictures.svg import Box, Lines, Picture, Text, cells, picture, table, titled
+from continuous.work import Work
+from forward.attention import causal_mask
 
 BUDGET, PROMPT = 8, 20
-COLOURS = {"L": "c"}
-"""The long prompt has the third request's colour."""
-
-Step = dict[str, int]
-"""How many tokens of each request (a letter) a step computes, in the order in which they are served."""
+BEFORE = 2
+"""Decodes of `a` and `b` before the long prompt arrives."""
+NAMES, COLOURS = "abL", "abc"
 
 
-def counts(engine: Any, names: str) -> Iterator[Step]:
-    """Run steps, and say what each computes."""
-    for works in driven(engine):
-        yield {names[work.request.index]: work.count for work in works}
+def run(most: int | None) -> Iterator[list[Work]]:
+    """Let `a` and `b` decode, and `L` arrive; yield steps until `L` has three tokens, without the first.
 
-
-def record(budget: int | None, after: int = 2) -> list[Step]:
-    """`a` and `b` decode; after so many steps `L` arrives. With a budget by phase 07, without by phase 05.
-
-    Until `L` has its third token.
+    most: tokens of a step in phase 07; None: phase 05, whose steps compute whole prompts.
     """
     sizes: dict[str, Any] = {"max_rows": 4, "max_len": 64}
-    if budget is None:
+    if most is None:
         engine = paged_cache.load(tiny(), **sizes)
     else:
-        engine = chunked_prefill.load(tiny(), step_tokens=budget, **sizes)
+        engine = chunked_prefill.load(tiny(), step_tokens=most, **sizes)
     for at in range(2):
         engine.add([at + 1] * 2, exactly(40), index=at)
-    run = counts(engine, "abL")
-    next(run)  # their prompts
-    found = [next(run) for _ in range(after)]
-    (long,) = engine.add([9] * PROMPT, exactly(3), index=2)
-    for one in run:
-        if long.finish_reason is not None:
-            break
-        found.append(one)
-    return found
+    found = steps(engine)
+    yield from islice(found, 1, 1 + BEFORE)
+    engine.add([9] * PROMPT, exactly(3), index=2)
+    for works in found:
+        yield works
+        if works[-1].start == PROMPT + 1 and works[-1].request.index == 2:
+            return
 
 
-def record_turns(count: int = 10) -> list[Step]:
-    """So many decodes, and a prompt that arrives among them, until it is computed."""
-    engine = chunked_prefill.load(tiny(), step_tokens=BUDGET, max_rows=16, max_len=128)
-    decodes: list[Request] = [
-        engine.add([at + 1], exactly(60), index=at)[0] for at in range(count)
-    ]
-    while any(not request.output_ids for request in decodes):
-        engine.step()
-    (prompt,) = engine.add([99] * PROMPT, exactly(2), index=count)
-    found = []
-    for one in counts(engine, "abcdefghij"[:count] + "L"):
-        if prompt.output_ids:
-            break
-        found.append(one)
-    return found
-
-
-def budget(lanes: Sequence[tuple[str, Sequence[Step]]], after: int = 2) -> Picture:
+def budget(*budgets: int | None) -> Picture:
     """Lanes of steps, a cell for each computed token; the wider a step, the longer `a` and `b` wait."""
-    left, high = 52, 100
-    room = min(
-        (WIDTH - left - 8 - 5 * len(steps)) / sum(sum(one.values()) for one in steps)
-        for _, steps in lanes
-    )
-    cell = min(17, int(room))
-    picture = Picture(
+    lanes = []
+    for most in budgets or (None, BUDGET):
+        columns: Lines = [["", "", "tokens"]]
+        for at, works in enumerate(run(most)):
+            words = ["L arrives"] * (at == BEFORE)
+            if works[-1].start < PROMPT <= works[-1].start + works[-1].count:
+                words.append("L's first token")
+            owners = [work.request.index for work in works for _ in range(work.count)]
+            looks = [f"now {COLOURS[who]}" for who in owners]
+            step = cells([NAMES[who] for who in owners], looks, 16, 26)
+            columns.append([Text(", ".join(words), "c", 0), step, len(owners)])
+        title = (
+            "phase 05: whole prompts"
+            if most is None
+            else f"phase 07: at most {most} tokens a step"
+        )
+        lanes.append(titled(title, table(zip(*columns, strict=True), gap=5, down=2)))
+    return picture(
         "A long prompt among two decodes, with and without a budget",
-        "; ".join(
-            f"{name}: steps of {[sum(one.values()) for one in steps]} tokens"
-            for name, steps in lanes
-        ),
-        height=30 + high * len(lanes) + 30,
+        *lanes,
+        "now a: a decodes",
+        "now b: b decodes",
+        f"now c: L: a prompt of {PROMPT} tokens",
     )
-    for lane, (name, steps) in enumerate(lanes):
-        y = 36 + high * lane
-        picture.text(left - 14, y + 38, name, "end", bold=True)
-        x, behind = float(left), PROMPT
-        widest = max(range(len(steps)), key=lambda at: sum(steps[at].values()))
-        for at, one in enumerate(steps):
-            if at == after:
-                picture.line([(x - 3, y), (x - 3, y + 52)], STRONG["c"], dash="3 2")
-                picture.text(x - 7, y + 6, "L arrives", "end", STRONG["c"])
-            begin = x
-            for who, count in one.items():
-                for _ in range(count):
-                    picture.cell(x, y + 20, cell, 26, "now", COLOURS.get(who, who), who)
-                    x += cell
-            if at == widest:
-                picture.line([(begin, y + 58), (begin, y + 62), (x, y + 62), (x, y + 58)])
-                words = f"{sum(one.values())} tokens: the longest step, and the longest wait of a and b"
-                picture.text(max(begin, left), y + 77, words, fill=INK)
-            done, behind = behind, behind - one.get("L", 0)
-            if behind <= 0 < done:
-                picture.line([(x + 1, y + 2), (x + 1, y + 46)], STRONG["c"])
-                picture.text(
-                    x - 3, y + 8, "L's first token", "end" if x > 500 else "start", STRONG["c"]
-                )
-            x += 5
-    picture.legend(
-        left,
-        picture.height - 12,
-        [
-            ("now", "a", "a decodes"),
-            ("now", "b", "b decodes"),
-            ("now", "c", f"L: a prompt of {PROMPT} tokens"),
-        ],
-    )
-    return picture
 
 
-def turns(steps: Sequence[Step]) -> Picture:
-    """Steps that serve each request: decodes that take turns, and a prompt that always has its share."""
-    names = sorted({who for one in steps for who in one if who != "L"})
-    cell = 52
-    left = 110
-    high = 22
-    picture = Picture(
-        "Ten decodes and a prompt share a budget of eight",
-        "; ".join(
-            f"step {at}: {', '.join(f'{who} {n}' for who, n in one.items())}"
-            for at, one in enumerate(steps, 1)
-        ),
-        height=46 + high * (len(names) + 2) + 16,
-    )
-    picture.text(left - 14, 26, "step", "end", SOFT)
-    for at, one in enumerate(steps):
-        x = left + cell * at
-        picture.text(x + cell / 2, 26, str(at + 1), "middle", SOFT)
-        for line, who in enumerate([*names, "L"]):
-            y = 34 + high * line + (8 if who == "L" else 0)
-            count = one.get(who, 0)
-            colour = COLOURS.get(who, "")
-            picture.cell(
-                x,
-                y,
-                cell,
-                high,
-                "now" if count else "free",
-                colour,
-                f"+{count}" if count else "",
+def mask() -> Picture:
+    """A line for each query of the step of the second chunk, and a cell for each key that it sees."""
+    (works,) = islice(run(BUDGET), BEFORE + 1, BEFORE + 2)
+    lines: Lines = []
+    for work in works:
+        who, colour = NAMES[work.request.index], COLOURS[work.request.index]
+        title = f"decode {who}" if work.count == 1 else f"chunk of {who}"
+        keys = torch.arange(work.start + work.count)
+        for query, seen in enumerate(causal_mask(keys[work.start :], keys).sum(1), work.start):
+            looks = [f"kept {colour}"] * work.start + [f"now {colour}"] * (
+                int(seen) - work.start
             )
-        y = 34 + high * (len(names) + 1) + 26
-        picture.text(x + cell / 2, y, str(sum(one.values())), "middle", SOFT)
-    for line, who in enumerate([*names, "L"]):
-        y = 34 + high * line + (8 if who == "L" else 0) + 15
-        picture.text(left - 14, y, "prompt L" if who == "L" else f"decode {who}", "end")
-        served = sum(who in one for one in steps)
-        picture.text(left + cell * len(steps) + 12, y, f"{served} of {len(steps)}", fill=SOFT)
-    picture.text(left - 14, 34 + high * (len(names) + 1) + 26, "tokens", "end", SOFT)
-    return picture
+            looks += ["idle"] * (len(keys) - int(seen))
+            name = Text(title if query == work.start else "", f"bold {colour}")
+            lines.append([name, f"query {query}", cells(range(len(keys)), looks, 22, 22)])
+        lines.append([Box(0, 8)])
+    return picture(
+        "The masks of one step: two decodes, and a chunk in the middle of a prompt",
+        table(lines, gap=12),
+        "kept c: computed before",
+        "now c: computed in this step",
+        "idle: later: hidden",
+    )
 
 
-def pictures() -> dict[str, Picture]:
-    """The lesson's three."""
-    return chunk_mask.pictures() | {
-        "budget": budget([("05", record(None)), ("07", record(BUDGET))]),
-        "turns": turns(record_turns()),
-    }
-
-
-def show(tokens: int) -> Picture:
-    """The lane of any budget, from 3 on."""
-    return budget([(str(tokens), record(tokens))])
+PICTURES = {"budget": budget, "mask": mask}
+show = budget

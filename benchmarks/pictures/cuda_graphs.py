@@ -1,146 +1,121 @@
-"""Phase 09: what host and device do in which order, one step after the other and one ahead."""
+"""Phase 09: a graph that is captured once and replayed, and in which order host and device work."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda_graphs
-from benchmarks.pictures import capture
 from benchmarks.pictures.driving import exactly, tiny
-from benchmarks.pictures.svg import LINE, SOFT, Kind, Picture
+from benchmarks.pictures.svg import (
+    Box,
+    Cell,
+    Lines,
+    Picture,
+    cells,
+    picture,
+    table,
+    titled,
+    track,
+)
+from common.sampling.metadata import SamplingFlags
+from cuda_graphs.executors import DecodeGraphExecutor
 
-PROMPT, OUTPUT = 3, 4
-PLAN = 2
-DEAL = 2
-STEP = 4
+LENGTHS = ((3, 4), (5, 2), (2, 4), (4, 4))
+"""Tokens of four requests, prompt and output; the second is the first to end."""
+SIZE = 4
+"""Requests that the graph has room for."""
+CELL = 34
+UNIT = 25
+HOST, STEP = 2, 4
 """How long each is drawn. The order is the engine's; the lengths are not measured."""
 
 
-class Event(NamedTuple):
-    """The host plans and launches a step, or deals out its token; what it knew of the request then."""
+def panel(overlap: bool) -> Box:
+    """Lanes of host and device, and which tokens the host knows whenever it plans a step.
 
-    what: str
-    step: int
-    tokens: int
-    placeholders: int
-
-
-def record(overlap: bool) -> list[Event]:
-    """One request from its prompt to its last token."""
+    One request, from its prompt to its last token. In each of its steps the engine plans first, then reads
+    tokens. A step begins when it is planned and the one before it has ended; reading waits for its step.
+    """
     engine: Any = cuda_graphs.load(tiny(), overlap=overlap, max_rows=1, max_len=32)
-    events: list[Event] = []
-    schedule, collect = engine.schedule, engine.collect
-    (request,) = engine.add([1, 2, 3][:PROMPT], exactly(OUTPUT))
+    (request,) = engine.add([1, 2, 3], exactly(3))
+    lanes: dict[str, list[tuple[float, Box]]] = {"host": [], "device": [], "host knows": []}
+    ends: list[int] = [0]
+    now = read = 0
+    while not engine.idle:
+        computed = request.num_computed_tokens
+        looks = ["known a"] * len(request.tokens) + ["coming a"] * request.placeholders
+        outputs = engine.step()
+        if request.num_computed_tokens > computed:
+            step = len(ends) - 1
+            lanes["host"].append((UNIT * now, Cell(f"plan {step}", "kept", UNIT * HOST)))
+            lanes["host knows"].append((UNIT * now, cells([""] * len(looks), looks, 13, 17)))
+            now += HOST
+            begin = max(now, ends[-1])
+            lanes["device"].append((UNIT * begin, Cell(f"step {step}", "now a", UNIT * STEP)))
+            ends.append(begin + STEP)
+        for _ in outputs:
+            now = max(now, ends[read + 1])
+            lanes["host"].append((UNIT * now, Cell(f"read {read}", "known", UNIT * HOST)))
+            now += HOST
+            read += 1
+    lines: Lines = [[name, track(places)] for name, places in lanes.items()]
+    return titled("one step ahead" if overlap else "one after the other", table(lines, down=6))
 
-    def note(what: str) -> None:
-        number = sum(event.what == what for event in events)
-        events.append(Event(what, number, len(request.tokens), request.placeholders))
 
-    def watch_schedule() -> Any:
-        before = (len(request.tokens), request.placeholders)
-        works = schedule()
-        if works:
-            note("plan")
-            events[-1] = events[-1]._replace(tokens=before[0], placeholders=before[1])
-        return works
+def timeline(*orders: bool) -> Picture:
+    """Host and device, overlapped or not, or both."""
+    return picture(
+        "Host and device, one after the other and overlapped",
+        *map(panel, orders or (False, True)),
+        "now a: the device computes",
+        "known a: a token that the host knows when it plans",
+        "coming a: a placeholder: on its way",
+    )
 
-    def watch_collect(pending: Any) -> None:
-        note("deal")
-        collect(pending)
 
-    engine.schedule, engine.collect = watch_schedule, watch_collect
+def replays() -> Picture:
+    """What is captured, and what the fixed tensors of a graph hold at each replay."""
+    engine: Any = cuda_graphs.load(
+        tiny(),
+        kernels=True,
+        graphs=True,
+        overlap=False,
+        sampling="torch",
+        graph_tokens=0,
+        max_rows=SIZE,
+        max_len=32,
+        step_tokens=32,
+    )
+    for at, (prompt, output) in enumerate(LENGTHS):
+        engine.add([at + 1] * prompt, exactly(output), index=at)
+    executors = engine.runner.executors
+    (executor,) = (one for one in executors if isinstance(one, DecodeGraphExecutor))
+    graph = executor.graphs[SIZE, SamplingFlags(0)]
+    tensor = Cell("tensor's address", "known", SIZE * CELL)
+    kernels = cells(["gather", "model", "sample", "scatter"], ["known"], 52)
+    lines: Lines = [["", "row", "position", "kernels", "token"]]
+    lines.append(["capture", tensor, tensor, kernels, tensor])
+    engine.step()  # the prompts
     while not engine.idle:
         engine.step()
-    return events
-
-
-def times(events: Sequence[Event]) -> tuple[list[int], dict[int, tuple[int, int]], int]:
-    """When each of the host's events begins, when each step runs on the device, and when all is done.
-
-    A step begins when it is launched and the one before it has ended; a deal waits for its step.
-    """
-    now, free = 0, 0
-    starts: list[int] = []
-    steps: dict[int, tuple[int, int]] = {}
-    for event in events:
-        if event.what == "deal":
-            now = max(now, steps[event.step][1])
-        starts.append(now)
-        now += PLAN if event.what == "plan" else DEAL
-        if event.what == "plan":
-            begin = max(now, free)
-            free = begin + STEP
-            steps[event.step] = (begin, free)
-    return starts, steps, now
-
-
-def timeline(panels: Sequence[tuple[str, Sequence[Event]]]) -> Picture:
-    """Lanes of host and device, and what the host knows of the tokens whenever it plans."""
-    left = 96
-    unit = 20
-    high = 148
-    longest = max(times(events)[2] for _, events in panels)
-    picture = Picture(
-        "Host and device, one after the other and overlapped",
-        "; ".join(
-            f"{title}: {', '.join(f'{e.what} {e.step}' for e in events)}"
-            for title, events in panels
-        ),
-        height=high * len(panels) + 34,
+        rows, positions = graph.rows.tolist(), graph.at.tolist()
+        used = sum(position >= 0 for position in positions)
+        written = [*graph.tokens[:used].tolist(), *"·" * (SIZE - used)]
+        sent = [f"kept {'abcd'[place]}" for place in rows[:used]] + ["idle"]
+        sampled = [look.replace("kept", "now") for look in sent]
+        inputs = cells(rows, sent, CELL), cells(positions, sent, CELL)
+        call = Cell("one call for all four", "now", 208)
+        name = f"replay {engine.runner.replays}"
+        lines.append([name, *inputs, call, cells(written, sampled, CELL)])
+    return picture(
+        "A graph is captured once and replayed with other numbers",
+        table(lines, gap=10, down=10),
+        "known: recorded",
+        "kept a: sent by the host",
+        "now a: sampled, and written behind the request's tokens",
+        "idle: padding",
     )
-    for panel, (title, events) in enumerate(panels):
-        top = 10 + high * panel
-        starts, steps, end = times(events)
-        picture.text(16, top + 16, title, bold=True)
-        for lane, name in enumerate(("host", "device")):
-            y = top + 30 + 36 * lane
-            picture.text(left - 14, y + 19, name, "end")
-            picture.line([(left, y + 15), (left + unit * longest, y + 15)], LINE)
-        picture.text(left - 14, top + 116, "host knows", "end", SOFT)
-        for event, start in zip(events, starts, strict=True):
-            wide = unit * (PLAN if event.what == "plan" else DEAL)
-            x = left + unit * start
-            plan = event.what == "plan"
-            picture.cell(x, top + 30, wide, 30, "kept" if plan else "known", "")
-            words = f"{event.what} {event.step}"
-            picture.text(x + wide / 2, top + 49, words, "middle", size=11)
-            if plan:
-                for token in range(event.tokens + event.placeholders):
-                    kind: Kind = "known" if token < event.tokens else "coming"
-                    picture.cell(x + 12 * token, top + 104, 13, 17, kind, "a")
-                picture.line([(x + wide - 1, top + 60), (x + wide - 1, top + 66)])
-        for number, (begin, done) in steps.items():
-            wide = unit * (done - begin)
-            picture.cell(left + unit * begin, top + 66, wide, 30, "now", "a", f"step {number}")
-        x = left + unit * end
-        if x + 40 > picture.width:
-            continue
-        picture.line([(x, top + 26), (x, top + 100)], SOFT, dash="3 3")
-        picture.text(x + 6, top + 40, "done", fill=SOFT)
-    picture.legend(
-        16,
-        picture.height - 14,
-        [
-            ("now", "a", "the device computes"),
-            ("known", "a", "a token that the host knows when it plans"),
-            ("coming", "a", "a placeholder: on its way"),
-        ],
-    )
-    return picture
 
 
-def pictures() -> dict[str, Picture]:
-    """The lesson's two."""
-    return capture.pictures() | {
-        "overlap": timeline(
-            [("one after the other", record(False)), ("one step ahead", record(True))]
-        ),
-    }
-
-
-def show(overlap: bool) -> Picture:
-    """One of the two."""
-    return timeline(
-        [("one step ahead" if overlap else "one after the other", record(overlap))]
-    )
+PICTURES = {"capture": replays, "overlap": timeline}
+show = timeline

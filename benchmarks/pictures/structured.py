@@ -1,11 +1,23 @@
-"""Phase 12: an automaton, the tree of a vocabulary, one walked over the other, and the masks."""
+"""Phase 12: an automaton, the tree of a vocabulary that it walks, its masks, and a stack of states."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import accumulate, chain
 
-from benchmarks.pictures.svg import INK, LINE, NEUTRAL, PAPER, SOFT, Picture
+from benchmarks.pictures.svg import (
+    Arrow,
+    Box,
+    Cell,
+    Graph,
+    Lines,
+    Picture,
+    Text,
+    column,
+    picture,
+    row,
+    table,
+    titled,
+)
 from structured.automata.dfa import compile
 from structured.automata.nodes import Call, Cat, literal
 from structured.automata.pushdown import Machine, MaskMaker
@@ -14,262 +26,108 @@ from structured.automata.trie import Trie
 
 PATTERN = "(ab|c)+d"
 TOKENS = ("a", "b", "ab", "abc", "c", "cd", "d", "bd", "abd")
-
+STATES = range(4)
+MEANINGS = (
+    "0: nothing read yet",
+    "1: after a, only b may follow",
+    "2: after ab or c",
+    "3: after d, the text may end",
+)
+NESTED = '{"a":[1]}'
 RULES = {
     "object": Cat((literal('{"a":'), Call("array"), literal("}"))),
     "array": parse(r"\[([01](,[01])*)?\]"),
 }
-NESTED = '{"a":[1]}'
-"""Two rules, the first of which calls the second, and a text of the first."""
-
-PLACES = {0: (70, 100), 1: (210, 50), 2: (210, 150), 3: (350, 150)}
-"""Where the states are drawn."""
+"""Two rules, the first of which calls the second, for the text `NESTED`."""
 
 
-@dataclass(frozen=True)
-class Walk:
-    """A walk of the tree from one state.
-
-    texts: of each node, what leads to it; parents: of each node, the one before it.
-    reached: the state in which each node ends, -1 where the automaton has no edge.
-    """
-
-    state: int
-    texts: Sequence[str]
-    parents: Sequence[int]
-    reached: Sequence[int]
-
-
-def record() -> tuple[
-    Mapping[int, Mapping[str, int]], Sequence[int], Sequence[Walk], Sequence[Sequence[bool]]
-]:
-    """Edges of every state, those that may end, a walk from each, and each state's mask."""
+def automaton() -> Picture:
+    """The states of the pattern, and the letters that lead from one to another."""
     dfa = compile(parse(PATTERN))
-    edges = {
-        state: {chr(byte): int(target) for byte, target in enumerate(row) if target >= 0}
-        for state, row in enumerate(dfa.table.tolist())
-    }
-    ends = [state for state, ends in enumerate(dfa.accepting.tolist()) if ends]
-    trie = Trie([token.encode() for token in TOKENS])
-    machine = Machine({"start": parse(PATTERN)}, "start")
-    texts = [""]
-    for node in range(1, trie.size):
-        texts.append(texts[int(trie.parents[node])] + chr(trie.bytes[node]))
-    walks = [
-        Walk(state, texts, trie.parents.tolist(), trie.walk(machine.table, state).tolist())
-        for state in edges
+    edges = [
+        (state, to, chr(letter))
+        for state, reached in enumerate(dfa.table.tolist())
+        for letter, to in enumerate(reached)
+        if to >= 0
     ]
-    maker = MaskMaker(machine, trie)
-    words = [int(maker.mask(frozenset({(state,)}))[0]) for state in edges]
-    return (
-        edges,
-        ends,
-        walks,
-        [[bool(word >> at & 1) for at in range(len(TOKENS))] for word in words],
-    )
+    graph = Graph(dfa.accepting.tolist(), edges)
+    words = column(*(Text(meaning, "soft") for meaning in MEANINGS))
+    return picture(f"The automaton of {PATTERN}", row(graph, words, gap=30))
 
 
-def automaton(edges: Mapping[int, Mapping[str, int]], ends: Sequence[int]) -> Picture:
-    """States as circles, edges with the letter that is read."""
-    picture = Picture(
-        f"The automaton of {PATTERN}",
-        "; ".join(
-            f"from {state} {letter} leads to {to}"
-            for state, row in edges.items()
-            for letter, to in row.items()
-        ),
-        height=206,
-        width=600,
-    )
-    picture.line([(24, 100), (PLACES[0][0] - 19, 100)], INK, tip=True)
-    both = {(state, to) for state, row in edges.items() for to in row.values()}
-    for state, row in edges.items():
-        for letter, to in row.items():
-            (x0, y0), (x1, y1) = PLACES[state], PLACES[to]
-            if state == to:
-                picture.loop(x0, y0, INK)
-                picture.text(x0 + 32, y0 + 44, letter, bold=True)
-                continue
-            far = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
-            dx, dy = (x1 - x0) / far, (y1 - y0) / far
-            side = 7 if (to, state) in both else 0  # there and back: beside each other
-            sx, sy = -dy * side, dx * side
-            begin = (x0 + 18 * dx + sx, y0 + 18 * dy + sy)
-            end = (x1 - 19 * dx + sx, y1 - 19 * dy + sy)
-            picture.line([begin, end], INK, tip=True)
-            away = 12 if not side else 10
-            x, y = (begin[0] + end[0]) / 2, (begin[1] + end[1]) / 2
-            up = -1 if not side else 1
-            picture.text(
-                x - up * dy * away, y + up * dx * away + 4, letter, "middle", bold=True
-            )
-    for state, (x, y) in PLACES.items():
-        for radius in (18, 14) if state in ends else (18,):
-            picture.circle(x, y, radius, PAPER, NEUTRAL)
-        picture.text(x, y + 5, str(state), "middle", bold=True, size=14)
-    for line, words in enumerate(
-        (
-            "0  nothing read yet",
-            "1  after a: only b may follow",
-            "2  after ab or c",
-            "3  after d: the text may end",
-        )
-    ):
-        picture.text(392, 40 + 22 * line, words, fill=SOFT)
-    return picture
+def stack() -> Picture:
+    """A column for each byte read: the stack of states after it, and what may come next.
 
-
-def walk(one: Walk, masks: Sequence[Sequence[bool]]) -> Picture:
-    """The tree with the state that reaches each node, and the masks of all states."""
-    wide = 58
-    high = 27
-    step = 84
-    picture = Picture(
-        f"The vocabulary's tree walked from state {one.state}, and the masks of all states",
-        "Alive: "
-        + " ".join(
-            text
-            for text, state in zip(one.texts, one.reached, strict=True)
-            if text and state >= 0
-        ),
-        height=324,
-    )
-    picture.text(16, 28, f"the tree, walked from state {one.state}", bold=True)
-    below: dict[int, list[int]] = {}
-    for node, parent in enumerate(one.parents[1:], 1):
-        below.setdefault(parent, []).append(node)
-    line = 0
-
-    def place(node: int, depth: int) -> float:
-        nonlocal line
-        x = 16 + step * depth
-        ys = [place(child, depth + 1) for child in below.get(node, ())]
-        y = ys[0] if ys else 50.0 + 44 * line
-        line += not ys
-        for child_y in ys:
-            bend = x + wide + 12
-            across = [(x + wide, y + high / 2), (bend, y + high / 2)]
-            picture.line([*across, (bend, child_y + high / 2), (x + step, child_y + high / 2)])
-        text, state = one.texts[node], one.reached[node]
-        words = (
-            f"{text[-1]} → {state}"
-            if text and state >= 0
-            else f"{text[-1]} ✗"
-            if text
-            else f"in {state}"
-        )
-        picture.cell(
-            x, y, wide, high, "idle" if state < 0 else "kept" if text else "known", "a", words
-        )
-        if text in TOKENS:
-            picture.text(
-                x + wide / 2, y + high + 11, text, "middle", SOFT if state < 0 else INK, 11
-            )
-        return y
-
-    place(0, 0)
-    picture.text(16, 290, "letter → state; the token of a node stands under it.", fill=SOFT)
-    picture.text(
-        16, 308, "✗: the automaton has no such edge, or the parent is dead.", fill=SOFT
-    )
-    left, top = 520, 62
-    picture.line([(left - 92, 16), (left - 92, 268)], LINE)
-    picture.text(left - 72, 28, "masks: which tokens are allowed", bold=True)
-    for state in range(len(masks)):
-        x = left + 50 * state
-        picture.text(
-            x + 25, top - 10, f"state {state}", "middle", size=11, bold=state == one.state
-        )
-    for at, token in enumerate(TOKENS):
-        y = top + 22 * at
-        picture.text(left - 14, y + 15, token, "end", mono=True)
-        for state, mask in enumerate(masks):
-            picture.cell(
-                left + 50 * state,
-                y,
-                50,
-                22,
-                "now" if mask[at] else "free",
-                "a" if state == one.state else "",
-            )
-    for state, mask in enumerate(masks):
-        words = f"{sum(mask)} of {len(TOKENS)}"
-        picture.text(
-            left + 50 * state + 25, top + 22 * len(TOKENS) + 16, words, "middle", size=11
-        )
-    return picture
-
-
-def stacks() -> Sequence[tuple[str, Sequence[str], str]]:
-    """What was read, the one stack that is possible after it, and the bytes that may come next.
-
-    The states of the stack have letters here, A to G in `object` and X to Z in `array`: the automaton of the
-    other pictures has the states 0 to 3.
+    States have letters, because the states of the other pictures have numbers.
     """
     machine = Machine(RULES, "object")
-    place = machine.start
-    letters = iter("ABCDEFG"), iter("XYZ")
-    names: dict[int, str] = {}
-    found = []
-    for at in range(len(NESTED) + 1):
-        (stack,) = place
-        for height, state in enumerate(stack):
-            if state not in names:
-                names[state] = next(letters[height])
-        row = machine.table[stack[-1]].tolist()
-        following = " ".join(chr(byte) for byte, state in enumerate(row) if state >= 0)
-        found.append((NESTED[:at], [names[state] for state in stack], following or "end"))
-        if at < len(NESTED):
-            place = machine.step(place, ord(NESTED[at]))
-    return found
-
-
-def stack(found: Sequence[tuple[str, Sequence[str], str]]) -> Picture:
-    """A column for each byte read: the stack after it, and what may come next."""
-    wide = 66
-    high = 30
-    left = 96
-    picture = Picture(
-        f"The stack while {NESTED} is read",
-        "; ".join(
-            f"after {text or 'nothing'}: {' '.join(states)}" for text, states, _ in found
-        ),
-        height=176,
-    )
-    for y, words in (
-        (28, "byte read"),
-        (66, "array"),
-        (100, "object"),
-        (150, "may come next"),
-    ):
-        picture.text(8, y, words, bold=True, size=11)
-    for at, (text, states, following) in enumerate(found):
-        x = left + wide * at
-        middle = x + wide / 2
-        picture.text(middle, 28, text[-1:] or "·", "middle", mono=True, size=14)
+    places = accumulate(NESTED.encode(), machine.step, initial=machine.start)
+    stacks = [next(iter(place)) for place in places]
+    names = dict(zip(dict.fromkeys(chain(*stacks)), "ABCDEFXYZG", strict=True))
+    lines: Lines = [["byte read"], ["array"], ["object"], ["may come next"]]
+    for read, states in zip(f"·{NESTED}", stacks, strict=True):
+        top = states[-1]
+        following = [chr(byte) for byte, to in enumerate(machine.table[top]) if to >= 0]
+        shown: list[Box] = [Box(), Box()]
         for height, state in enumerate(states):
-            top = height == len(states) - 1
-            y = 80 - 34 * height
-            picture.cell(
-                x + 3, y, wide - 6, high, "now" if top else "kept", "ab"[height], state
-            )
-        picture.text(middle, 150, following, "middle", mono=True)
-    picture.line([(left, 36), (left + wide * len(found), 36)], LINE)
-    picture.line([(left, 122), (left + wide * len(found), 122)], LINE)
-    return picture
+            look = "now" if state == top else "kept"
+            shown[-1 - height] = Cell(names[state], f"{look} {'ab'[height]}", 60)
+        texts = Text(read, "mid"), *shown, Text("\u2002".join(following) or "end", "mid")
+        for line, item in zip(lines, texts, strict=True):
+            line.append(item)
+    return picture(
+        f"The stack while {NESTED} is read",
+        table(lines, down=5),
+        "now a: on top: it reads the next byte",
+        "kept a: below: it waits",
+    )
 
 
-def pictures() -> dict[str, Picture]:
-    """The lesson's three."""
-    edges, ends, walks, masks = record()
-    return {
-        "automaton": automaton(edges, ends),
-        "walk": walk(walks[0], masks),
-        "stack": stack(stacks()),
-    }
+def walk(state: int = 0) -> Picture:
+    """The tree with the state that reaches each node, and the masks of all states."""
+    trie = Trie([token.encode() for token in TOKENS])
+    machine = Machine({"start": parse(PATTERN)}, "start")
+    maker = MaskMaker(machine, trie)
+    reached = trie.walk(machine.table, state).tolist()
+    arrows: list[Arrow] = []
+
+    def branch(node: int, text: str) -> tuple[Box, Box]:
+        """A node with all that is below it, and the node alone; text: that leads to the node."""
+        at = reached[node]
+        words = f"{text[-1:]} → {at}" if at >= 0 else f"{text[-1:]} ✗"
+        look = "idle" if at < 0 else "kept a" if text else "known a"
+        own = Cell(words if text else f"state {state}", look, 58)
+        whole = column(own, Text(text if text in TOKENS else "", "mid", 58), gap=0)
+        below = []
+        for child in range(trie.children[node], trie.children[node + 1]):
+            more, start = branch(child, text + chr(trie.letters[child]))
+            below.append(more)
+            arrows.append((own, start, ""))
+        return row(whole, column(*below, gap=2), gap=30) if below else whole, own
+
+    tree, _ = branch(0, "")
+    masks = [int(maker.mask(frozenset({(start,)}))[0]) for start in STATES]
+    lines: Lines = [[""]]
+    for start in STATES:
+        lines[0].append(Text(f"state {start}", "bold mid" if start == state else "mid"))
+    for bit, token in enumerate(TOKENS):
+        lines.append([token])
+        for start, mask in enumerate(masks):
+            how = "now a" if start == state else "now"
+            lines[-1].append(Cell("", how if mask >> bit & 1 else "free", 50, 22))
+    lines.append(["", *(f"{mask.bit_count()} of {len(TOKENS)}" for mask in masks)])
+    return picture(
+        f"The vocabulary's tree walked from state {state}, and the masks of all states",
+        row(
+            titled(f"the tree, walked from state {state}", tree),
+            titled("masks: which tokens are allowed", table(lines)),
+            gap=40,
+        ),
+        "Letter → state; below it the token that ends there. ✗: the node is dead.",
+        arrows=arrows,
+        across=True,
+    )
 
 
-def show(state: int) -> Picture:
-    """The walk from any state, 0 to 3."""
-    _, _, walks, masks = record()
-    return walk(walks[state], masks)
+PICTURES = {"automaton": automaton, "walk": walk, "stack": stack}
+show = walk

@@ -1,17 +1,22 @@
-"""A picture: cells, words and arrows on a white panel, as SVG.
+"""The kit of all pictures: cells, words, and tables of them that find their own places, drawn as SVG.
 
-Everything is placed by its caller, in units of which 760 are the widest a lesson shows. The panel is light on
-a dark page too, so there is one set of colours, and a request has the same one in every picture.
+A module says what stands in which line and column; sizes and places follow. Every item is a `Box`, a table
+included, so tables stand in tables. Words alone are labels in the first column, and soft and centred
+elsewhere. The panel is light on a dark page too, so there is one set of colours, and a request has the same
+one in every picture.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat, zip_longest
 from xml.sax.saxutils import escape
 
 WIDTH = 760
+"""The widest that a lesson shows."""
+FONT = 'font-family="system-ui, sans-serif" font-size="12"'
 INK = "#23211e"
 SOFT = "#6d6962"
 LINE = "#ddd7cc"
@@ -24,7 +29,6 @@ STRONG = {
     "c": "#37794a",
     "d": "#7a4f9e",
     "e": "#ad4536",
-    "f": "#22757d",
 }
 PALE = {
     "a": "#cfdff0",
@@ -32,14 +36,22 @@ PALE = {
     "c": "#cfe6d4",
     "d": "#e3d7ef",
     "e": "#f4d5cf",
-    "f": "#cbe6e8",
 }
 """Of a request, by its letter: what is computed now, and what was computed before."""
 
-Kind = Literal["now", "kept", "known", "coming", "free", "idle"]
+MARGIN = 16
+LETTER, BOLD = 6.7, 7.4
+"""Width of a letter in the mean."""
+KINDS = ("now", "kept", "known", "coming", "free", "idle")
 """How a cell looks: computed in this step, computed before, known and not computed, its value still on its
 way, empty, or work for no request."""
-Anchor = Literal["start", "middle", "end"]
+STYLES: Mapping[str, Mapping[str, str]] = {
+    "bold": {"font_weight": "bold"},
+    "soft": {"fill": SOFT},
+    "mid": {"text_anchor": "middle"},
+    "end": {"text_anchor": "end"},
+    **{who: {"fill": colour} for who, colour in STRONG.items()},
+}
 
 
 class Picture:
@@ -52,76 +64,25 @@ class Picture:
 
     def __init__(self, title: str, says: str, height: float, width: float = WIDTH) -> None:
         self.title = title
-        self.says = says
-        self.width = width
-        self.height = height
+        self.words = f"<title>{escape(title)}</title>\n<desc>{escape(says)}</desc>"
+        wide, high = _number(width), _number(height)
+        self.size = f'width="{wide}" height="{high}" viewBox="0 0 {wide} {high}"'
         self._parts: list[str] = []
+        self.add("rect", width=width, height=height, rx=10, fill=PAPER)
 
-    def box(
-        self, x: float, y: float, wide: float, high: float, fill: str, stroke: str = ""
-    ) -> None:
-        """A plain rectangle with round corners."""
-        more: dict[str, object] = {"stroke": stroke} if stroke else {}
-        self._add("rect", x=x, y=y, width=wide, height=high, rx=3, fill=fill, **more)
-
-    def circle(self, x: float, y: float, radius: float, fill: str, stroke: str) -> None:
-        """A circle around a point."""
-        self._add("circle", cx=x, cy=y, r=radius, fill=fill, stroke=stroke)
-
-    def cell(
-        self,
-        x: float,
-        y: float,
-        wide: float,
-        high: float,
-        kind: Kind,
-        who: str = "a",
-        words: str = "",
-    ) -> None:
-        """A cell of request `who` (a letter), with a few letters in it."""
-        strong, pale = STRONG.get(who, NEUTRAL), PALE.get(who, GREY)
-        fill, stroke, ink = {
-            "now": (strong, strong, "#ffffff"),
-            "kept": (pale, strong, INK),
-            "known": (PAPER, strong, INK),
-            "coming": (PAPER, strong, strong),
-            "free": (PAPER, LINE, SOFT),
-            "idle": (GREY, LINE, SOFT),
-        }[kind]
-        dash = {"stroke_dasharray": "3 2"} if kind == "coming" else {}
-        self._add(
-            "rect",
-            x=x + 1,
-            y=y + 1,
-            width=wide - 2,
-            height=high - 2,
-            rx=3,
-            fill=fill,
-            stroke=stroke,
-            **dash,
+    def add(self, tag: str, words: str = "", /, **attributes: object) -> None:
+        """An element of SVG with these attributes (`_` stands for `-`), and with words in it."""
+        given = " ".join(
+            f'{name.replace("_", "-")}="{_number(value)}"'
+            for name, value in attributes.items()
         )
-        if words:
-            self.text(x + wide / 2, y + high / 2 + 4, words, "middle", ink)
+        self._parts.append(f"<{tag} {given}>{escape(words)}</{tag}>")
 
     def text(
-        self,
-        x: float,
-        y: float,
-        words: str,
-        anchor: Anchor = "start",
-        fill: str = INK,
-        size: float = 12,
-        *,
-        bold: bool = False,
-        mono: bool = False,
+        self, x: float, y: float, words: str, anchor: str = "start", fill: str = INK
     ) -> None:
         """Words whose baseline is at `y`."""
-        more: dict[str, object] = {"font_size": size} if size != 12 else {}
-        if bold:
-            more["font_weight"] = "bold"
-        if mono:
-            more["font_family"] = "monospace"
-        self._add("text", words, x=x, y=y, text_anchor=anchor, fill=fill, **more)
+        self.add("text", words, x=x, y=y, text_anchor=anchor, fill=fill)
 
     def line(
         self,
@@ -129,87 +90,25 @@ class Picture:
         colour: str = SOFT,
         *,
         tip: bool = False,
-        dash: str = "",
+        curved: bool = False,
     ) -> None:
-        """A line through these points; with `tip` an arrow."""
-        path = " L".join(f"{_number(x)} {_number(y)}" for x, y in points)
-        more: dict[str, object] = {"stroke_dasharray": dash} if dash else {}
-        self._add("path", d="M" + path, fill="none", stroke=colour, **more)
+        """A line through these points; with `tip` an arrow.
+
+        curved: of four points, the first and the last are its ends, and the others pull at it.
+        """
+        places = [f"{_number(x)} {_number(y)}" for x, y in points]
+        through = f"{places[0]} {'C' if curved else 'L'}{' '.join(places[1:])}"
+        self.add("path", d=f"M{through}", fill="none", stroke=colour)
         if tip:
-            self._tip(points[-2], points[-1], colour)
-
-    def curve(
-        self, begin: tuple[float, float], end: tuple[float, float], colour: str = SOFT
-    ) -> None:
-        """An arrow that leaves downwards and arrives from above."""
-        (x0, y0), (x1, y1) = begin, end
-        middle = (y0 + y1) / 2
-        path = " ".join(map(_number, (x0, middle, x1, middle, x1, y1 - 6)))
-        self._add(
-            "path", d=f"M{_number(x0)} {_number(y0)} C{path}", fill="none", stroke=colour
-        )
-        self._tip((x1, y1 - 1), (x1, y1), colour)
-
-    def loop(self, x: float, y: float, colour: str = SOFT) -> None:
-        """An arrow out of the lower side of a circle of radius 18 around a point, and back into it."""
-        path = " ".join(map(_number, (x - 40, y + 54, x + 40, y + 54, x + 14, y + 22)))
-        self._add(
-            "path",
-            d=f"M{_number(x - 9)} {_number(y + 16)} C{path}",
-            fill="none",
-            stroke=colour,
-        )
-        self._tip((x + 19, y + 30), (x + 9, y + 16), colour)
-
-    def _tip(self, before: tuple[float, float], end: tuple[float, float], colour: str) -> None:
-        """The head of an arrow that comes from `before`; arrows may be level, upright or oblique."""
-        (x0, y0), (x1, y1) = before, end
-        far = math.hypot(x1 - x0, y1 - y0)
-        dx, dy = 7 * (x1 - x0) / far, 7 * (y1 - y0) / far
-        corners = (
-            (x1, y1),
-            (x1 - dx - dy / 2, y1 - dy + dx / 2),
-            (x1 - dx + dy / 2, y1 - dy - dx / 2),
-        )
-        self._add(
-            "path",
-            d="M" + " L".join(f"{_number(x)} {_number(y)}" for x, y in corners) + " z",
-            fill=colour,
-        )
-
-    def legend(
-        self, x: float, y: float, entries: Sequence[tuple[Kind, str, str]], gap: float = 18
-    ) -> None:
-        """Each a small cell (kind, request) and what it means, in one line that begins at `x`."""
-        for kind, who, words in entries:
-            self.cell(x, y - 11, 18, 15, kind, who)
-            self.text(x + 24, y + 1, words, fill=SOFT)
-            x += 24 + 6.8 * len(words) + gap
-
-    def _add(self, tag: str, words: str = "", /, **attributes: object) -> None:
-        given = "".join(
-            f' {name.replace("_", "-")}="{_number(value) if isinstance(value, int | float) else value}"'
-            for name, value in attributes.items()
-        )
-        self._parts.append(
-            f"<{tag}{given}>{escape(words)}</{tag}>" if words else f"<{tag}{given}/>"
-        )
+            before, end = (complex(*point) for point in points[-2:])
+            back = 7 * (before - end) / abs(before - end)
+            corners = (end, end + back * (1 + 0.5j), end + back * (1 - 0.5j))
+            head = " ".join(f"{_number(one.real)},{_number(one.imag)}" for one in corners)
+            self.add("polygon", points=head, fill=colour)
 
     def __str__(self) -> str:
-        size = f'width="{_number(self.width)}" height="{_number(self.height)}"'
-        view = f'viewBox="0 0 {_number(self.width)} {_number(self.height)}"'
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" {size} {view} role="img" '
-                'font-family="system-ui, sans-serif" font-size="12">',
-                f"<title>{escape(self.title)}</title>",
-                f"<desc>{escape(self.says)}</desc>",
-                f'<rect width="{_number(self.width)}" height="{_number(self.height)}" rx="10" '
-                f'fill="{PAPER}"/>',
-                *self._parts,
-                "</svg>\n",
-            ]
-        )
+        start = f'<svg xmlns="http://www.w3.org/2000/svg" {self.size} role="img" {FONT}>'
+        return "\n".join([start, self.words, *self._parts, "</svg>\n"])
 
     def __repr__(self) -> str:
         return f"Picture({self.title!r})"
@@ -219,5 +118,246 @@ class Picture:
         return str(self)
 
 
-def _number(value: float) -> str:
-    return f"{value + 0.0:.1f}".removesuffix(".0")
+def _number(value: object) -> str:
+    return (
+        f"{value + 0.0:.1f}".removesuffix(".0")
+        if isinstance(value, int | float)
+        else str(value)
+    )
+
+
+@dataclass(eq=False)
+class Box:
+    """A rectangle that knows its size, and where it stands once it is drawn.
+
+    says: its words in the order of reading. parts: boxes in it, and where: right of and below its corner.
+    align: where it stands in a wider column, from 0 (left) to 1 (right).
+    """
+
+    width: float = 0.0
+    height: float = 0.0
+    says: str = ""
+    parts: Sequence[tuple[float, float, Box]] = ()
+    align: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+
+    def point(self, right: float, below: float) -> tuple[float, float]:
+        """A point of the drawn box, by the share of its width and height."""
+        return self.x + right * self.width, self.y + below * self.height
+
+    def draw(self, on: Picture, x: float, y: float) -> None:
+        """Draw it with its upper left corner at `x`, `y`."""
+        self.x, self.y = x, y
+        for right, below, part in self.parts:
+            part.draw(on, x + right, y + below)
+
+
+class Text(Box):
+    """Words. style: `bold`, `soft` or a request's letter for a colour; `mid` or `end` of a column.
+
+    width: that of its column, if the words may reach beyond it.
+    """
+
+    def __init__(self, words: str, style: str = "", width: float | None = None) -> None:
+        self.styles = style.split()
+        if width is None:
+            width = len(words) * (BOLD if "bold" in self.styles else LETTER)
+        align = 0.5 if "mid" in self.styles else float("end" in self.styles)
+        super().__init__(width, 16, words, (), align)
+
+    def draw(self, on: Picture, x: float, y: float) -> None:
+        """Draw the words in their column."""
+        more = {"fill": INK}
+        for style in self.styles:
+            more.update(STYLES[style])
+        on.add("text", self.says, x=x + self.align * self.width, y=y + 12, **more)
+
+
+class Cell(Box):
+    """A cell with a few letters. look: one of `KINDS`, and whose it is (a letter)."""
+
+    def __init__(
+        self, words: str = "", look: str = "free", width: float = 38, height: float = 27
+    ) -> None:
+        super().__init__(width, height, words or look.partition(" ")[0])
+        self.words, self.look = words, look
+
+    def draw(self, on: Picture, x: float, y: float) -> None:
+        """Draw the cell, a little smaller than its place."""
+        super().draw(on, x, y)
+        kind, _, who = self.look.partition(" ")
+        strong, pale = STRONG.get(who, NEUTRAL), PALE.get(who, GREY)
+        fill = {"now": strong, "kept": pale, "idle": GREY}.get(kind, PAPER)
+        ink = {"now": PAPER, "coming": strong, "free": SOFT, "idle": SOFT}.get(kind, INK)
+        stroke = LINE if kind in ("free", "idle") else strong
+        size = {"width": self.width - 2, "height": self.height - 2}
+        dash = {"stroke_dasharray": "3 2"} if kind == "coming" else {}
+        on.add("rect", x=x + 1, y=y + 1, **size, rx=3, fill=fill, stroke=stroke, **dash)
+        if self.words:
+            on.text(x + self.width / 2, y + self.height / 2 + 4, self.words, "middle", ink)
+
+
+class Dial(Box):
+    """A circle with an arrow and a number for each angle, in radians."""
+
+    def __init__(self, angles: Sequence[float]) -> None:
+        super().__init__(170, 150)
+        self.angles = angles
+
+    def draw(self, on: Picture, x: float, y: float) -> None:
+        """Draw the circle and its arrows."""
+        middle, centre = x + 85, y + 75
+        on.add("circle", cx=middle, cy=centre, r=58, fill=PAPER, stroke=NEUTRAL)
+        for at, angle in enumerate(self.angles):
+            cos, sin = math.cos(angle), -math.sin(angle)
+            end = (middle + 56 * cos, centre + 56 * sin)
+            on.line([(middle, centre), end], STRONG["a"], tip=True)
+            on.text(middle + 70 * cos, centre + 70 * sin + 4, str(at), "middle")
+
+
+class Graph(Box):
+    """States as circles in a line, the first where one begins, and arrows with a letter between them.
+
+    ends: of each state, whether one may end there: it has two circles. edges: from, to, letter.
+    """
+
+    def __init__(self, ends: Sequence[bool], edges: Iterable[tuple[int, int, str]]) -> None:
+        self.ends, self.edges = ends, list(edges)
+        says = "; ".join(f"from {a} {letter} leads to {b}" for a, b, letter in self.edges)
+        super().__init__(110 * len(ends) - 20, 150, says)
+
+    def draw(self, on: Picture, x: float, y: float) -> None:
+        """Draw arrows to the next state straight, to other later ones above, to earlier ones below."""
+        centres = [complex(x + 50 + 110 * state, y + 85) for state in range(len(self.ends))]
+        on.line([(x + 5, y + 85), (x + 32, y + 85)], INK, tip=True)
+        for a, b, letter in self.edges:
+            begin, end = centres[a], centres[b]
+            third = (end - begin) / 3 or -25
+            lift = 80j if b < a else -80j * abs(b - a - 1)
+            first, last = begin + third + lift, end - third + lift
+            end += 18 * (last - end) / abs(last - end)
+            points = [(one.real, one.imag) for one in (begin, first, last, end)]
+            on.line(points, INK, tip=True, curved=True)
+            middle = (begin + 3 * first + 3 * last + end) / 8
+            on.text(middle.real, middle.imag - 6, letter, "middle")
+        for state, centre in enumerate(centres):
+            for radius in (18, 14) if self.ends[state] else (18,):
+                on.add(
+                    "circle",
+                    cx=centre.real,
+                    cy=centre.imag,
+                    r=radius,
+                    fill=PAPER,
+                    stroke=NEUTRAL,
+                )
+            on.text(centre.real, centre.imag + 4, str(state), "middle")
+
+
+Item = Box | str | int
+Lines = list[list[Item]]
+Arrow = tuple[Box, Box, str]
+"""From a box to another, in the colour of a request."""
+
+
+def table(
+    lines: Iterable[Iterable[Item]], gap: float = 0, down: float = 0, label: float = 12
+) -> Box:
+    """Lines of items; what stands in one column is as wide as the widest of it.
+
+    gap: between two columns, but `label` behind the first. down: between two lines.
+    """
+    boxes = [[_box(at, item) for at, item in enumerate(line)] for line in lines]
+    columns = zip_longest(*boxes, fillvalue=Box())
+    widths = [max(box.width for box in column) for column in columns]
+    parts: list[tuple[float, float, Box]] = []
+    y = right = 0.0
+    for line in boxes:
+        x = 0.0
+        high = max(box.height for box in line)
+        for at, box in enumerate(line):
+            parts.append(
+                (x + box.align * (widths[at] - box.width), y + (high - box.height) / 2, box)
+            )
+            right = max(right, x + widths[at])
+            x += widths[at] + (gap if at else label)
+        y += high + down
+    says = [" ".join(box.says for box in line if box.says) for line in boxes]
+    return Box(right, y - down, "; ".join(filter(None, says)), parts)
+
+
+def _box(column: int, item: Item) -> Box:
+    return item if isinstance(item, Box) else Text(str(item), "mid soft" if column else "end")
+
+
+def row(*items: Item, gap: float = 0) -> Box:
+    """Items beside each other."""
+    return table([items or (Box(),)], gap, label=gap)
+
+
+def cells(
+    words: Iterable[object], looks: Sequence[str], width: float = 38, height: float = 27
+) -> Box:
+    """Cells beside each other; a last look goes for all that are left."""
+    pairs = zip(words, chain(looks, repeat(looks[-1] if looks else "")), strict=False)
+    return row(*(Cell(str(word), look, width, height) for word, look in pairs))
+
+
+def strip(name: str, who: str, width: float = 38, **counts: int) -> Box:
+    """Tokens of a request, numbered from 0: so many that look like this, then so many like that."""
+    looks = [f"{how} {who}" for how, count in counts.items() for _ in range(count)]
+    return cells([f"{name}{token}" for token in range(len(looks))], looks, width)
+
+
+def column(*items: Item, gap: float = 6) -> Box:
+    """Items below each other."""
+    return table([[item] for item in items], down=gap)
+
+
+def titled(title: str, *items: Item) -> Box:
+    """Items below a bold title."""
+    return column(Text(title, "bold"), *items)
+
+
+def track(places: Iterable[tuple[float, Box]]) -> Box:
+    """Boxes at these distances from the left."""
+    parts = [(right, 0.0, box) for right, box in places]
+    width = max(right + box.width for right, _, box in parts)
+    high = max(box.height for _, _, box in parts)
+    return Box(width, high, " ".join(box.says for _, _, box in parts), parts)
+
+
+def _legend(entry: str) -> Box:
+    look, _, words = entry.partition(": ")
+    if look.split()[0] in KINDS:
+        return row(Cell("", look, 18, 15), Text(words, "soft"), gap=6)
+    return Text(entry, "soft")
+
+
+def picture(
+    title: str, *items: Box | str, arrows: Iterable[Arrow] = (), across: bool = False
+) -> Picture:
+    """Draw boxes below each other, a legend, and arrows between some of the boxes.
+
+    items: boxes, then strings for the legend: a look and what it means, `now a: computed in this step`, or
+        only words. arrows: from a box to one below it, or to one right of it if they go `across`.
+    """
+    boxes = [item for item in items if isinstance(item, Box)]
+    entries = [_legend(item) for item in items if isinstance(item, str)]
+    if entries:
+        boxes.append(row(*entries, gap=20))
+    body = column(*boxes, gap=16)
+    sheet = Picture(title, body.says, body.height + 2 * MARGIN, body.width + 2 * MARGIN)
+    body.draw(sheet, MARGIN, MARGIN)
+    for a, b, who in arrows:
+        if across:
+            begin, end = a.point(1, 0.5), b.point(0, 0.5)
+            half = (begin[0] + end[0]) / 2
+            bends = [(half, begin[1]), (half, end[1])]
+        else:
+            begin, end = a.point(0.5, 1), b.point(0.5, 0)
+            half = (begin[1] + end[1]) / 2
+            bends = [(begin[0], half), (end[0], half)]
+        colour = STRONG.get(who, SOFT)
+        sheet.line([begin, *bends, end], colour, tip=True, curved=True)
+    return sheet

@@ -1,4 +1,4 @@
-"""The arithmetic of sampling on tensors: noise, truncation, penalties, masks, log-probabilities.
+"""The arithmetic of sampling on tensors: truncation, penalties, masks, log-probabilities.
 
 A row's token must not depend on which other rows are in its batch. Floating-point sums break that: a sum is
 rounded differently when the batch has another shape. So nothing here that chooses a token adds up floats.
@@ -20,112 +20,12 @@ WEIGHT_BITS = 40
 FRACTION_BITS = 31
 """top_p is a multiple of 2**-31."""
 
-HASH_1 = 0x7FEB352D
-HASH_2 = 0x846CA68B - (1 << 32)
-"""The multipliers of `noise_bits`, as int32: those of lowbias32, https://github.com/skeeto/hash-prospector."""
-
-NOISE_UNIT = 2.0**-31 * (1 - 2.0**-24)
-"""The float32 just below 2**-31, so that even the largest of the noise's 31 bits stay below 1."""
-
 NAN_TOKEN = -1
 """In place of a token whose logit is NaN."""
-
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
 
 _ONE = 0x3F800000  # the bits of float32 1.0
 _NOT_SIGN = 0x7FFFFFFF
 DIGIT_BITS = 15  # a key is below 2**30: two digits
-
-
-def _signed(value: int) -> int:
-    """Return the signed int64 (as an int) that has the lowest 64 bits of `value`."""
-    value &= _MASK
-    return value - (1 << 64) if value >> 63 else value
-
-
-def splitmix64(state: int) -> int:
-    """Return the first 64-bit output of SplitMix64 seeded with `state` (one step, then the mixing function).
-
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of
-        https://prng.di.unimi.it/splitmix64.c.
-    """
-    z = (state + _GOLDEN_GAMMA) & _MASK
-    z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
-    z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
-    return z ^ (z >> 31)
-
-
-def stream_key(seed: int) -> int:
-    """Return the int64 key under which the random bits of a request with this seed are drawn.
-
-    Output i of SplitMix64 is a function of seed + i * gamma, so two seeds that differ by a multiple of gamma
-    share outputs; mixing the seed once makes that a coincidence of one in 2**64 a step.
-    """
-    return _signed(splitmix64(seed & _MASK))
-
-
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    # Torch's >> copies the sign bit; the hash needs zeros.
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def random_words(keys: Tensor, steps: Tensor) -> Tensor:
-    """Return the two words of 32 random bits from which all noise of each pair (key, step) comes.
-
-    They are the lower and the upper half of output number `step` of SplitMix64 seeded with `key`: a hash, so
-    there is no state to keep or to order.
-
-    keys, steps: int64 [B]. Returns int32 [B, 2].
-    """
-    z = keys + (steps + 1) * _signed(_GOLDEN_GAMMA)
-    z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
-    z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
-    z = z ^ _shift_right(z, 31)
-    # The lower half first, as on every machine that torch runs on.
-    return z.unsqueeze(1).view(torch.int32)
-
-
-def noise_bits(upper: Tensor, lower: Tensor, ids: Tensor) -> Tensor:
-    """Return 31 random bits for each token id: two rounds of multiply and xor-shift over a row's words.
-
-    The shifts copy the sign bit, as int32's do; `x ^ (x >> s)` then maps a number and its complement to the
-    same one, at least 0. So what is left are 31 bits, and they are uniform because `lower` is.
-
-    upper, lower: int32 [B, 1], the row's words; ids: int32 [V]. Returns int32 [B, V] in [0, 2**31).
-    """
-    x = upper ^ ids  # [B, V]
-    # One tensor for all three shifts: on a CPU a new one costs more than the shift.
-    shifted = x >> 16
-    x.bitwise_xor_(shifted).mul_(HASH_1)
-    torch.bitwise_right_shift(x, 15, out=shifted)
-    x.bitwise_xor_(shifted).bitwise_xor_(lower).mul_(HASH_2)
-    torch.bitwise_right_shift(x, 16, out=shifted)
-    return x.bitwise_xor_(shifted)
-
-
-def dither(upper: Tensor) -> Tensor:
-    """Return the fraction in (0, 1) that a row adds to all its `noise_bits`: float32, like int32 `upper`.
-
-    The smallest numbers matter most, since they make the rare tokens win. With the fraction they have all of
-    float32's digits instead of being multiples of 2**-31.
-    """
-    return (((upper >> 9) & ((1 << 23) - 1)).float() + 0.5) * 2.0**-23
-
-
-def negative_exponentials(keys: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
-    """Return -E for each row and token id, where the E are independent and exponentially distributed.
-
-    E = -log(1 - v) for v = (bits + dither) / 2**31, uniform in (0, 1). -log(E) is a Gumbel number between
-    -2.81 and 38.12.
-
-    keys, steps: int64 [B]; ids: int32 [V]. Returns float32 [B, V], below 0.
-    """
-    lower, upper = random_words(keys, steps).chunk(2, dim=1)  # each [B, 1]
-    bits = noise_bits(upper, lower, ids).float()  # [B, V]
-    return torch.add(dither(upper) * -NOISE_UNIT, bits, alpha=-NOISE_UNIT, out=bits).log1p_()
 
 
 def scale(fraction: Tensor, total: Tensor) -> Tensor:
@@ -231,16 +131,6 @@ def penalize(
     logits.copy_(torch.where(prompt | present, repeated, logits))
     logits.sub_(frequency * counts)
     return logits.sub_(presence * present)
-
-
-def reported(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return `tokens`, `[B]` int64, with `NAN_TOKEN` where the logit of the chosen token is NaN.
-
-    NaN wins every choice, so this is the case wherever a row has one that may be chosen.
-    """
-    return tokens.masked_fill(
-        logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isnan(), NAN_TOKEN
-    )
 
 
 def raw_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, SupportsIndex
 
-from common.errors import UserError, boolean, brief, choice, integer, number, shown
-from common.models.fields import read_object
+from common.errors import UserError, boolean, brief, integer, number, shown
 from common.sampling.grammar import Grammar
 
 GREEDY_BELOW = 1e-5
@@ -122,7 +121,7 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        put = self._put
+        put = partial(object.__setattr__, self)  # the dataclass is frozen for all others
         for name, (low, high) in INTEGERS.items():
             put(name, integer(name, getattr(self, name), low=low, high=high))
         for name, (least, most) in NUMBERS.items():
@@ -134,17 +133,17 @@ class SamplingParams:
         if self.seed is not None:
             seed = integer("seed", self.seed)
             put("seed", None if seed == -1 else seed % (1 << SEED_BITS))
-        put("stop", _stop_strings(self.stop))
-        put("stop_token_ids", _token_ids(self.stop_token_ids))
+        if self.stop != ():
+            put("stop", _stop_strings(self.stop))
+        if self.stop_token_ids != ():
+            put("stop_token_ids", _token_ids(self.stop_token_ids))
         boolean("ignore_eos", self.ignore_eos)
         if self.logprobs is not None:
             put("logprobs", integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS))
-        put("logit_bias", _logit_bias(self.logit_bias))
+        if self.logit_bias != {}:
+            put("logit_bias", _logit_bias(self.logit_bias))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UserError(f"grammar is {shown(self.grammar)}, but must be a Grammar or None")
-
-    def _put(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen for all others
 
     @property
     def greedy(self) -> bool:
@@ -225,38 +224,3 @@ def _logit_bias(value: Mapping[int, float]) -> dict[int, float]:
             f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS
         )
     return checked
-
-
-# Sampling that a model asks for: what holds where a request says nothing. The authors of a model publish it
-# in `generation_config.json`, and vLLM serves it so: a small model that is meant for a temperature of 0.2
-# gives gibberish at OpenAI's 1.0. What a request says comes first.
-MODEL, NEUTRAL = "model", "neutral"
-"""Where defaults come from: the model's file, or nowhere."""
-FILE = "generation_config.json"
-FIELDS = ("top_k", *NUMBERS)
-"""Taken, by their names in the file and in `SamplingParams`. `do_sample` is not looked at, as in vLLM."""
-
-
-def sampling_defaults(folder: Path, source: str = MODEL) -> dict[str, float]:
-    """Return a model's defaults for sampling from its `generation_config.json`, by the names of
-    `SamplingParams`.
-
-    Args:
-        folder: the model's. Without a file the result is empty.
-        source: `model`, or `neutral`: the result is empty.
-
-    Raises:
-        UserError: the file is damaged or has a value out of its limits; or there is no such source.
-    """
-    path = folder / FILE
-    if choice("generation_config", source, (MODEL, NEUTRAL)) == NEUTRAL or not path.exists():
-        return {}
-    raw = read_object(path)
-    given = {name: raw[name] for name in FIELDS if raw.get(name) is not None}
-    try:
-        checked = SamplingParams(**given)
-    except UserError as error:
-        raise UserError(
-            f"{path}: {error}; `--generation-config neutral` leaves the file out"
-        ) from None
-    return {name: getattr(checked, name) for name in given}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import random
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +13,15 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.sampling import ops
+from common.sampling.metadata import (
+    RADIX,
+    Draw,
+    Edits,
+    Positions,
+    SamplingFlags,
+    SamplingMetadata,
+)
+from common.sampling.noise import stream_key
 from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_VOCAB = 1 << 21  # so that the integer weights of a row add up to less than 2**62
@@ -24,86 +31,6 @@ TEMPERATURE, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(5)
 KEY, TOP_K, TOP_P = range(3)
 
 _FOREVER = (1 << 63) - 1
-
-
-class SamplingFlags(enum.IntFlag):
-    """Operations that a request's settings need beyond the argmax, such as top-k or penalties."""
-
-    RANDOM = enum.auto()  # a temperature above 0
-    EDITS = enum.auto()  # logit_bias or min_tokens
-    PENALTIES = enum.auto()
-    MIN_P = enum.auto()
-    TOP_K = enum.auto()
-    TOP_P = enum.auto()
-
-
-RADIX = SamplingFlags.TOP_K | SamplingFlags.TOP_P
-"""Settings that need a selection by radix."""
-TRUNCATION = RADIX | SamplingFlags.MIN_P
-"""Settings that exclude tokens before the draw."""
-
-Positions = slice | Tensor
-"""Positions of rows in the batch: a slice if they are neighbours, else int64 on the device."""
-
-
-class Draw(NamedTuple):
-    """Rows of a batch whose tokens are chosen together.
-
-    positions: of the rows in the batch.
-    features: operations that some of these rows need. Greedy rows, random ones, and those with top-k or
-        top-p, which are much more work, are in different draws.
-    """
-
-    positions: Positions
-    features: SamplingFlags
-
-
-class Edits(NamedTuple):
-    """Sparse additions to logits, `[N]` each: of a batch, on the device, or of one row, on the host.
-
-    tokens: int64, token ids. values: float32, added. until: int64, the first step without the addition.
-    positions: int64, rows of the batch; None: the edits are of one row.
-    """
-
-    tokens: Any
-    values: Any
-    until: Any
-    positions: Any = None
-
-
-@dataclass(frozen=True)
-class SamplingMetadata:
-    """The sampler's work for one batch, decided on the host; sampling branches on nothing else.
-
-    features: operations that some row of the batch needs.
-    draws: all positions of the batch, in parts; empty when all rows are greedy.
-    wanted: for each position in the batch how many top log-probabilities were asked for, -1 where no
-        log-probabilities were; None when no row asked for any.
-    edits: of the rows with `logit_bias` or `min_tokens`.
-    penalties: the positions of the rows with penalties, in parts.
-    """
-
-    features: SamplingFlags
-    draws: tuple[Draw, ...]
-    wanted: tuple[int, ...] | None
-    edits: Edits | None = None
-    penalties: tuple[Positions, ...] = ()
-
-    def for_any_rows(self) -> SamplingMetadata:
-        """Return metadata with the same features that treats the whole batch at once, for any requests.
-
-        A CUDA graph can capture it, and it serves every batch whose metadata has no other features. Edits
-        stay those of this batch.
-        """
-        everywhere = slice(None)
-        draws = (
-            (Draw(everywhere, self.features),) if SamplingFlags.RANDOM in self.features else ()
-        )
-        return replace(
-            self,
-            draws=draws,
-            penalties=(everywhere,) if SamplingFlags.PENALTIES in self.features else (),
-        )
 
 
 class SamplerRows:
@@ -203,8 +130,10 @@ class SamplerRows:
             seed = params.seed_of(sample)
         if seed is None:
             seed = self._seeds.getrandbits(64)
-        edits = self._edits_of(params, eos_ids)
-        features = self._features_of(params, edits=len(edits.tokens) > 0)
+        edits = None
+        if params.logit_bias or params.min_tokens > 0:
+            edits = self._edits_of(params, eos_ids)
+        features = self._features_of(params, edits=edits is not None)
         top_k = params.top_k if SamplingFlags.TOP_K in features else self.vocab_size
         self._features[row] = features
         self._wanted[row] = -1 if params.logprobs is None else params.logprobs
@@ -217,12 +146,12 @@ class SamplerRows:
         # The order of the columns' names.
         self._floats[row] = (temperature, params.min_p, *penalties)
         self._ints[row] = (
-            ops.stream_key(seed),
+            stream_key(seed),
             top_k,
             max(1, round(params.top_p * (1 << ops.FRACTION_BITS))),
         )
         self._edits.pop(row, None)
-        if len(edits.tokens):
+        if edits is not None:
             self._edits[row] = edits
         self._history.pop(row, None)
         if params.penalized:
@@ -255,10 +184,7 @@ class SamplerRows:
             tuple(self._draws(features)) if SamplingFlags.RANDOM in union else (),
             tuple(wanted.tolist()) if (wanted >= 0).any() else None,
             self._edited(wanted_rows) if SamplingFlags.EDITS in union else None,
-            tuple(
-                positions
-                for _, positions in self._parts(features & int(SamplingFlags.PENALTIES) != 0)
-            ),
+            self._penalized(features) if SamplingFlags.PENALTIES in union else (),
         )
         self._planned = wanted_rows, plan
         return plan
@@ -268,6 +194,10 @@ class SamplerRows:
         for chosen in (~random, random & ~radix, radix):
             for part, positions in self._parts(chosen):
                 yield Draw(positions, SamplingFlags(int(np.bitwise_or.reduce(features[part]))))
+
+    def _penalized(self, features: NDArray[np.int64]) -> tuple[Positions, ...]:
+        chosen = features & int(SamplingFlags.PENALTIES) != 0
+        return tuple(positions for _, positions in self._parts(chosen))
 
     def _edited(self, rows: Sequence[int]) -> Edits:
         own = [
@@ -305,13 +235,16 @@ class SamplerRows:
             features |= SamplingFlags.PENALTIES
         return features | SamplingFlags.EDITS if edits else features
 
-    def _edits_of(self, params: SamplingParams, eos_ids: Collection[int]) -> Edits:
+    def _edits_of(self, params: SamplingParams, eos_ids: Collection[int]) -> Edits | None:
+        """Return the additions to a request's logits by bias and `min_tokens`; None: there are none."""
         bias = params.logit_bias
-        held_back: list[int] = []
+        held_back = list[int]()
         if params.min_tokens > 0 and params.grammar is None:  # a grammar's mask sees to it
             ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
             # An id that the vocabulary does not have cannot be chosen anyway.
             held_back = sorted(token for token in ids if token < self.vocab_size)
+        if not bias and not held_back:
+            return None
         return Edits(
             np.array([*bias.keys(), *held_back], dtype=np.int64),
             np.array([*bias.values(), *[float("-inf")] * len(held_back)], dtype=np.float32),

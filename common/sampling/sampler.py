@@ -14,20 +14,19 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.sampling import ops
+from common.sampling.metadata import RADIX, SamplingFlags, SamplingMetadata
+from common.sampling.noise import negative_exponentials
 from common.sampling.rows import (
     FREQUENCY,
     KEY,
     MIN_P,
     PRESENCE,
-    RADIX,
     REPETITION,
     TEMPERATURE,
     TOP_K,
     TOP_P,
     SamplerRows,
 )
-from common.sampling.rows import SamplingFlags as SamplingFlags
-from common.sampling.rows import SamplingMetadata as SamplingMetadata
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -175,7 +174,8 @@ class SamplerBackend:
         """Return `tokens [B]` for the host, with `ops.NAN_TOKEN` where the chosen logit of `logits [B, V]` is
         NaN.
         """
-        return ops.reported(logits, tokens)
+        chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        return tokens.masked_fill(chosen.isnan(), ops.NAN_TOKEN)  # NaN wins every choice
 
     def draw(
         self,
@@ -195,7 +195,7 @@ class SamplerBackend:
         """
         weights = sampler.weigh(logits, rows, features)  # [B, V]
         # [B, V]
-        noise = ops.negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)
+        noise = negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)
         # Of equals the first, and NaN is the largest.
         return noise.div_(weights).max(1).indices
 

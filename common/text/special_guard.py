@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, normalizers
 
 from common.errors import UserError
+from common.text.blind_tokenizer import BlindTokenizer
 
 _STAND_INS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x10FFFE))]
 """Characters that no text contains: Unicode reserves the first 32, and the others are unassigned."""
@@ -21,9 +21,8 @@ class SpecialGuard:
     Tokenizers look for special tokens in the whole rendered conversation, and cannot distinguish a
     template's from a user's. So one character of each special token in a message is replaced by a stand-in
     before the template is rendered; the template treats them like any other text. The rendered text
-    is then encoded by a tokenizer that differs from the model's in one thing: it turns stand-ins back into
-    characters after it has looked for special tokens. Everything behind that (words, merges, prefixes) is
-    as if the user's special token had been an ordinary word.
+    is then encoded by a `BlindTokenizer`, which turns stand-ins back into characters after it has looked for
+    special tokens.
 
     A message may also end with the first half of a special token where the next begins with the second
     half, so halves at the ends of a text are broken, too. In a role only whole ones are: templates such as
@@ -33,8 +32,8 @@ class SpecialGuard:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         """Prepare stand-ins for the special tokens of the tokenizer `backend`."""
         self._backend = backend
-        self._added = sorted(backend.get_added_tokens_decoder().items())
-        self._special = [token.content for _, token in self._added if token.special]
+        added = backend.get_added_tokens_decoder().values()
+        self._special = [token.content for token in added if token.special]
         chars = sorted({token[place] for token in self._special for place in (0, -1)})
         self._stand_in = dict(zip(chars, _STAND_INS, strict=False))
         self._longest = max(map(len, self._special), default=0)
@@ -70,8 +69,11 @@ class SpecialGuard:
         """Return the token ids of a rendered text whose messages went through `hide`; no special tokens are
         added.
         """
-        (found,) = self._blind.encode_batch_fast([text], add_special_tokens=False)
-        return [self._renumbered.get(index, index) for index in found.ids]
+        return self._blind.encode(text)
+
+    @cached_property
+    def _blind(self) -> BlindTokenizer:
+        return BlindTokenizer(self._backend, self._stand_in)
 
     def _hide(self, text: str, whole: bool) -> str:
         if not any(char in text for char in self._stand_in):
@@ -114,33 +116,3 @@ class SpecialGuard:
                 if text[first : first + size] in self._suffixes
             }
         return positions
-
-    @cached_property
-    def _blind(self) -> tokenizers.Tokenizer:
-        """Return a tokenizer that turns stand-ins back into characters; it shares the model's vocabulary."""
-        blind = tokenizers.Tokenizer(self._backend.model)
-        back: list[Any] = [
-            normalizers.Replace(there, char) for char, there in self._stand_in.items()
-        ]
-        if self._backend.normalizer is not None:
-            back.append(self._backend.normalizer)
-        blind.normalizer = normalizers.Sequence(back)
-        if self._backend.pre_tokenizer is not None:
-            blind.pre_tokenizer = self._backend.pre_tokenizer
-        # They are sought before the text is normalized, so before stand-ins are turned back.
-        states = [token.__getstate__() for _, token in self._added if token.special]
-        blind.add_special_tokens(
-            [AddedToken(**{**state, "normalized": False}) for state in states]
-        )
-        blind.add_tokens([token for _, token in self._added if not token.special])
-        return blind
-
-    @cached_property
-    def _renumbered(self) -> dict[int, int]:
-        """Return a map from ids of the tokenizer `_blind` to the model's, for added tokens where these
-        differ.
-        """
-        pairs = (
-            (self._blind.token_to_id(token.content), index) for index, token in self._added
-        )
-        return {ours: index for ours, index in pairs if ours is not None and ours != index}

@@ -25,6 +25,7 @@ class TextStream:
     first `min_tokens` tokens is not searched. A token costs time in proportion to its own text and to what
     is held back, not to the text before.
 
+    begins: the first visible token begins a text, so that some decoders drop its leading space.
     stop: the stop string that has ended it; None: there was none.
     """
 
@@ -48,15 +49,11 @@ class TextStream:
         # A grammar counts the bytes that tokens have in the middle of a text.
         middle = params.grammar is not None
         self._detokenizer = Detokenizer(tokenizer, shown=shown, after=prompt, middle=middle)
+        self.begins = self._detokenizer.begins
         self._stops, self._exempt = params.stop, params.min_tokens
         self._held = ""
         self._shown: list[str] = []
         self._answer = answer
-
-    @property
-    def begins(self) -> bool:
-        """Return True if the next token begins a text, so that some decoders drop its leading space."""
-        return self._detokenizer.begins
 
     @property
     def text(self) -> str:
@@ -103,6 +100,8 @@ class TextStream:
         if self._exempt > 0:
             self._exempt -= 1
             return piece, False
+        if not self._stops:
+            return piece, False
         text = self._held + piece
         found = [
             (at + len(stop), -len(stop))
@@ -118,6 +117,6 @@ class TextStream:
             for at in range(len(text))
             if any(stop.startswith(text[at:]) for stop in self._stops)
         )
-        safe = next(begins, len(text)) if self._stops else len(text)
+        safe = next(begins, len(text))
         self._held = text[safe:]
         return text[:safe], False

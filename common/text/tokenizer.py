@@ -11,15 +11,15 @@ from typing import Any
 from common.errors import UserError, library_errors
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
+from common.text.model_templates import ModelTemplates
 from common.text.special_guard import SpecialGuard
 from common.text.tokenizer_files import (
     bos_token,
-    chat_templates,
-    content_of,
     load_backend,
     named_tokens,
     read_json,
 )
+from common.text.turns import join_turns
 
 # The library is given batches of one, for which it lets Python's lock go: else a megabyte would stop every
 # thread for seconds, the event loop of a server among them. Threads of its own would gain nothing there.
@@ -113,27 +113,36 @@ class Tokenizer:
             variables: passed on to the template, such as `tools` or `enable_thinking=False`.
 
         Raises:
-            UserError: the model has no chat template, or the template does not take these messages.
+            UserError: the model has no chat template, or the template does not take these messages, also
+                when turns of one role in a row are joined.
         """
-        template, guard = (
-            self.tool_template if variables.get("tools") else self.chat_template,
-            self._guard,
-        )
+        template = self.templates.tools if variables.get("tools") else self.templates.plain
         conversation = template.conversation(messages, ignored)
-        guarded, variables = guard.hide([conversation, plain := variables])
-        text = template.render(
-            guarded,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
-        if (guarded, variables) == (conversation, plain):
-            ids = self._encode(
-                text, add_special_tokens=False
-            )  # the template has written them out
-        else:
-            with library_errors("the conversation"):
-                ids = guard.encode(_unicode(text))
+        variables["add_generation_prompt"] = add_generation_prompt
+        try:
+            ids = self._render(template, conversation, variables)
+        except UserError:
+            joined = join_turns(conversation)
+            if joined == conversation:
+                raise
+            ids = self._render(template, joined, variables)
         return self._begun(ids) if add_special_tokens else ids
+
+    def _render(
+        self, template: ChatTemplate, conversation: list[dict[str, Any]], variables: Any
+    ) -> list[int]:
+        """Return the ids of a conversation; special tokens count only where the template writes them.
+
+        variables: of the template, besides the conversation.
+        """
+        guarded, variables = self._guard.hide([conversation, plain := variables])
+        text = template.render(guarded, **variables)
+        if (guarded, variables) == (conversation, plain):
+            return self._encode(
+                text, add_special_tokens=False
+            )  # the template has written them
+        with library_errors("the conversation"):
+            return self._guard.encode(_unicode(text))
 
     def encode_guarded(self, text: str) -> list[int]:
         """Return the ids of a text that continues a conversation; special tokens in it are ordinary
@@ -193,48 +202,9 @@ class Tokenizer:
         return SpecialGuard(self.backend)
 
     @cached_property
-    def chat_template(self) -> ChatTemplate:
-        """Return the compiled chat template.
-
-        Raises:
-            UserError: the model has none, as a model that was only pretrained.
-        """
-        return self._template("default")
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Return True if the model has a template for conversations without tools."""
-        return isinstance(self._chat_templates.get("default"), str)
-
-    @cached_property
-    def tool_template(self) -> ChatTemplate:
-        """Return the chat template for conversations with tools: the model's `tool_use` if it has one, else
-        `chat_template`.
-        """
-        return (
-            self._template("tool_use")
-            if "tool_use" in self._chat_templates
-            else self.chat_template
-        )
-
-    def _template(self, name: str) -> ChatTemplate:
-        sources = self._chat_templates
-        source = sources.get(name, sources.get("default"))
-        if not isinstance(source, str):
-            raise UserError(
-                f"the model in {self.folder} has no chat template: give it plain text to continue"
-            )
-        contents = {name: content_of(token) for name, token in self._special_tokens.items()}
-        return ChatTemplate(
-            source, {name: each for name, each in contents.items() if isinstance(each, str)}
-        )
-
-    @cached_property
-    def _chat_templates(self) -> dict[str, Any]:
-        """Return the sources of the model's chat templates by name; a single one is `default`. Template files
-        come before configurations.
-        """
-        return chat_templates(self.folder, self._config)
+    def templates(self) -> ModelTemplates:
+        """Return the model's chat templates."""
+        return ModelTemplates(self.folder, self._config, self._special_tokens)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with library_errors("the text"):

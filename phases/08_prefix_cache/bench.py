@@ -25,7 +25,8 @@ from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 from paged_cache import PagedEngine
 from prefix_cache import INDEXES, PrefixCache
-from prefix_cache.index import Key, block_keys
+from prefix_cache.cache import block_keys
+from prefix_cache.index import Key
 
 PHASE = "08_prefix_cache"
 BEFORE = "07_chunked_prefill"

@@ -30,7 +30,7 @@ from benchmarks.replay import time_replay
 from benchmarks.workloads import Item, Workload, uniform, workload
 from chunked_prefill import Chunked
 from common.errors import UserError
-from common.sampling.sampler import SamplingFlags
+from common.sampling.metadata import SamplingFlags
 from continuous.seams import SequentialLoop
 from cuda_graphs import Graphs, Overlap, OverlappedLoop
 from cuda_graphs.executors import DecodeGraphExecutor

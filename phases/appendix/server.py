@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
 
+from common.http.limits import Limits
 from common.text.tokenizer import Tokenizer
-from phases.appendix.access.policy import ANY, AccessPolicy
+from phases.appendix.access.cors import ANY
+from phases.appendix.access.policy import AccessPolicy
 from phases.appendix.api.extension import Document, chat_handlers, completion_handlers
-from phases.appendix.connections.connection import NEVER, Connection
 from phases.appendix.embeddings.endpoint import Embeddings
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
@@ -18,8 +16,7 @@ from phases.appendix.observability.metrics import Metrics
 from phases.appendix.protocols.extension import add_protocols
 from serving.app import App
 from serving.client import EngineClient
-from serving.http.limits import Limits
-from serving.http.server import HttpServer
+from serving.endpoints import ServedModel
 
 
 def whole_app(
@@ -32,8 +29,8 @@ def whole_app(
     keys: tuple[str, ...] = (),
     access_log: str = "none",
     limits: Limits | None = None,
+    defaults: Mapping[str, float] | None = None,
     version: str = "0",
-    **server: Any,
 ) -> App:
     """Return the ASGI application that `ladder serve` runs: phase 13's, with the appendix's routes and
     fields.
@@ -43,17 +40,14 @@ def whole_app(
     keys: API keys of which a client must send one; none: no key is needed.
     access_log: a path, "-" for standard error, or "none". limits: on what a client may send; None: the
         defaults.
-    version: of the server. server: further arguments of `App`.
+    defaults: sampling settings of requests that do not set them, by name. version: of the server.
     """
     checked = limits or Limits()
     app = App(
         engine,
-        tokenizer,
-        model,
-        limits=checked,
+        ServedModel(model, tokenizer, checked, defaults or {}),
         completion_handlers=completion_handlers(tokenizer, checked),
         chat_handlers=chat_handlers(tokenizer, checked),
-        **server,
     )
     metrics = Metrics()
     for entry in (
@@ -68,15 +62,3 @@ def whole_app(
     app.add("/api/embed", Embeddings(app.model, ours=False))
     Document(app, version)
     return app
-
-
-def whole_server(app: App, on_ready: Callable[[], None] = lambda: None) -> HttpServer:
-    """Return the HTTP server that `ladder serve` runs; it takes as many connections as the system allows.
-
-    on_ready: called when the engine is ready.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return HttpServer(app, on_ready, http=Connection, timeout_keep_alive=NEVER)

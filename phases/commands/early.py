@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from common.device_names import check_device, check_dtype
 from common.errors import UserError, choice, integer
 from common.models.hub import RANDOM, local
-from common.sampling.params import MODEL, NEUTRAL, SamplingParams
+from common.sampling.defaults import MODEL, NEUTRAL
+from common.sampling.params import SamplingParams
 from phases import check_phase, first_phases, phase_named
 from phases.commands.arguments import METHODS, SCHEMES, joined
 

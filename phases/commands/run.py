@@ -14,7 +14,7 @@ from common.device import pick_device, pick_dtype
 from common.errors import UserError
 from common.models.hub import model_folder
 from common.neighbours import usage, warn
-from common.sampling.params import sampling_defaults
+from common.sampling.defaults import sampling_defaults
 from common.text.tokenizer import Tokenizer
 from common.words import count
 from phases import Phase, phase_named
@@ -55,7 +55,7 @@ def run(given: SimpleNamespace) -> int:
         params, **{name: value for name, value in own.items() if name not in given.said}
     )
     tokenizer = Tokenizer(folder)
-    chat = tokenizer.has_chat_template if given.chat is None else given.chat
+    chat = tokenizer.templates.available if given.chat is None else given.chat
     prompts = given.prompts or [DEFAULT_QUESTION if chat else DEFAULT_PROMPT]
     ids = [
         tokenizer.chat([{"role": "user", "content": t}]) if chat else tokenizer.encode(t)

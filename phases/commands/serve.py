@@ -21,6 +21,7 @@ import uvloop
 
 from common.console import err
 from common.errors import EngineLost, UserError
+from common.http.limits import Limits
 from common.models.hub import RANDOM, stored
 from common.neighbours import Usage, usage
 from common.sockets import listen
@@ -28,7 +29,6 @@ from common.temporary import temporary_folder
 from phases import first_phases
 from phases.commands.arguments import joined
 from phases.commands.served_engine import fetch, make_engine, make_observer
-from serving.http.limits import Limits
 from serving.liveness import EngineProcess
 
 KEY = "LADDER_API_KEY"

@@ -9,16 +9,18 @@ from types import SimpleNamespace
 
 from common.collector import freeze_collector
 from common.console import err, out
-from common.errors import EngineLost, UserError
+from common.errors import EngineLost
 from common.neighbours import Usage, warn
-from common.sampling.params import sampling_defaults
+from common.sampling.defaults import sampling_defaults
 from common.text.tokenizer import Tokenizer
 from phases.appendix.access.options import hosts, names_of, origins
-from phases.appendix.server import whole_app, whole_server
+from phases.appendix.connections.server import HttpServer
+from phases.appendix.server import whole_app
 from phases.commands.arguments import joined
 from phases.commands.plain import version
 from serving.app import App
 from serving.client import EngineClient
+from serving.liveness import StartupError
 
 
 def make_app(engine: EngineClient, folder: Path, given: SimpleNamespace) -> App:
@@ -57,12 +59,11 @@ async def serve(
         EngineLost, UserError: the engine cannot be started.
     """
     app = make_app(engine, folder, given)
-    server = whole_server(app, on_ready=partial(_greet, app, given, begun))
-    await server.serve([listening])
-    if server.failure is not None:
-        if isinstance(server.failure, UserError):
-            raise server.failure
-        raise EngineLost(f"the engine cannot be started: {server.failure}")
+    server = HttpServer(app, on_ready=partial(_greet, app, given, begun))
+    try:
+        await server.serve([listening])
+    except StartupError as error:
+        raise EngineLost(f"the engine cannot be started: {error}") from None
     return server.code
 
 

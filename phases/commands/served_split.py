@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -141,8 +140,6 @@ class SplitEngine(EngineProcess):
         command = completion.command
         del self.prefilling[command.first]
         completion.decoding = True
-        if not self._sinks:
-            self._heard = time.monotonic()  # it had no reason to speak before
         self._sinks[command.first] = completion
         command.wanted = [HANDOVER, *tokens]
         self.tell(command)

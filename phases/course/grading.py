@@ -10,10 +10,11 @@ from typing import Any
 
 from benchmarks.evidence import RESULTS, Evidence
 from common.errors import UserError
+from phases import ROOT
 from phases.course.checking import State, Verdict, check_file
 from phases.course.exercises import Exercise, Question
 from phases.course.fork_server import ForkServer
-from phases.course.hints import logged
+from phases.course.hints import LOG, logged
 from phases.course.making import Copy, about, fingerprint, made_files, opened
 
 EARNED: dict[State, float] = {"passes here": 1.0, "breaks a later phase": 0.5}
@@ -51,7 +52,9 @@ def grade(
     copy = opened(folder)
     if fingerprint(made_files(copy.exercises)) != copy.made_from:
         raise UserError(
-            f"{folder} was made from another version of the course: grade it with that one"
+            f"{folder} was made from another version of the course than this checkout, {ROOT}. "
+            "Check out the commit that it was made from, and grade again. Or make a new copy "
+            f"(`ladder course make`), put your files with functions and {LOG} into it, and grade that"
         )
     scores = []
     for exercise in asked or copy.exercises:

@@ -146,7 +146,7 @@ def test_tokens_of_reasoning_are_counted_wherever_the_text_is_cut() -> None:
     for size in (1, 2, 3, 5, 30):
         reader = ThinkReader(False)
         for at in range(0, len(text), size):
-            reader.read(text[at : at + size], False)
+            reader.answer(text[at : at + size], False)
         whole = [range(at, at + size) for at in range(0, len(text), size)]
         assert reader.reasoning_tokens == sum(bool({7, 8, 9} & set(span)) for span in whole), (
             size

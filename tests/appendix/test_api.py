@@ -74,7 +74,11 @@ def schema_of(schema: Any) -> dict[str, Any]:
             "max_completion_tokens is -1, but must",
         ),
         ({"max_tokens": -1}, "max_tokens", "max_tokens is -1, but must"),
-        ({"temperature": 7}, "temperature", "temperature is 7.0, but must be between 0 and 2"),
+        (
+            {"temperature": 101},
+            "temperature",
+            "temperature is 101.0, but must be between 0 and 100",
+        ),
         (
             {"messages": [{"role": "boss", "content": "a"}]},
             "messages",

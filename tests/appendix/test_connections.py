@@ -12,13 +12,12 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from common.errors import UserError
+from common.http.errors import ApiError
+from common.http.limits import Limits
 from phases.appendix.access.options import hosts, names_of
 from phases.appendix.access.policy import AccessPolicy
-from phases.appendix.connections.connection import NEVER, Connection
-from serving.http.errors import ApiError
-from serving.http.limits import Limits
+from phases.appendix.connections.connection import KEEP_ALIVE_SECONDS, NEVER, Connection
 from serving.http.request import HttpRequest
-from serving.http.server import KEEP_ALIVE_SECONDS
 
 LIMITS = Limits(body_seconds=10.0, max_connections=3, max_header_bytes=1000)
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"

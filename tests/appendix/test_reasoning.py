@@ -10,12 +10,13 @@ import pytest
 from phases.appendix.api.reasoning import ThinkReader, opened
 from phases.appendix.server import whole_app
 from phases.appendix.tools.described import described, with_system
+from phases.appendix.tools.formats import HERMES
+from phases.appendix.tools.reader import CallReader
 from phases.appendix.tools.request import conversation
 from tests.appendix.test_tools import NOW, templated
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback
 
-TRIGGER = "<tool_call>"
 CASES = [  # opened by the template; the output; reasoning; what follows
     (
         False,
@@ -42,10 +43,10 @@ CASES = [  # opened by the template; the output; reasoning; what follows
 @pytest.mark.parametrize(("case", "size"), list(product(CASES, (1, 2, 3, 7, 100))))
 def test_reasoning_is_found_however_the_text_is_cut(case, size):
     begun, text, thought, rest = case
-    reader = ThinkReader(begun, TRIGGER)
+    reader = ThinkReader(begun, CallReader(HERMES))
     pieces = [text[at : at + size] for at in range(0, len(text), size)] or [""]
-    found = [(reader.read(piece, False), reader.take_reasoning()) for piece in pieces[:-1]]
-    found.append((reader.read(pieces[-1], True), reader.take_reasoning()))
+    found = [(reader.answer(piece, False), reader.take_reasoning()) for piece in pieces[:-1]]
+    found.append((reader.answer(pieces[-1], True), reader.take_reasoning()))
     assert "".join(one for _, one in found) == thought
     assert "".join(one for one, _ in found) == rest
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from common.errors import UserError
+from common.http.errors import ApiError
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer
 from forward.loading import random_model
@@ -24,7 +25,6 @@ from phases.appendix.server import whole_app
 from phases.appendix.tools.formats import HERMES, LLAMA, CallFormat, format_of
 from phases.appendix.tools.reader import CallReader
 from phases.appendix.tools.request import conversation, refusal
-from serving.http.errors import ApiError
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import make_with_grammars as make_with_grammars
@@ -148,7 +148,7 @@ def test_calls_are_found_however_the_text_is_cut(name, size):
     content = ""
     pieces = dict[int, str]()
     for at in range(0, len(text), size):
-        for delta in reader.read(text[at : at + size], at + size >= len(text)):
+        for delta in reader.deltas(text[at : at + size], at + size >= len(text)):
             content += delta.get("content", "")
             for call in delta.get("tool_calls", ()):
                 place = call["index"]
@@ -178,7 +178,7 @@ def test_text_without_calls_is_left_as_it_is(name):
             deltas = [
                 delta
                 for n, p in enumerate(pieces)
-                for delta in reader.read(p, n == len(pieces) - 1)
+                for delta in reader.deltas(p, n == len(pieces) - 1)
             ]
             found = "".join(delta["content"] for delta in deltas)
             assert found == text and not reader.calls, (
@@ -190,7 +190,7 @@ def test_a_call_that_was_cut_off_is_not_complete():
     whole = written(HERMES, [("now", '{"a": {}}')])
     for cut in range(len(whole)):
         reader = CallReader(HERMES)
-        reader.read(whole[:cut], True)
+        reader.deltas(whole[:cut], True)
         assert reader.complete == (cut >= whole.index("{}}") + 3), f"cut after {whole[:cut]!r}"
 
 
@@ -239,7 +239,7 @@ def test_conversations_with_calls(tokenizer):
         {"role": "assistant", "content": "noon", "tool_calls": None, "audio": None},
     ]
     made = conversation(said)
-    shown = tokenizer.chat_template.conversation(made)
+    shown = tokenizer.templates.plain.conversation(made)
     assert made[1]["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
     for place, field in ((1, "refusal"), (1, "annotations"), (3, "tool_calls"), (3, "audio")):
         assert field not in shown[place], (

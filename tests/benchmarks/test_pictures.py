@@ -8,15 +8,19 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.pictures import DRAWN, draw
-from benchmarks.pictures.structured import stacks
 from benchmarks.pictures.svg import WIDTH, Picture
 from phases import ROOT, Phase
+from prefix_cache.radix import Node, RadixIndex
 
 SVG = "{http://www.w3.org/2000/svg}"
 LETTER = 0.56
 """Of the size of a font, the width of a letter in the mean, in a wide font."""
 BY_OTHERS = {"life"}
 """Pictures with a program of their own."""
+
+
+def lesson(name: str) -> str:
+    return (ROOT / "phases" / name / "README.md").read_text(encoding="utf-8")
 
 
 def flaws(picture: Picture) -> Iterator[str]:
@@ -51,7 +55,7 @@ def flaws(picture: Picture) -> Iterator[str]:
 @pytest.mark.parametrize("phase", DRAWN, ids=lambda phase: phase.name)
 def test_pictures_are_what_the_engine_does(phase: Phase) -> None:
     drawn = draw(phase.package)
-    lesson = (phase.folder / "README.md").read_text(encoding="utf-8")
+    text = lesson(phase.name)
     for name, picture in drawn.items():
         file = phase.folder / f"{name}.svg"
         kept = file.read_text(encoding="utf-8") if file.exists() else ""
@@ -59,17 +63,36 @@ def test_pictures_are_what_the_engine_does(phase: Phase) -> None:
             f"{phase.name}: the engine does not do what {name}.svg shows; "
             f"python -m benchmarks.pictures {phase.number:02} draws it again"
         )
-        assert f"]({name}.svg)" in lesson, (
-            f"the lesson of {phase.name} does not show {name}.svg"
-        )
+        assert f"]({name}.svg)" in text, f"the lesson of {phase.name} does not show {name}.svg"
         assert list(flaws(picture)) == [], f"{phase.name}: {name}.svg"
     left = {file.stem for file in phase.folder.glob("*.svg")} - set(drawn) - BY_OTHERS
     assert not left, f"{phase.name}: nobody draws {sorted(left)}"
 
 
-def test_the_lesson_names_the_states_of_the_stack() -> None:
-    """Where the array of the picture begins, and what lies below it."""
-    (after_colon,) = (states for text, states, _ in stacks() if text.endswith(":"))
-    below, top = after_colon
-    lesson = (ROOT / "phases/12_structured/README.md").read_text(encoding="utf-8")
-    assert f"begins in state {top}. State {below} lies below state {top}:" in lesson
+def test_the_text_of_five_calls_is_what_the_tree_does() -> None:
+    index = RadixIndex()
+
+    def nodes() -> str:
+        def says(node: Node) -> str:
+            words = f"{b''.join(node.keys).decode()} {node.pins} pin{'s' * (node.pins != 1)}"
+            below = " and ".join(says(child) for child in node.children.values())
+            return f"{words}, below it {below}" if below else words
+
+        (root,) = index.roots
+        return " and ".join(says(child) for child in root.children.values())
+
+    def keys(letters: str) -> list[bytes]:
+        return [letter.encode() for letter in letters]
+
+    first, _, _ = index.extend(index.attach([], ""), keys("abcd"), [0, 1, 2, 3])
+    lines = ['extend(root, "abcd", [0, 1, 2, 3])'.ljust(38) + nodes()]
+    second = index.attach(keys("ab"), "")
+    lines.append('attach("ab")'.ljust(38) + nodes())
+    second, _, _ = index.extend(second, keys("xy"), [4, 5])
+    lines.append('extend(cursor 2, "xy", [4, 5])'.ljust(38) + nodes())
+    index.detach(first)
+    lines.append("detach(cursor 1)".ljust(38) + nodes())
+    index.detach(second)
+    freed = " ".join(map(str, index.evict(3)))
+    lines.append("detach(cursor 2), evict(3)".ljust(38) + nodes() + f"; evicted: {freed}")
+    assert "\n".join(lines) in lesson("08_prefix_cache")

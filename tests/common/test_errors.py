@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from common.errors import UserError, choice, integer, number, one_line, shown, text
+from common.error_lines import one_line
+from common.errors import UserError, choice, integer, number, shown, text
 from common.sampling.params import SamplingParams
 
 HUGE = 10**5000

@@ -17,7 +17,7 @@ from common.models.checkpoint import load_weights
 from common.models.config import ModelConfig
 from common.models.fields import MOST_BYTES
 from common.models.gguf_import import import_gguf
-from common.sampling.params import sampling_defaults
+from common.sampling.defaults import sampling_defaults
 from common.text.tokenizer import Tokenizer
 from common.text.tokenizer_files import (
     MOST_TEMPLATE_BYTES,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import UserError
-from common.sampling import ops
+from common.sampling import noise
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampled, Sampler, TokenBitmask
@@ -176,14 +176,14 @@ def test_splitmix64_is_the_published_one() -> None:
         4593380528125082431,
     ]
     assert splitmix64_stream(1234567, 4) == known
-    assert ops.splitmix64(1234567) == known[0]
+    assert noise.splitmix64(1234567) == known[0]
 
 
 def test_noise_is_the_defined_one() -> None:
     for seed, step in ((0, 0), (1, 0), (5, 1000), ((1 << 64) - 1, 7)):
-        keys, steps = torch.tensor([ops.stream_key(seed)]), torch.tensor([step])
+        keys, steps = torch.tensor([noise.stream_key(seed)]), torch.tensor([step])
         found = -(
-            -ops.negative_exponentials(keys, steps, torch.arange(3000, dtype=torch.int32))[0]
+            -noise.negative_exponentials(keys, steps, torch.arange(3000, dtype=torch.int32))[0]
         ).log()
         expected = gumbel(seed, step, 3000)
         # 1 - v is a multiple of 2**-24, which shows only where it is small: where the noise is lowest.
@@ -201,12 +201,12 @@ def correlated(one: Tensor, other: Tensor) -> None:
 def test_noise_of_neighbouring_tokens_steps_and_seeds_is_independent() -> None:
     ids = torch.arange(3000, dtype=torch.int32)
 
-    def noise(seeds: Sequence[int], steps: Sequence[int]) -> Tensor:
-        keys = torch.tensor([ops.stream_key(seed) for seed in seeds])
-        lower, upper = ops.random_words(keys, torch.tensor(steps)).split(1, dim=1)
-        return ops.noise_bits(upper, lower, ids)
+    def bits_of(seeds: Sequence[int], steps: Sequence[int]) -> Tensor:
+        keys = torch.tensor([noise.stream_key(seed) for seed in seeds])
+        lower, upper = noise.random_words(keys, torch.tensor(steps)).split(1, dim=1)
+        return noise.noise_bits(upper, lower, ids)
 
-    by_step, by_seed = noise([3] * 40, range(40)), noise(range(40), [0] * 40)
+    by_step, by_seed = bits_of([3] * 40, range(40)), bits_of(range(40), [0] * 40)
     for distance in (1, 2, 3, 16, 256, 1024):
         correlated(by_step[:, distance:], by_step[:, :-distance])
     correlated(by_step[1:], by_step[:-1])

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from common.errors import UserError
-from common.sampling.params import FIELDS, SamplingParams, sampling_defaults
+from common.sampling.defaults import FIELDS, sampling_defaults
+from common.sampling.params import SamplingParams
 
 
 def put(folder, **content) -> None:

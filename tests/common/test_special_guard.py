@@ -26,7 +26,7 @@ def tokenizer(request) -> Tokenizer:
 
 
 def rendered(tokenizer: Tokenizer, messages) -> str:
-    template = tokenizer.chat_template
+    template = tokenizer.templates.plain
     return template.render(template.conversation(messages), add_generation_prompt=True)
 
 

@@ -56,7 +56,14 @@ def above(modules: list[str], number: int) -> list[str]:
     return [name for name in modules if name.split(".")[0] in later or name in entries]
 
 
-@pytest.mark.parametrize("number", ["01", "03", "04", "05", "09"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        "01",
+        "05",
+        *(pytest.param(other, marks=pytest.mark.slow) for other in ("03", "04", "09")),
+    ],
+)
 def test_running_a_rung_imports_nothing_above_it(number: str) -> None:
     modules = loaded(LOADED, number)
     assert not above(modules, int(number))

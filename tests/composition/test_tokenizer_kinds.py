@@ -319,7 +319,7 @@ def test_tokens_are_spelled_as_the_text_has_them(kit: Kit) -> None:
         stream = Detokenizer(kit.tokenizer, after=prompt)
         begins, data = stream.begins, b""
         text = "".join(map(stream.push, tokens)) + stream.incomplete()
-        choice = SimpleNamespace(begins=begins, tokens=tokens)
+        choice = SimpleNamespace(stream=SimpleNamespace(begins=begins), tokens=tokens)
         for place, token in enumerate(tokens):
             data += b"" if token in special else spelled(kit.tokenizer, choice, place, token)
         assert "\ufffd" in text or data.decode() == text

@@ -173,6 +173,16 @@ def _row(proof: Proof) -> str:
     return f"| {one.id} | {one.title} | {names} | {one.points} | {max(1, proof.seconds):.0f} s | {fates} |"
 
 
+def short(name: str, phase: Phase) -> str:
+    """A method's name without its class, unless exercises of the phase ask for two of this name."""
+    asked = [
+        function for one in exercises() if one.phase is phase for function in one.functions
+    ]
+    last = name.rpartition(".")[2]
+    twice = sum(function.rpartition(".")[2] == last for function in asked) > 1
+    return name if twice else last
+
+
 def block(phase: Phase) -> str:
     """The exercises of a phase as its lesson lists them."""
     lines = [
@@ -184,7 +194,7 @@ def block(phase: Phase) -> str:
     ]
     for one in exercises():
         if one.phase is phase:
-            names = ", ".join(f"`{name.rpartition('.')[2]}`" for name in one.functions)
+            names = ", ".join(f"`{short(name, phase)}`" for name in one.functions)
             lines.append(f"| {one.id} | {one.title}: {names} | {one.points} |")
     asked = [one for one in questions() if one.phase is phase]
     if asked:

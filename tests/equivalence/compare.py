@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.events import Completion
-from common.sampling import ops
+from common.sampling import noise
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
 from forward.attention import RecomputeAttention
@@ -40,11 +40,11 @@ def margin(model: Model, tokens: Sequence[int]) -> float:
 def perturbed(logits: Tensor, temperature: float, key: int, step: int) -> Tensor:
     """`logits [V]` / temperature + Gumbel noise, in float64: of these the sampler takes the largest.
 
-    key: `common.sampling.ops.stream_key` of the request's seed. step: output tokens before this one.
+    key: `common.sampling.noise.stream_key` of the request's seed. step: output tokens before this one.
     """
     ids = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
     keys, steps = (torch.tensor([number], device=logits.device) for number in (key, step))
-    exponential = -ops.negative_exponentials(keys, steps, ids)[0].double()
+    exponential = -noise.negative_exponentials(keys, steps, ids)[0].double()
     return logits.double() / temperature - exponential.log()
 
 
@@ -74,7 +74,7 @@ def sampled_margin(
     if plan.draws:
         kept = sampler.weigh(x, rows, plan.features)[0] > 0
         unit = params.temperature
-        scores = perturbed(x[0], unit, ops.stream_key(seed), step)
+        scores = perturbed(x[0], unit, noise.stream_key(seed), step)
     values, ids = scores.masked_fill(~kept, -torch.inf).topk(2)
     first, gap = int(ids[0]), float(values[0] - values[1]) * unit
     if not bool(kept.all()):

@@ -25,9 +25,9 @@ from common.events import generate
 from common.interrupts import uninterrupted
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.attention import group
 from continuous.cache import RowCache
 from continuous.engine import Engine
+from continuous.groups import group
 from continuous.policies import POLICIES
 from continuous.rows import RequestRows
 from continuous.scheduler import Scheduler
@@ -184,7 +184,7 @@ def test_a_request_is_not_readmitted_while_a_token_is_in_flight() -> None:
     engine, _ = fake(2)
     (request,) = engine.add([1, 2, 3], greedy(5, seed=0))
     engine.process_inbox()
-    pending = engine.launch(engine.scheduler.schedule())
+    pending = engine.sample(engine.forward(engine.scheduler.schedule()))
     assert pending is not None
     engine.scheduler.leave(request)  # preempted, as a later phase does
     request.num_computed_tokens = 0

@@ -142,7 +142,7 @@ def test_admission_counts_blocks_promised_in_the_same_step() -> None:
     engine.process_inbox()
     works = engine.scheduler.schedule()
     assert [work.request for work in works] == [first]  # three blocks each, five in all
-    engine.collect(engine.launch(works))
+    engine.collect(engine.sample(engine.forward(works)))
     assert engine.scheduler.cache.free == 5
     finish(engine)
     assert (
@@ -201,7 +201,7 @@ def test_preemption_is_counted_and_gives_everything_back() -> None:
     first, second = (engine.add([n + 1] * 4, greedy(6, seed=n))[0] for n in range(2))
     engine.step()
     scheduler = engine.scheduler
-    pending = engine.launch(scheduler.schedule())
+    pending = engine.sample(engine.forward(scheduler.schedule()))
     held = scheduler.cache.free
     scheduler.preempt(first)
     assert first.preemptions == 1 and scheduler.preemptions == 1, "a preemption is not counted"
@@ -216,7 +216,7 @@ def test_preemption_is_counted_and_gives_everything_back() -> None:
         "its token is in flight, and nobody overtakes it"
     )
     engine.collect(pending)
-    engine.collect(engine.launch(works))
+    engine.collect(engine.sample(engine.forward(works)))
     # Back before the request that came after it, with both tokens that it had got.
     works = scheduler.schedule()
     assert [(w.request, w.start, w.count) for w in works] == [
@@ -224,7 +224,7 @@ def test_preemption_is_counted_and_gives_everything_back() -> None:
         (first, 0, 6),
         (later, 0, 2),
     ]
-    engine.collect(engine.launch(works))
+    engine.collect(engine.sample(engine.forward(works)))
     finish(engine)
     assert first.output_ids == expected_tokens([1] * 4, first.params, 0, MAX_LEN)
 

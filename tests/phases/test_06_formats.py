@@ -14,8 +14,7 @@ from continuous.rows import RequestRows
 from forward.attention import LayerSpec
 from forward.shapes import SHAPES
 from paged_cache import BlockPool, KVFormat, LayerBlocks, PagedCache, TorchPagedAttention
-from paged_cache.attention import PagedAttention
-from paged_cache.pool import encode
+from paged_cache.attention import PagedAttention, encode
 from paged_cache.reference import paged_attention
 from tests.paged_batches import (
     DEVICE,

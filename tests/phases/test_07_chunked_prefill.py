@@ -66,7 +66,7 @@ def step(engine: Any) -> dict[Request, int]:
     """One step; how many tokens of each request it computes."""
     engine.process_inbox()
     works = engine.scheduler.schedule()
-    engine.collect(engine.launch(works))
+    engine.collect(engine.sample(engine.forward(works)))
     engine.take_outputs()
     return {work.request: work.count for work in works}
 
@@ -170,7 +170,7 @@ def test_siblings_do_not_fork_before_every_chunk_has_landed() -> None:
     works = scheduler.schedule()
     assert scheduler.schedule() == [], "siblings fork, though the first chunk may still fail"
     assert len(scheduler.running) == 1 and len(first.siblings) == 2
-    engine.collect(engine.launch(works))
+    engine.collect(engine.sample(engine.forward(works)))
     (work,) = scheduler.schedule()
     assert (work.start, work.count, len(work.sampled_requests)) == (8, 4, 3)
 

@@ -17,7 +17,7 @@ from common.events import generate
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
 from prefix_cache import HashIndex, PrefixCache, PrefixIndex, RadixIndex
-from prefix_cache.index import block_keys
+from prefix_cache.cache import block_keys
 from tests.fuzz.machines import INDEXES, machine, paged_engine
 from tests.schedules import (
     MAX_LEN,

@@ -590,7 +590,7 @@ def test_the_host_does_not_wait_for_the_step_it_launches() -> None:
         engine.step()
     works = engine.scheduler.schedule()
     started = time.perf_counter()
-    pending = engine.launch(works)
+    pending = engine.sample(engine.forward(works))
     launched = time.perf_counter() - started
     assert pending is not None
     torch.cuda.synchronize()

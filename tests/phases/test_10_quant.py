@@ -19,8 +19,8 @@ from forward.attention import RecomputeAttention
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
+from paged_cache.attention import encode
 from paged_cache.memory import weight_bytes
-from paged_cache.pool import encode
 from quant import awq, gptq, rtn
 from quant.formats import INT4, SCHEMES
 from quant.kv import KV_DTYPES, head_scales, sample

@@ -25,8 +25,8 @@ from common.errors import UserError
 from common.events import Completion
 from common.models.hub import model_folder
 from common.request import Request
+from common.sampling.metadata import SamplingFlags
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import SamplingFlags
 from common.text.tokenizer import Tokenizer
 from continuous.runner import OutputVerifier, Results, Token
 from continuous.seams import NO_DRAFTS

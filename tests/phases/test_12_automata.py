@@ -16,7 +16,7 @@ import pytest
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from structured.automata.backend import AutomataBackend
-from structured.automata.dfa import Dfa, compile, determinize
+from structured.automata.dfa import Dfa, compile, determinize, minimize
 from structured.automata.json_schema import rules_of
 from structured.automata.nfa import Nfa, utf8
 from structured.automata.nodes import Alt, Call, Cat, literal
@@ -94,6 +94,26 @@ def test_patterns_match_what_pythons_do(pattern: str) -> None:
 def test_automata_are_as_small_as_can_be(pattern: str, states: int) -> None:
     found = len(compile(parse(pattern)).table)
     assert found == states, f"{pattern!r} needs {states} states, not {found}"
+
+
+def test_the_lesson_s_table_of_states_is_what_the_three_steps_make() -> None:
+    def states(dfa: Dfa) -> list[int]:
+        found = list[int]()
+        for text in (b"", b"a", b"ab", b"aba", b"abd"):
+            state = 0
+            for byte in text:
+                state = int(dfa.table[state, byte])
+            found.append(state)
+        return found
+
+    nfa = Nfa(parse("(ab|c)+d"))
+    edges = [{chr(low): target for low, _, target in edges} for edges in nfa.edges]
+    assert edges == [{"a": 4, "c": 3}, {}, {"d": 1}, {}, {"b": 3}, {"a": 6, "c": 5}, {"b": 5}]
+    assert nfa.free == [[], [], [], [5], [], [2], []]
+    large = determinize(nfa)
+    assert states(large) == [0, 1, 2, 3, 4]
+    assert len(large.table) == 5, "a set has a state that reads nothing and is not the end"
+    assert states(minimize(large)) == [0, 1, 2, 1, 3]
 
 
 def test_no_two_states_are_alike() -> None:

@@ -328,8 +328,12 @@ def make(model: Model | str, **options: Any) -> PagedEngine:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", ["tiny", "tiny-window"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "shape", ["tiny", pytest.param("tiny-window", marks=pytest.mark.slow)]
+)
 def test_a_request_has_the_same_bits_in_every_company_and_engine(
     shape: str, dtype: str
 ) -> None:
@@ -556,7 +560,8 @@ def as_decodes(
     return out
 
 
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 20])
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 20])
 def test_one_query_token_and_many_get_the_same_bits(kernels: Any, window: int | None) -> None:
     expected = as_prompt(kernels, window=window)
     assert same_bits(as_prompt(kernels, 16, [7, 40], window), expected)

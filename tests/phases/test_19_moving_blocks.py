@@ -41,7 +41,7 @@ from moving_blocks.rule import LoadRule, PrefillCost
 from moving_blocks.tiers import TieredConnector
 from paged_cache import BlockPool, KVFormat, PagedEngine, PagedSizes, Recipe, build
 from prefix_cache import Prefix
-from prefix_cache.index import block_keys
+from prefix_cache.cache import block_keys
 from speculative import Speculate
 from tests.schedules import failures_expected, greedy
 

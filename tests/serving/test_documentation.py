@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from common.http.limits import Limits
 from phases import ROOT
 from phases.appendix.observability.exposition import lines
 from phases.appendix.server import whole_app
 from phases.cli import app
 from phases.commands.flags import add_engine_flags
 from serving.client import EngineClient
-from serving.http.limits import Limits
 from tests.servers import tokenizer_for
 from tests.serving_kit import metrics
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from serving.app import App
 from serving.client import EngineClient
+from serving.endpoints import ServedModel
 from serving.messages import Ready
 from tests.servers import Client
 from tests.serving_kit import tokenizer as tokenizer
@@ -13,7 +14,7 @@ READY = Ready(64, 257, 4, 8, 16, "fcfs")
 
 def params(tokenizer, defaults, **fields):
     """The settings of a completion by a server with these defaults."""
-    app = App(EngineClient(), tokenizer, "tiny", defaults=defaults)
+    app = App(EngineClient(), ServedModel("tiny", tokenizer, defaults=defaults))
     http = Client(app).request("/v1/completions", {}).http()
     return (
         app.endpoints["/v1/completions"].parse(http, {"prompt": "a", **fields}, READY).params

@@ -17,10 +17,10 @@ from tests.servers import Client
 from tests.serving_kit import make_with_grammars as make_with_grammars
 from tests.serving_kit import tokenizer as tokenizer
 
-MOST_FILES = 55
-MOST_LINES = 9_545
-MOST_FUNCTIONS = 358
-"""Of both processes; 44 of the files are of common and of phases 01 to 12.
+MOST_FILES = 53
+MOST_LINES = 8_753
+MOST_FUNCTIONS = 344
+"""Of both processes; 43 of the files are of common and of phases 01 to 12.
 
 They may only shrink: the aim is 55, 7,000 and 300.
 """

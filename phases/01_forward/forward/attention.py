@@ -44,6 +44,8 @@ def causal_mask(
 ) -> Tensor:
     """Return which keys each query may see: none from the future, none outside the window.
 
+    The query at position ``p`` sees the keys at ``p - window + 1 .. p``.
+
     Args:
         query_positions: ``[..., S]``.
         key_positions: ``[..., L]``. The mask is not square once keys outnumber queries, so it is computed
@@ -90,9 +92,9 @@ def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
     scores = scores.view(*scores.shape[:-2], groups, length, k.shape[-2]).float()
     if mask is not None:
         scores = scores.masked_fill(~mask.unsqueeze(-3), float("-inf"))
-    weights = softmax(scores, layer.sinks).to(
-        v.dtype
-    )  # in float32: half precision is too coarse
+    # Softmax is in float32, because bfloat16 rounds sums of many weights; then the weights take the
+    # dtype of the values, because both factors of a matrix product need the same.
+    weights = softmax(scores, layer.sinks).to(v.dtype)
     out = weights.flatten(-3, -2) @ v  # [..., KH, G*S, D]
     return out.view(*q.shape)
 
@@ -105,8 +107,7 @@ class RecomputeAttention:
         sequence.
         """
         positions = torch.arange(q.shape[-3], device=q.device)
-        mask = causal_mask(positions, positions, layer.sliding_window).unsqueeze(
-            -3
-        )  # [1, S, S]
+        mask = causal_mask(positions, positions, layer.sliding_window)  # [S, S]
+        mask = mask.unsqueeze(-3)  # [1, S, S]: one mask for all heads
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))  # heads before tokens
         return attend(layer, q, k, v, mask).transpose(-3, -2)

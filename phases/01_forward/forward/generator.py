@@ -84,12 +84,15 @@ class Generator:
         index: the prompt's number. sample: which of its `n` completions. prompt: token ids. params: checked
             before.
 
-        A completion that may have no token is one event without one, with the reason "length". Otherwise
-        `begin` is called once, row 0 of the sampler is set, and `_next` samples token n with step n, from 0.
+        `output_limit` gives the most tokens. If it is 0, one event has no token and the reason "length".
+        Otherwise `begin` is called once, and `self.sampler.set_row(0, ...)` gets `params`, the prompt,
+        `eos_ids` (`self.model.config.eos_token_ids`) and `sample`. For token n, counted from 0,
+        `_next(tokens, n)` returns a `Sampled`: `int(sampled.tokens[0])` is the token, and
+        `sampled.logprob(0)` belongs to its event.
 
-        `finish_reason` says whether a token ends it. With stop strings and a tokenizer a `TextStream` has the
-        last word: `advance(token, reason)` returns the reason, which becomes "stop" when the text ends, and
-        the piece of text for the event.
+        `finish_reason` gets the number of tokens generated so far and returns why this token is the last one,
+        or None. With stop strings and a tokenizer, `TextStream.advance(token, reason)` decides: it returns
+        the reason, which is "stop" if the text has ended, and the piece of text for the event.
         """
         tokens, eos = list(prompt), self.model.config.eos_token_ids
         limit = output_limit(len(prompt), params, self.model.max_len)

@@ -79,7 +79,9 @@ class Model(nn.Module, ABC):
     def tie_weights(self) -> None:
         """Make the output head the same parameter as the input embedding, if the configuration ties them.
 
-        `TIED` names both by their paths, such as ``lm_head.weight``.
+        `TIED` names both by their paths. In ``lm_head.weight``, ``lm_head`` is the module
+        (`get_submodule`), and ``weight`` its attribute. `setattr` replaces this attribute by the embedding's
+        parameter (`get_parameter`).
         """
         if self.config.tie_word_embeddings:
             for head, embedding in self.TIED.items():

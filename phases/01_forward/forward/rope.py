@@ -18,7 +18,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Return the radians that each pair turns per token: ``[D/2]`` float32, from 1 down to about ``1/theta``.
 
     Pair i turns ``theta ** -(2 i / D)``. A longer context scales this: ``rope.kind`` "linear" divides by
-    ``rope.factor``, and `scaled` does every other kind. Made on the device "cpu" by name: a model is built
+    ``rope.factor``, and `scaled` does every other kind. ``rope.share`` is not used: the caller has already
+    multiplied ``head_dim`` by it. Made on the device "cpu" by name: a model is built
     on the device "meta", where tensors have no values.
     """
     exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim

@@ -50,9 +50,9 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Return `frequencies [D/2]` with Llama 3.1's scaling: a slow pair's frequency is divided by ``factor``,
     a fast one's is not.
 
-    A pair is slow when it turns fewer than ``low_freq_factor`` times within the original context and fast
-    when it turns more than ``high_freq_factor`` times. Between them the frequency is a mixture of both,
-    whose shares are linear in the number of turns.
+    Within the original context, a pair turns ``original_max_position * frequency / (2 pi)`` times. It is slow
+    if it turns fewer than ``low_freq_factor`` times, and fast if more than ``high_freq_factor`` times.
+    Between them the frequency is a mixture of both, whose shares are linear in the number of turns.
     """
     turns = (
         rope.original_max_position * frequencies / (2 * math.pi)

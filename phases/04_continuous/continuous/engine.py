@@ -236,10 +236,6 @@ class Engine:
         self._marks.enter_context(marked(works))
         return works
 
-    def launch(self, works: list[Work]) -> Pending | None:
-        """Launch a step of these works, and return its pending results; None if it is empty or failed."""
-        return self.sample(self.forward(works))
-
     def forward(self, works: list[Work]) -> Forwarded | None:
         """Launch a step's forward pass, and return it unsampled; None if the step is empty or has failed."""
         if not works:

@@ -12,14 +12,8 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.request import Request
-from common.sampling.sampler import (
-    TORCH,
-    Sampled,
-    Sampler,
-    SamplerBackend,
-    SamplingMetadata,
-    TokenBitmask,
-)
+from common.sampling.metadata import SamplingMetadata
+from common.sampling.sampler import TORCH, Sampled, Sampler, SamplerBackend, TokenBitmask
 from continuous.batch import Batch, HostBatch
 from continuous.rows import RequestRows
 from continuous.work import Work

@@ -67,7 +67,7 @@ class SequentialLoop:
 
     def advance(self, engine: Engine) -> None:
         """Launch the engine's next step, wait for it, and append its tokens to their requests."""
-        pending = engine.launch(engine.schedule())
+        pending = engine.sample(engine.forward(engine.schedule()))
         if pending is not None:
             engine.collect(pending)
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from continuous.attention import (
+from continuous.batch import Batch
+from continuous.groups import (
     PADDING_PER_CALL,
     Group,
     attend_masked,
@@ -18,9 +19,22 @@ from continuous.attention import (
     prompt_attention,
     prompt_groups,
 )
-from continuous.batch import Batch
 from forward.attention import LayerSpec
-from paged_cache.pool import BlockPool, LayerBlocks, encode
+from paged_cache.pool import BlockPool, LayerBlocks, largest
+
+
+def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return keys or values `x [..., KH, D]` as they are stored: divided by `scale [KH]`, within `dtype`'s
+    range.
+
+    scale: None: only the dtype changes.
+    """
+    if scale is None:
+        return x.to(dtype)
+    x = x.float() / scale[:, None]
+    if not dtype.is_floating_point:
+        x = (x + 0.5).floor()
+    return x.clamp(-largest(dtype), largest(dtype)).to(dtype)
 
 
 @dataclass(frozen=True)

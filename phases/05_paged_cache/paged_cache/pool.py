@@ -64,20 +64,6 @@ class KVFormat:
         return block_size * config.kv_bytes_per_token(self.dtype_for(model_dtype))
 
 
-def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return keys or values `x [..., KH, D]` as they are stored: divided by `scale [KH]`, within `dtype`'s
-    range.
-
-    scale: None: only the dtype changes.
-    """
-    if scale is None:
-        return x.to(dtype)
-    x = x.float() / scale[:, None]
-    if not dtype.is_floating_point:
-        x = (x + 0.5).floor()
-    return x.clamp(-largest(dtype), largest(dtype)).to(dtype)
-
-
 def largest(dtype: torch.dtype) -> float:
     """Return the largest number that scaled keys and values are stored as in `dtype`; the smallest is minus
     that.
@@ -147,7 +133,7 @@ class BlockPool:
         """Update which blocks each group of layers uses: nothing here, where all layers share one block
         table.
 
-        Phase 17 overrides it. moves: what `PagedCache.take_moves` returned, here None.
+        Phase 17 overrides it. moves: what `PagedCache.take_moves` returned, if that is not None.
         """
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:

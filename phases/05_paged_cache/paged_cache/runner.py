@@ -116,7 +116,8 @@ class PagedRunner(Runner):
         step. works: its requests and tokens.
         """
         super().refresh(works)
-        self.attention.pool.regroup(self.cache.take_moves(works))
+        if (moves := self.cache.take_moves(works)) is not None:
+            self.attention.pool.regroup(moves)
         if (fresh := self.cache.take_fresh()) and self.attention.pool.stained:
             self.attention.pool.wipe(fresh)
         if copies := self.cache.take_copies():

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from common.request import Request
 from paged_cache.cache import PagedCache
-from prefix_cache.index import Key, Match, PrefixIndex, block_keys
+from prefix_cache.index import Key, Match, PrefixIndex
+
+
+def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> list[Key]:
+    """Return the keys (the tokens) of the full blocks of `block_size` tokens, in order, without a partial
+    last one.
+    """
+    width = 4 * block_size
+    raw = np.asarray(tokens, np.int32).tobytes()
+    return [raw[at : at + width] for at in range(0, len(raw) - width + 1, width)]
 
 
 @dataclass

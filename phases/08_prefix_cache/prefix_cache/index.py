@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 Key = bytes
 """The tokens of one full block, as bytes: equal keys are equal tokens."""
-
-
-def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> list[Key]:
-    """Return the keys (the tokens) of the full blocks of `block_size` tokens, in order, without a partial
-    last one.
-    """
-    width = 4 * block_size
-    raw = np.asarray(tokens, np.int32).tobytes()
-    return [raw[at : at + width] for at in range(0, len(raw) - width + 1, width)]
 
 
 class Match(NamedTuple):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.sampling.sampler import Sampler, SamplingFlags, SamplingMetadata
+from common.sampling.metadata import SamplingFlags, SamplingMetadata
+from common.sampling.sampler import Sampler
 from continuous.batch import Ints
 from continuous.rows import RequestRows
 from cuda_graphs.batch import fixed_batch

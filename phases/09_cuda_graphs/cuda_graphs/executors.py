@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from common.sampling.sampler import SamplingFlags
+from common.sampling.metadata import SamplingFlags
 from continuous.batch import HostBatch, Ints
 from continuous.runner import Forwarded
 from continuous.work import Work

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from common.progress import bar
-from common.sampling.sampler import Sampled, SamplingMetadata
+from common.sampling.metadata import SamplingMetadata
+from common.sampling.sampler import Sampled
 from continuous.batch import Batch
 from continuous.rows import RequestRows
 from continuous.runner import Forwarded, Pending

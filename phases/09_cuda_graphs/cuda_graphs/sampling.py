@@ -20,9 +20,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from common.sampling.ops import HASH_1, HASH_2, NAN_TOKEN, NOISE_UNIT
-from common.sampling.rows import KEY, TEMPERATURE, TRUNCATION, SamplingFlags
-from common.sampling.sampler import Sampler, SamplerBackend, SamplingMetadata
+from common.sampling.metadata import TRUNCATION, SamplingFlags, SamplingMetadata
+from common.sampling.noise import HASH_1, HASH_2, NOISE_UNIT
+from common.sampling.ops import NAN_TOKEN
+from common.sampling.rows import KEY, TEMPERATURE
+from common.sampling.sampler import Sampler, SamplerBackend
 
 CHUNK = 4096
 _INF = tl.constexpr(float("inf"))

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from common.sampling.sampler import SamplingFlags, SamplingMetadata
+from common.sampling.metadata import SamplingFlags, SamplingMetadata
 from continuous.batch import HostBatch, Ints
 from continuous.runner import Forwarded
 from continuous.work import Work

@@ -1,4 +1,4 @@
-"""Phase 12: structured output. Tokens that would leave a grammar are masked, so the output always parses.
+"""Phase 12: structured output. Tokens that would leave a grammar are masked.
 
 `PRESET`, `load`, `LLM` and `Structured` are imported when they are used: a server reads patterns without
 PyTorch.

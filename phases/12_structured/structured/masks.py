@@ -159,6 +159,9 @@ class AutomataGrammarManager(GrammarManager):
         """Return the bit masks of all samples of a step that have a grammar, copied to the device; None if
         none has.
 
+        A request whose grammar cannot be followed fails (`_fail`) and has no masks. `hold_back` forbids the
+        end tokens that are `held`. `positions` has the index of each mask's sample among all samples.
+
         works: the step's requests and tokens.
         """
         found: list[Words] = []

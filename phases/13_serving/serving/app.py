@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from common.errors import UserError
+from common.http.errors import ApiError, ErrorForm, wrong
 from common.json_text import FieldError, decode_object
-from common.text.tokenizer import LONG, Tokenizer
+from common.text.tokenizer import LONG
 from serving.client import EngineClient
-from serving.completion import ChoiceGroup, serve
+from serving.completion import serve
 from serving.endpoints import ChatEndpoint, CompletionEndpoint, Endpoint, ServedModel
-from serving.http.errors import ApiError, ErrorForm, wrong
-from serving.http.limits import Limits
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 from serving.messages import Ready
 from serving.parsed import FieldHandler, ParsedRequest
 
 log = logging.getLogger(__name__)
 
-UNREAD = (408, 413, 415)
-"""Statuses of bodies that are not worth reading to their end."""
 Route = Callable[[HttpRequest], Awaitable[None]]
 T = TypeVar("T")
 
@@ -38,8 +34,7 @@ T = TypeVar("T")
 class App:
     """An ASGI application that serves HTTP requests with an engine.
 
-    model: the name that clients know it by. limits: None: the default `Limits`.
-    defaults: sampling settings of requests that do not set them, by name.
+    model: the model that is served, with the limits of requests.
     completion_handlers, chat_handlers: read further fields of the requests of these two routes.
     routes: handlers of HTTP requests, by path and method. endpoints: routes that generate tokens, by path.
     forms: JSON forms of errors, by the beginning of the path.
@@ -52,32 +47,29 @@ class App:
     def __init__(
         self,
         engine: EngineClient,
-        tokenizer: Tokenizer,
-        model: str,
+        model: ServedModel,
         *,
-        limits: Limits | None = None,
-        defaults: Mapping[str, float] | None = None,
         completion_handlers: Sequence[FieldHandler] = (),
         chat_handlers: Sequence[FieldHandler] = (),
     ) -> None:
         self.engine = engine
-        self.limits = limits or Limits()
-        self.model = ServedModel(model, tokenizer, self.limits, defaults or {})
-        self.requests: set[HttpRequest] = set()
+        self.model = model
+        self.limits = model.limits
+        self.requests = set[HttpRequest]()
         self.draining = self.closing = False
-        self.forms: dict[str, ErrorForm] = {}
-        self.before: list[Callable[[HttpRequest], Awaitable[bool]]] = []
-        self.on_end: list[Callable[[HttpRequest], None]] = []
+        self.before = list[Callable[[HttpRequest], Awaitable[bool]]]()
+        self.on_end = list[Callable[[HttpRequest], None]]()
         self.created = int(time.time())
-        self.endpoints: dict[str, Endpoint] = {}
+        self.endpoints = dict[str, Endpoint]()
+        self.forms = dict[str, ErrorForm]()
         self.routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": lambda http: http.json({"status": "alive"})},
             "/ready": {"GET": self._ready},
             "/v1/models": {"GET": self._models},
-            f"/v1/models/{model}": {"GET": self._models},
+            f"/v1/models/{model.name}": {"GET": self._models},
         }
-        self.chat = ChatEndpoint(self.model, chat_handlers)
-        self.add("/v1/completions", CompletionEndpoint(self.model, completion_handlers))
+        self.chat = ChatEndpoint(model, chat_handlers)
+        self.add("/v1/completions", CompletionEndpoint(model, completion_handlers))
         self.add("/v1/chat/completions", self.chat)
         self._threads = ThreadPoolExecutor(2, "parse")
 
@@ -89,7 +81,7 @@ class App:
             try:
                 await self._answer(http)
             except ApiError as error:
-                if error.status not in UNREAD:
+                if error.status not in (408, 413):  # its body is not worth reading to its end
                     await http.drain()
                 await http.fail(error)
         except ClientDisconnected:
@@ -124,11 +116,6 @@ class App:
             raise ApiError(404, f"there is no {path[:100]!r} here", code="not_found")
         found = self.routes[path]
         return found | {"HEAD": found["GET"]} if "GET" in found else found
-
-    @property
-    def groups(self) -> list[ChoiceGroup]:
-        """Return the requests for tokens that are being served, each as the group of its completions."""
-        return [http.group for http in self.requests if http.group is not None]
 
     @property
     def state(self) -> str:
@@ -169,14 +156,13 @@ class App:
     def add(self, path: str, endpoint: Endpoint) -> None:
         """Serve POST requests at `path` by `endpoint`, a route that generates tokens."""
         self.endpoints[path] = endpoint
+        self.forms[path] = endpoint.form
         self.routes[path] = {"POST": partial(self._tokens, endpoint)}
 
     async def _tokens(self, endpoint: Endpoint, http: HttpRequest) -> None:
-        http.form = endpoint.form
         parse = partial(self.parse, endpoint, http)
-        await self.serve(
-            http, await self.read(http, parse, endpoint.source, endpoint.threaded)
-        )
+        request = await self.read(http, parse, endpoint.source, endpoint.threaded)
+        await serve(self, http, request)
 
     def parse(
         self, endpoint: Endpoint, http: HttpRequest, fields: dict[str, Any], ready: Ready
@@ -189,8 +175,10 @@ class App:
             ApiError: the request cannot be served.
         """
         request = endpoint.parse(http, fields, ready)
-        known = {name for kind in endpoint.kinds for name in kind.__struct_fields__}
-        request.ignored += sorted(fields.keys() - known)
+        unknown = set(fields)
+        for kind in endpoint.kinds:
+            unknown.difference_update(kind.__struct_fields__)
+        request.ignored += sorted(unknown)
         return request
 
     async def read(
@@ -225,18 +213,3 @@ class App:
         if len(body) <= LONG and not threaded:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._threads, make)
-
-    async def serve(self, http: HttpRequest, request: ParsedRequest) -> None:
-        """Generate the tokens of a parsed request and send the response; a header names the fields that were
-        ignored.
-        """
-        http.extra += request.headers
-        if request.ignored:
-            http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
-        await serve(http, request, self.engine, self.model.tokenizer)
-
-
-def listed(names: list[str]) -> bytes:
-    """Return the value of a header: these names with commas between them, as many as fit."""
-    text = ", ".join(name[:100] for name in names[:16])
-    return re.sub("[^ -~]", "?", text).encode()

@@ -7,7 +7,6 @@ Everything here runs in one thread, the event loop's. A completion is a number; 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -57,7 +56,7 @@ class EngineClient:
     ready, stats: the engine's sizes, and its statistics after the last step.
     now: `time.perf_counter()` when the step arrived whose tokens are being given to sinks.
     on_step: hooks that are called with each step's report once its tokens have been given to sinks.
-    on_ready: hook that is called when the first engine takes requests.
+    on_ready: hooks that are called when the first engine takes requests.
     """
 
     def __init__(self) -> None:
@@ -66,12 +65,11 @@ class EngineClient:
         self.stats = StepStats()
         self.now = 0.0
         self.restarts = 0
-        self.on_step: list[Callable[[StepReport], None]] = []
-        self.on_ready: Callable[[], None] = lambda: None
-        self._sinks: dict[int, Sink] = {}
+        self.on_step = list[Callable[[StepReport], None]]()
+        self.on_ready = list[Callable[[], None]]()
+        self._sinks = dict[int, Sink]()
         self._next = 0
-        self._outbox: list[Command] = []
-        self._heard = 0.0
+        self._outbox = list[Command]()
         self._life: asyncio.Future[None] | None = None
 
     def transmit(self, data: bytes) -> None:
@@ -101,23 +99,17 @@ class EngineClient:
         prompt: list[int],
         params: SamplingParams,
         sinks: Sequence[Sink],
-        *,
-        priority: int = 0,
-        salt: str = "",
-        wanted: Sequence[str] = (),
+        **options: Any,
     ) -> range:
         """Send a prompt of `params.n` completions to the engine; return their numbers.
 
-        prompt: token ids. sinks: one for each completion. priority: place in the waiting line. salt: only
-            requests of the same salt share cached prefixes. wanted: kinds of observer's notes for the sinks.
+        prompt: token ids. sinks: one for each completion. options: further fields of `AddRequest`.
         If the engine has ended meanwhile, the sinks get an error.
         """
         numbers = range(self._next, self._next + params.n)
         self._next += params.n
-        if not self._sinks:
-            self._heard = time.monotonic()  # it had no reason to speak before
         self._sinks.update(zip(numbers, sinks, strict=True))
-        self.tell(AddRequest(numbers.start, prompt, params, priority, salt, [*wanted]))
+        self.tell(AddRequest(numbers.start, prompt, params, **options))
         return numbers
 
     def abort(self, numbers: Iterable[int]) -> None:

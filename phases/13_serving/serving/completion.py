@@ -6,18 +6,18 @@ import asyncio
 import time
 from collections import defaultdict
 from dataclasses import replace
-from functools import partial
-from itertools import starmap
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from common.events import FinishReason, Logprob
+from common.http.errors import STATUS, ApiError, too_many
+from common.http.limits import Limits
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
-from serving.client import EngineClient
-from serving.http.errors import STATUS, ApiError, too_many
-from serving.http.limits import Limits
-from serving.http.request import ClientDisconnected, HttpRequest
+from serving.http.request import ClientDisconnected, HttpRequest, listed
 from serving.parsed import Delta, ParsedRequest
+
+if TYPE_CHECKING:
+    from serving.app import App
 
 LONG_ANSWER = 250
 """Tokens of a prompt and its whole answer above which a thread writes it, so that no stream waits."""
@@ -43,38 +43,26 @@ class Choice:
     times, logprobs: when each token came, and log-probabilities of each if they were asked for.
     notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
     reason: why it has ended, None until then.
-    stream: makes the text. begins: whether its first token begins a text.
+    stream: makes the text.
+    reader: finds reasoning and tool calls in the text; None: all of it is content.
     """
 
-    def __init__(
-        self,
-        group: ChoiceGroup,
-        index: int,
-        request: ParsedRequest,
-        tokenizer: Tokenizer,
-    ) -> None:
+    def __init__(self, group: ChoiceGroup, index: int, tokenizer: Tokenizer) -> None:
         self.group = group
         self.index = index
-        self.request = request
+        self.request = request = group.request
         self.number = -1
-        self.tokens: list[int] = []
-        self.texts: list[str] = []
-        self.logprobs: list[Logprob] = []
-        self.times: list[float] = []
-        self.notes: dict[str, list[Any]] = defaultdict(list)
+        self.tokens = list[int]()
+        self.texts = list[str]()
+        self.logprobs = list[Logprob]()
+        self.times = list[float]()
+        self.notes = defaultdict[str, list[Any]](list)
         self.sent = 0
         self.reason: str | None = None
-        self.reasoning = request.reasoning and request.reasoning()
-        self.calls = request.calls and request.calls()
-        answer = self.reasoning.read if self.reasoning else None
+        self.reader = request.reader and request.reader()
+        answer = None if self.reader is None else self.reader.answer
         last = self.prompt[-LOOKED_AT:]
         self.stream = TextStream(tokenizer, request.params, last, request.shown, answer)
-        self.begins = self.stream.begins
-
-    @property
-    def text(self) -> str:
-        """Return the completion's text so far."""
-        return "".join(self.texts)
 
     @property
     def prompt(self) -> list[int]:
@@ -86,8 +74,8 @@ class Choice:
         """Return why the completion has ended, in the API's words ("tool_calls", "stop", ...); None: it has
         not.
         """
-        called = self.calls is not None and self.calls.complete and self.reason == "stop"
-        return "tool_calls" if called else self.reason
+        called = self.reader is not None and self.reader.complete
+        return "tool_calls" if called and self.reason == "stop" else self.reason
 
     def note(self, kind: str, values: list[Any]) -> None:
         """Append `values`, extra data of the engine's observer, to this completion's `notes` of this kind."""
@@ -105,9 +93,9 @@ class Choice:
         ended, text = self.stream.advance(token, cast("FinishReason | None", reason))
         self.tokens.append(token)
         self.times.append(group.engine.now)
-        self.texts.append(text)
         if logprob is not None:
             self.logprobs.append(logprob)
+        self.texts.append(text)  # last: a thread may be about to take it
         if ended is not None:
             self.reason = ended
             if reason is None:  # a stop string, which the engine does not look for
@@ -141,14 +129,9 @@ class Choice:
 
         last: the completion has ended.
         """
-        deltas = list[Delta]()
-        if self.reasoning is not None and (reasoning := self.reasoning.take_reasoning()):
-            deltas.append({"reasoning_content": reasoning})
-        if self.calls is not None:
-            return deltas + self.calls.read(text, last)
-        if text:
-            deltas.append({"content": text})
-        return deltas
+        if self.reader is not None:
+            return self.reader.deltas(text, last)
+        return [{"content": text}] if text else []
 
 
 class ChoiceGroup:
@@ -157,29 +140,22 @@ class ChoiceGroup:
     most_unsent: unsent texts of a stream after which its reader counts as too slow.
     failure: why they cannot be completed (a key of `STATUS`, "slow" or "left"), and a sentence about it; None
         until then.
-    first_token: when one of them got its first token. prompt_tokens: of all prompts.
+    unsent: those of a stream whose end has not been sent. prompt_tokens: of all prompts.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        tokenizer: Tokenizer,
-        request: ParsedRequest,
-        most_unsent: int,
-    ) -> None:
-        self.engine = engine
+    def __init__(self, app: App, request: ParsedRequest) -> None:
+        self.engine = app.engine
         self.request = request
         self.streamed = bool(request.generation.stream)
-        self.most_unsent = most_unsent
-        self.arrived = time.perf_counter()
+        self.most_unsent = app.limits.max_unsent
         self.failure: tuple[str, str] | None = None
         self.choices = [
-            Choice(self, index, request, tokenizer)
+            Choice(self, index, app.model.tokenizer)
             for index in range(len(request.prompts) * request.params.n)
         ]
         self.left = len(self.choices)
+        self.unsent = self.choices
         self.prompt_tokens = sum(map(len, request.prompts))
-        self.first_token: float | None = None
         self._updated = asyncio.Event()
 
     def submit(self) -> None:
@@ -188,21 +164,12 @@ class ChoiceGroup:
         params = replace(request.params, stop=()) if request.params.stop else request.params
         for place, prompt in enumerate(request.prompts):
             mine = self.choices[place * params.n : (place + 1) * params.n]
-            numbers = self.engine.submit(
-                prompt,
-                params,
-                mine,
-                priority=request.priority,
-                salt=request.salt,
-                wanted=request.wanted,
-            )
+            numbers = self.engine.submit(prompt, params, mine, **request.options)
             for choice, number in zip(mine, numbers, strict=True):
                 choice.number = number
 
     def hear(self, ended: bool) -> None:
         """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
-        if self.first_token is None:
-            self.first_token = self.engine.now
         self.left -= ended
         if self.streamed or self.left == 0:
             self._updated.set()
@@ -225,36 +192,51 @@ class ChoiceGroup:
         await self._updated.wait()
         self._updated.clear()
 
+    def events(self) -> bytes:
+        """Return the bytes of the server-sent events for all text and ends that are unsent, and count them as
+        sent. More tokens may come meanwhile.
+        """
+        formatter, data = self.request.formatter, b""
+        unsent = list[Choice]()
+        for choice in self.unsent:
+            last = choice.reason is not None
+            if last or len(choice.texts) > choice.sent:
+                data += formatter.chunk(choice, choice.take(), last)
+            if not last:
+                unsent.append(choice)
+        self.unsent = unsent
+        return data if unsent else data + formatter.end(self)
+
     @property
     def output_tokens(self) -> int:
         """Return the number of tokens generated so far, without those that no client sees."""
-        if self.request.prompt_only:
-            return 0
-        return sum(len(choice.tokens) for choice in self.choices)
+        seen = () if self.request.prompt_only else self.choices
+        return sum(len(choice.tokens) for choice in seen)
 
 
 # The life of a request.
 
 
-async def serve(
-    http: HttpRequest, request: ParsedRequest, engine: EngineClient, tokenizer: Tokenizer
-) -> None:
+async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     """Run a request for tokens in the engine, and send its whole response, from admission to the last byte.
 
-    tokenizer: makes text of the tokens. However this function is left, the engine drops what is not finished.
+    A header names the fields that were ignored. However this function is left, the engine drops what is not
+    finished.
 
     Raises:
         ApiError: the request cannot be answered, or not in full.
         ClientDisconnected: the client has left.
     """
-    limits = http.limits
-    check_admission(request, limits, engine.in_flight)
-    group = http.group = ChoiceGroup(engine, tokenizer, request, limits.max_unsent)
+    check_admission(request, app.limits, app.engine.in_flight)
+    http.extra += request.headers
+    if request.ignored:
+        http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
+    group = http.group = ChoiceGroup(app, request)
     leaving = asyncio.ensure_future(http.disconnected())
     leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
     passed = time.perf_counter() - http.started
     try:
-        async with asyncio.timeout(min(request.seconds, limits.max_seconds) - passed):
+        async with asyncio.timeout(min(request.seconds, app.limits.max_seconds) - passed):
             group.submit()
             await (_stream(http, group) if group.streamed else _answer(http, group))
     except TimeoutError:
@@ -262,8 +244,14 @@ async def serve(
     finally:
         leaving.cancel()
         group.close()
-    if group.failure is not None:
-        raise _error(*group.failure, request)
+    if group.failure is None:
+        return
+    kind, message = group.failure
+    if kind in ("left", "slow"):
+        raise ClientDisconnected
+    if kind == "refused":
+        raise request.refusal(message)
+    raise ApiError(STATUS[kind], message, code=kind)
 
 
 async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
@@ -283,48 +271,17 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
     """Send the text of a group's completions as server-sent events as it comes. Before the first token
     nothing is sent, so that errors have a status.
     """
-    request, waiting = group.request, group.choices
-    while waiting:
+    request = group.request
+    while group.unsent:
         await group.wait_for_updates()
         if group.failure is not None:
             return
-        pieces = [
-            (choice, choice.take(), choice.reason is not None)
-            for choice in waiting
-            if choice.reason or len(choice.texts) > choice.sent
-        ]
-        waiting = [choice for choice in waiting if choice.reason is None]
-        write = partial(_events, group, pieces, end=not waiting)
-        first = not http.status
-        data = await asyncio.to_thread(write) if first and request.details else write()
-        if first and data:
+        long = request.details and not http.status  # those of a whole prompt
+        data = await asyncio.to_thread(group.events) if long else group.events()
+        if data and not http.status:
             await http.start(200, request.formatter.headers)
         if data:
-            await http.write(data, more=bool(waiting))
-
-
-def _events(
-    group: ChoiceGroup, pieces: list[tuple[Choice, Piece, bool]], *, end: bool
-) -> bytes:
-    """Return the bytes of the server-sent events for some pieces of a group's text.
-
-    pieces: (completion, its text, whether it is the completion's last). end: also end the stream.
-    """
-    formatter = group.request.formatter
-    events = b"".join(starmap(formatter.chunk, pieces))
-    return events + formatter.end(group) if end else events
-
-
-def _error(kind: str, message: str, request: ParsedRequest) -> ApiError | ClientDisconnected:
-    """Return the error that a failed group ends with.
-
-    kind: why it failed; "left" gives `ClientDisconnected`. message: a sentence about it.
-    """
-    if kind in ("left", "slow"):
-        return ClientDisconnected()
-    if kind == "refused":
-        return request.refusal(message)
-    return ApiError(STATUS[kind], message, code=kind)
+            await http.write(data, more=bool(group.unsent))
 
 
 def check_admission(request: ParsedRequest, limits: Limits, in_flight: int) -> None:

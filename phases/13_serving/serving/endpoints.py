@@ -9,15 +9,14 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from common.errors import UserError
+from common.http.errors import ApiError, ErrorForm, too_many, wrong
+from common.http.limits import Limits
 from common.json_text import convert_fields
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
 from common.text.chat_template import count_characters
 from common.text.tokenizer import Tokenizer
-from common.text.turns import join_turns
 from serving.formatter import ChatFormatter, ResponseFormatter
-from serving.http.errors import ApiError, ErrorForm, too_many, wrong
-from serving.http.limits import Limits
 from serving.http.request import HttpRequest
 from serving.http.schema import ChatFields, CompletionFields, GenerationFields
 from serving.messages import Ready
@@ -31,8 +30,6 @@ COPIED = [
     if name in SamplingParams.__dataclass_fields__
 ]
 """Fields that are settings of the sampler."""
-MOST_TEMPERATURE = 2.0
-"""Of OpenAI's routes; an engine takes more."""
 RESERVED = {
     "messages",
     "add_generation_prompt",
@@ -81,7 +78,7 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
-    limits: Limits
+    limits: Limits = field(default_factory=Limits)
     defaults: Mapping[str, float] = field(default_factory=dict)
 
     def check(self, name: str | None) -> None:
@@ -99,12 +96,9 @@ class ServedModel:
         """
         generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
-        if generation.stream_options is not None and not generation.stream:
-            raise wrong("stream_options", "stream_options needs stream to be true")
         sampling = dict[str, Any]()
         for name in COPIED:
-            value = getattr(generation, name)
-            if value is not None:
+            if (value := getattr(generation, name)) is not None:
                 sampling[name] = value
         return ParsedRequest(generation, fields, sampling, ready, source)
 
@@ -198,13 +192,9 @@ class TextEndpoint:
     ) -> ParsedRequest:
         """See `Endpoint.parse`."""
         request = self.read(fields, ready)
-        heat = request.generation.temperature or 0.0
-        if heat > MOST_TEMPERATURE:
-            limit = f"between 0 and {MOST_TEMPERATURE:g}"
-            raise wrong("temperature", f"temperature is {heat}, but must be {limit}")
         self.model.finish(request, self.default_tokens)
         request.formatter = self.formatter(
-            f"{self.prefix}-{http.short_id}", self.model.name, request
+            f"{self.prefix}-{http.id}", self.model.name, request
         )
         return request
 
@@ -213,6 +203,12 @@ class TextEndpoint:
 
         fields: the decoded body. ready: the engine's sizes. Raises `ApiError` or `UserError` for a wrong one.
         """
+        request = self.model.begin(fields, ready, self.source)
+        self.fill(request, convert_fields(self.kind, fields))
+        return request
+
+    def fill(self, request: ParsedRequest, given: Any) -> None:
+        """Read `given`, an instance of `kind`, and the handlers' fields into a request; set its prompts."""
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
@@ -221,10 +217,8 @@ class TextEndpoint:
         Raises:
             ApiError: a field asks for what cannot be served.
         """
-        names = set(request.fields).union(*request.messages)
-        for message in request.messages:
-            if isinstance(role := message.get("role"), str):
-                names.add(role)
+        roles = (str(message.get("role")) for message in request.messages)
+        names = set(request.fields).union(roles, *request.messages)
         for handler in self.handlers:
             if not names.isdisjoint(handler.names):
                 handler.read(convert_fields(handler.fields, request.fields), request)
@@ -238,14 +232,11 @@ class CompletionEndpoint(TextEndpoint):
     default_tokens = DEFAULT_TOKENS
     formatter = ResponseFormatter
 
-    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """See `TextEndpoint.read`: `prompt` is one prompt or several, as text or token ids."""
-        request = self.model.begin(fields, ready, self.source)
-        given = convert_fields(CompletionFields, fields)
+    def fill(self, request: ParsedRequest, given: CompletionFields) -> None:
+        """See `TextEndpoint.fill`: `prompt` is one prompt or several, as text or token ids."""
         self.read_fields(request)
         special = request.generation.add_special_tokens is not False
-        request.prompts = self.model.prompts(given.prompt, ready, special=special)
-        return request
+        request.prompts = self.model.prompts(given.prompt, request.ready, special=special)
 
 
 class ChatEndpoint(TextEndpoint):
@@ -255,10 +246,8 @@ class ChatEndpoint(TextEndpoint):
     source, prefix = "messages", "chatcmpl"
     formatter = ChatFormatter
 
-    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """See `TextEndpoint.read`: the chat template makes the prompt of `messages`."""
-        request = self.model.begin(fields, ready, self.source)
-        given = convert_fields(ChatFields, fields)
+    def fill(self, request: ParsedRequest, given: ChatFields) -> None:
+        """See `TextEndpoint.fill`: the chat template makes the prompt of `messages`."""
         request.messages = [
             message | {"role": "system"} if message.get("role") == "developer" else message
             for message in given.messages  # OpenAI's newer name, which templates do not know
@@ -273,24 +262,9 @@ class ChatEndpoint(TextEndpoint):
             request.names["max_tokens"] = "max_completion_tokens"
         request.variables["add_generation_prompt"] = given.add_generation_prompt is not False
         request.variables["add_special_tokens"] = bool(request.generation.add_special_tokens)
-        self.model.check_length(count_characters(given.messages), ready, self.source)
+        length = count_characters(given.messages)
+        self.model.check_length(length, request.ready, self.source)
         self.read_fields(request)
-        self._render(request)
-        return request
-
-    def _render(self, request: ParsedRequest) -> None:
-        """Apply the chat template to the request's messages, tokenize the text, and set `request.prompts`.
-
-        Messages of one role are joined if the template does not take them in a row.
-        """
-        tokenizer, messages = self.model.tokenizer, request.messages
-        ignored = set[str]()
-        try:
-            ids = tokenizer.chat(messages, ignored=ignored, **request.variables)
-        except UserError:
-            joined = join_turns(messages)
-            if joined == messages:
-                raise
-            ids = tokenizer.chat(joined, **request.variables)
-        request.prompts = [ids]
+        ignored, chat = set[str](), self.model.tokenizer.chat
+        request.prompts = [chat(request.messages, ignored=ignored, **request.variables)]
         request.ignored += [f"messages.{name}" for name in sorted(ignored)]

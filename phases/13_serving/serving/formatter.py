@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from common.json_text import encode_json
 from serving.completion import Choice, ChoiceGroup, Piece
-from serving.http.request import EVENTS, encode_json
+from serving.http.request import EVENTS
 from serving.messages import CACHED
 from serving.parsed import ParsedRequest
 
@@ -22,19 +23,15 @@ def usage(group: ChoiceGroup) -> dict[str, Any]:
     completions.
     """
     prompt, output = group.prompt_tokens, group.output_tokens
-    cached = sum(sum(choice.notes[CACHED]) for choice in group.choices)
-    found = {
+    cached = sum(max(choice.notes[CACHED], default=0) for choice in group.choices)
+    thoughts = sum(c.reader.reasoning_tokens for c in group.choices if c.reader is not None)
+    return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
+        "completion_tokens_details": {"reasoning_tokens": thoughts},
     }
-    if group.request.reasoning is not None:
-        thoughts = sum(
-            choice.reasoning.reasoning_tokens for choice in group.choices if choice.reasoning
-        )
-        found["completion_tokens_details"] = {"reasoning_tokens": thoughts}
-    return found
 
 
 class ResponseFormatter:
@@ -72,7 +69,7 @@ class ResponseFormatter:
 
     def shape(self, choice: Choice) -> dict[str, Any]:
         """Return a whole completion as an entry of the response's list `choices`."""
-        piece = Piece(choice.text, 0, len(choice.tokens))
+        piece = choice.take()
         details = self.details(choice, piece)
         return {"text": piece.text, **details, "finish_reason": choice.reason}
 
@@ -125,28 +122,25 @@ class ChatFormatter(ResponseFormatter):
 
         Its first event has the role. last: the completion has ended, so the last event has the reason.
         """
-        events, details = list[bytes](), self.details(choice, piece)
+        data, details = b"", self.details(choice, piece)
         if not piece.start:
             role = {"role": "assistant", "content": ""}
-            events.append(self.event(choice, {"delta": role, **NOTHING}))
+            data = self.event(choice, {"delta": role, **NOTHING})
         for delta in choice.deltas(piece.text, last):
-            events.append(self.event(choice, {"delta": delta, **details}))
+            data += self.event(choice, {"delta": delta, **details})
             details = NOTHING  # the first event has its tokens
-        if details != NOTHING:
-            events.append(self.event(choice, {"delta": {}, **details}))
-        if last:
-            events.append(self.event(choice, {"delta": {}, **NOTHING}, choice.finish_reason))
-        return b"".join(events)
+        if last or details != NOTHING:
+            reason = choice.finish_reason if last else None
+            data += self.event(choice, {"delta": {}, **details}, reason)
+        return data
 
     def shape(self, choice: Choice) -> dict[str, Any]:
         """Return a whole chat completion as an entry of the response's list `choices`."""
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-        for delta in choice.deltas(choice.text, True):
+        piece = choice.take()
+        for delta in choice.deltas(piece.text, True):
             message |= delta
-        if choice.calls is not None and choice.calls.calls:
-            message |= {
-                "content": message["content"] or None,
-                "tool_calls": choice.calls.calls,
-            }
-        details = self.details(choice, Piece("", 0, len(choice.tokens)))
+        if choice.reader is not None and (calls := choice.reader.calls):
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        details = self.details(choice, piece)
         return {"message": message, **details, "finish_reason": choice.finish_reason}

@@ -5,20 +5,35 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import multiprocessing
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from multiprocessing import get_context
+from multiprocessing.connection import wait
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
+from common.collector import collector_paused, freeze_collector
 from common.errors import UserError
 from common.temporary import delete_folder, temporary_folder
-from serving import process
 from serving.client import EngineClient
-from serving.messages import Failed, Ready, StepReport, StepStats, Stop, report
+from serving.messages import (
+    Command,
+    Failed,
+    Ready,
+    Report,
+    StepReport,
+    StepStats,
+    Stop,
+    commands,
+    encode,
+    report,
+)
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +137,7 @@ class EngineProcess(EngineClient):
             address = f"ipc://{folder}/engine"
             socket.bind(address)
             arguments = (self.make, address, self.observer)
-            child = get_context("spawn").Process(target=process.main, args=arguments)
+            child = multiprocessing.get_context("spawn").Process(target=main, args=arguments)
             child.start()
             self._socket, self.process = socket, child
             undo.callback(self._kill)
@@ -133,11 +148,11 @@ class EngineProcess(EngineClient):
             while alive and not reading.done():
                 alive = child.is_alive()  # one more look at what it has said before it ended
                 await asyncio.wait({reading}, timeout=0.05)
+                if not self._sinks:
+                    self._heard = time.monotonic()  # it has no reason to speak
                 silence = time.monotonic() - self._heard
-                if self.state == "ready" and self._sinks and silence > self.silence:
-                    words = (
-                        f"the engine has said nothing for {self.silence:.0f} s, and is ended"
-                    )
+                if self.state == "ready" and silence > self.silence:
+                    words = f"the engine has said nothing for {silence:.0f} s, and is ended"
                     return StartupError(words)
             return (
                 reading.result() if reading.done() else StartupError("its process has ended")
@@ -160,8 +175,8 @@ class EngineProcess(EngineClient):
                     first = self.ready is None
                     self.ready, self.stats = message, StepStats(free_blocks=message.blocks)
                     self.state = "stopped" if self._stopping else "ready"
-                    if first:
-                        self.on_ready()
+                    for hook in self.on_ready if first else ():
+                        hook()
                 case Failed():
                     return (UserError if message.wrong_input else StartupError)(message.reason)
 
@@ -172,3 +187,70 @@ class EngineProcess(EngineClient):
             child.kill()
             child.join()
             child.close()
+
+
+# In the engine process. `main` imports what needs PyTorch, since the API process imports this file, too.
+
+
+class Pipe:
+    """The engine process's connection to the API process, over ZeroMQ.
+
+    address: where the API process listens.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.connect(address)
+
+    def receive(self, seconds: float) -> list[Command]:
+        """Return all commands that have come; wait for the first at most `seconds`."""
+        found: list[Command] = []
+        while self._socket.poll(0 if found else int(seconds * 1e3)):
+            found += commands(self._socket.recv())
+        return found
+
+    def send(self, report: Report) -> None:
+        """Send a report to the API process."""
+        self._socket.send(encode(report))
+
+
+def main(
+    make: Callable[[], Any], address: str, observer: Callable[..., Any] | None = None
+) -> None:
+    """Run the engine process: make the engine, connect to the API process, and run steps until a `Stop`
+    comes.
+
+    make: makes the engine; any callable that can be pickled.
+    address: the ZeroMQ address where the API process listens.
+    observer: makes an observer of the steps; None: there is none.
+    """
+    # Signals of the terminal or of systemd go to the whole group: the API process decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    pipe = Pipe(address)
+    try:
+        with (
+            collector_paused()
+        ):  # imports make many objects to look at, and hardly any garbage
+            engine = make()
+            from serving.worker import Worker, ready
+
+            observing = observer and observer(engine)
+    except UserError as error:
+        pipe.send(Failed(str(error), wrong_input=True))
+        return
+    except BaseException as error:
+        pipe.send(Failed(f"{type(error).__name__}: {error}", wrong_input=False))
+        raise
+    freeze_collector()  # the model and its modules are here to stay
+    pipe.send(ready(engine))
+    Worker(engine, pipe, observing).run()
+
+
+def _die_with_parent() -> None:
+    """Ask the system to end this process when the API process ends: without it an engine serves no client."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 
 from common.events import Logprob
 from common.sampling.params import SamplingParams
@@ -31,7 +31,7 @@ class AddRequest(Struct, array_like=True, tag="add"):
     params: SamplingParams
     priority: int = 0
     salt: str = ""
-    wanted: list[str] = field(default_factory=list)
+    wanted: list[str] = []
 
 
 class AbortRequests(Struct, array_like=True, tag="abort"):
@@ -119,8 +119,8 @@ class StepReport(Struct, array_like=True, tag="step"):
     tokens: list[int]
     ends: list[End]
     stats: StepStats
-    logprobs: list[tuple[int, Logprob]] = field(default_factory=list)
-    notes: list[tuple[int, str, list[Any]]] = field(default_factory=list)
+    logprobs: list[tuple[int, Logprob]] = []
+    notes: list[tuple[int, str, list[Any]]] = []
     picture: dict[str, Any] | None = None
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
+from common.http.errors import ApiError, wrong
 from common.sampling.params import SamplingParams
-from serving.http.errors import ApiError, wrong
 from serving.http.schema import GenerationFields
 from serving.messages import Ready
 
@@ -22,40 +21,32 @@ Delta = dict[str, Any]
 """An addition to a message: `reasoning_content`, `content`, or `tool_calls` with a call or a part of one."""
 
 
-class ReasoningSplitter(Protocol):
-    """Interface of what splits a completion's text, as it comes, into reasoning and answer.
-
-    Stop strings are looked for in the answer alone.
-    """
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Return how many output tokens so far belong to the reasoning, at least in part."""
-
-    def read(self, text: str, last: bool) -> str:
-        """Add the text of the next token; return what of it belongs to the answer. last: the completion
-        has ended.
-        """
-
-    def take_reasoning(self) -> str:
-        """Return the text of the reasoning that has come since the last call."""
-
-
-class CallSplitter(Protocol):
-    """Interface of what finds tool calls in an answer's text, as it comes.
+class MessageReader(Protocol):
+    """Interface of what makes a chat message of a completion's text, as it comes, with more than content.
 
     calls: the tool calls found so far, as in the API's field `tool_calls`.
-    complete: there are calls, and the answer has ended after a whole one.
     """
 
     calls: list[dict[str, Any]]
-    complete: bool
 
-    def read(self, text: str, last: bool) -> list[Delta]:
-        """Add the next text of the answer; return the parts that it adds to the message: content and tool
-        calls.
+    @property
+    def answer(self) -> Callable[[str, bool], str] | None:
+        """Return a function that gets the text of each token, and whether it is the last. It returns what of
+        it belongs to the answer, in which stop strings are looked for. None: all does.
+        """
 
-        last: the answer ends with this text.
+    @property
+    def reasoning_tokens(self) -> int:
+        """Return how many output tokens so far belong to reasoning, at least in part."""
+
+    @property
+    def complete(self) -> bool:
+        """Return True if there are calls, and the answer has ended after a whole one."""
+
+    def deltas(self, text: str, last: bool) -> list[Delta]:
+        """Add the next text of the answer; return the parts that it adds to the message.
+
+        last: the completion has ended.
         """
 
 
@@ -93,16 +84,15 @@ class ParsedRequest:
     fields, generation: all fields as the client has sent them, and those that every request may have.
     prompts: token ids of each.
     ready: the engine's sizes. source: the name of the field with the prompt.
-    priority, salt: place in the waiting line; only requests of one salt share cached prefixes.
+    options: further fields of the command `AddRequest` by which the engine gets each prompt.
     seconds: time limit of the whole request.
     names: the client's name of a setting or of `grammar`, where it differs.
     constrained: whether the output follows a grammar from its first token, so that it has no reasoning.
     explain: puts the engine's refusal of a grammar into the client's words.
     headers: of the response.
     shown: ids of special tokens that belong to the text.
-    wanted: kinds of extra data about completions (notes) that the engine's observer shall send.
     prompt_only: whether the one token that the engine makes of each prompt is of no interest.
-    reasoning, calls: make the splitters of each completion's text, for reasoning and for tool calls.
+    reader: makes what reads each completion's text if a chat message has more than content; else None.
     details: functions that return JSON fields beside the text of a piece. A thread calls them for the first
         piece, which may have those of a whole prompt.
     """
@@ -110,14 +100,13 @@ class ParsedRequest:
     generation: GenerationFields
     fields: Mapping[str, Any]
     sampling: dict[str, Any]
-    ready: Ready = field(default_factory=partial(Ready, 0, 0))
+    ready: Ready
     source: str = "prompt"
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)
-    priority: int = 0
-    salt: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
     seconds: float = inf
     names: dict[str, str] = field(default_factory=dict)
     constrained: bool = False
@@ -125,10 +114,8 @@ class ParsedRequest:
     on_prompt: list[Callable[[], None]] = field(default_factory=list)
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     shown: frozenset[int] = frozenset()
-    wanted: list[str] = field(default_factory=list)
     prompt_only: bool = False
-    reasoning: Callable[[], ReasoningSplitter] | None = None
-    calls: Callable[[], CallSplitter] | None = None
+    reader: Callable[[], MessageReader] | None = None
     details: list[Callable[[Choice, Piece], dict[str, Any]]] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     formatter: Formatter = field(init=False)

@@ -16,12 +16,14 @@ from continuous.engine import Engine
 from continuous.work import Output
 from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
-from serving import messages
 from serving.messages import (
+    CACHED,
+    NO_TOKEN,
     AbortRequests,
     AddRequest,
     Command,
     DrawEngine,
+    End,
     Ready,
     StepReport,
     StepStats,
@@ -29,7 +31,7 @@ from serving.messages import (
 )
 
 if TYPE_CHECKING:
-    from serving.process import Pipe
+    from serving.liveness import Pipe
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +54,8 @@ def ready(engine: Engine) -> Ready:
 
 
 def ending(
-    number: int, reason: str, error: BaseException | None, place: int = messages.NO_TOKEN
-) -> messages.End:
+    number: int, reason: str, error: BaseException | None, place: int = NO_TOKEN
+) -> End:
     """Return the report of a completion's end. A fault of the request itself is explained to its sender.
 
     number: of the completion. reason: "stop", "length", "abort", or "error" with the exception `error`.
@@ -62,7 +64,7 @@ def ending(
     message = FAILED if reason == "error" else ""
     if isinstance(error, UserError | NotANumber):
         reason, message = "refused" if isinstance(error, UserError) else "nan", str(error)
-    return messages.End(number, reason, message, place)
+    return End(number, reason, message, place)
 
 
 class Observer(Protocol):
@@ -102,11 +104,8 @@ class Worker:
         self.engine = engine
         self.channel = channel
         self.observer = observer or NullObserver()
-        self.live: dict[int, Request] = {}
-        self._fresh: set[int] = (
-            set()
-        )  # the first completions of prompts, before their first output
-        self._ends: list[messages.End] = []
+        self.live = dict[int, Request]()
+        self._ends = list[End]()
         self._steps = self._computed = 0
         self._stopped = False
 
@@ -163,19 +162,16 @@ class Worker:
             self._ends += [ending(number, "error", error) for number in numbers]
         else:
             self.live.update(zip(numbers, requests, strict=True))
-            self._fresh.add(first)
             if command.wanted:
                 self.observer.hear(command, requests)
 
     def _report(self, outputs: list[Output], started: float) -> StepReport:
         step = StepReport([], [], self._ends, self._stats(time.perf_counter() - started))
         self._ends = []
-        for request, token, reason, _, logprob, _ in outputs:
-            number, place = request.index + request.sample, messages.NO_TOKEN
-            if number in self._fresh:
-                self._fresh.discard(number)
-                if request.cached_tokens:
-                    step.notes.append((number, messages.CACHED, [request.cached_tokens]))
+        for request, token, reason, at, logprob, _ in outputs:
+            number, place = request.index + request.sample, NO_TOKEN
+            if request.cached_tokens and not request.sample and at == request.first_token:
+                step.notes.append((number, CACHED, [request.cached_tokens]))
             if token is not None:
                 place = len(step.tokens)
                 if logprob is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.sampling.rows import SamplingFlags
-from common.sampling.sampler import Sampler, SamplingMetadata
+from common.sampling.metadata import SamplingFlags, SamplingMetadata
+from common.sampling.sampler import Sampler
 from cuda_graphs.sampling import BestTokens, DrawSettings, best_of_chunks, best_of_rows
 from parallel.sampler import RankSamplerBackend
 

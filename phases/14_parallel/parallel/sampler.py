@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.sampling import ops
-from common.sampling.rows import KEY, TRUNCATION, SamplingFlags
-from common.sampling.sampler import Sampler, SamplerBackend, SamplingMetadata, TokenBitmask
+from common.sampling.metadata import TRUNCATION, SamplingFlags, SamplingMetadata
+from common.sampling.noise import negative_exponentials
+from common.sampling.rows import KEY
+from common.sampling.sampler import Sampler, SamplerBackend, TokenBitmask
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 
@@ -121,7 +122,7 @@ class RankSamplerBackend(SamplerBackend):
         """
         weights = sampler.weights(logits, largest[:, None], rows)
         ids = sampler.ids[self.first_token : self.first_token + logits.shape[1]]
-        noise = ops.negative_exponentials(sampler.ints[rows, KEY], steps, ids)
+        noise = negative_exponentials(sampler.ints[rows, KEY], steps, ids)
         best = noise.div_(weights).max(1)
         return best.values, best.indices
 

@@ -17,18 +17,12 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from common.http.errors import ApiError, error_body
+from common.http.limits import Limits
+from common.json_text import encode_json
 from replicas.heartbeats import ASSIGNMENTS, BEAT_SECONDS, Watch
 from replicas.prefixes import chain_of, keeper_of
-from serving.http.errors import ApiError, ErrorForm
-from serving.http.limits import Limits
-from serving.http.request import (
-    ClientDisconnected,
-    HttpRequest,
-    Receive,
-    Scope,
-    Send,
-    encode_json,
-)
+from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +36,6 @@ PROTOCOL = "LADDER_HTTP_PROTOCOL"
 """Environment: the class of connections, as uvicorn names one."""
 ENGINE_LOST = b"x-ladder-engine-lost"
 """Header of a replica whose engine has died: it has sent nothing of a response, so another may be asked."""
-UNTYPED = (b"", b"application/x-www-form-urlencoded")
-"""Types of bodies that a client sends which says none, such as `curl -d`."""
 LOST = "the replica has ended; try again"
 TRIES = 3
 """Replicas that a request is given to, one after the other, while nothing of an answer has come."""
@@ -83,10 +75,6 @@ class Gate:
             most = self.limits.max_header_bytes  # Ray's server has no limit of its own
             if head_bytes(scope) > most:
                 raise ApiError(431, f"address and headers have more than {most:,} bytes")
-            if (
-                http.headers.get(b"content-type", b"") in UNTYPED
-            ):  # the replica looks at it again
-                http.headers[b"content-type"] = b"application/json"
             if http.method == "POST":
                 said["body"] = body = await http.body()
                 said["chain"] = chain_of(body)
@@ -132,7 +120,7 @@ class Gate:
             raise answer.error()
         if not answer.events:
             raise ConnectionError(LOST)  # the server around us cuts the connection
-        data = b"data: " + encode_json(ErrorForm().body(answer.error())) + b"\n\n"
+        data = b"data: " + encode_json(error_body(answer.error())) + b"\n\n"
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
 

@@ -99,7 +99,7 @@ def sorted_loop(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tenso
     """
     order, offsets = sort_by_expert(chosen, layer.count)
     rows = x[order // chosen.shape[1]]  # [T k, hidden], expert by expert
-    products = torch.zeros_like(rows)  # another rank's experts add nothing here
+    products = torch.zeros_like(rows)  # 0 for choices of another GPU's experts
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
         if start < end:
             products[start:end] = layer.multiply(expert, rows[start:end])

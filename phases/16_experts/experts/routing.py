@@ -14,8 +14,8 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """Return each token's experts and weights: the `top_k` of highest probability, of equal ones the lowest
     number.
 
-    The order is by probability and then by number, whatever else is in the batch. `torch.topk` promises
-    nothing about ties.
+    Probabilities are the softmax over all experts, in float32. The order is by probability and then by
+    number, whatever else is in the batch. `torch.topk` promises nothing about ties.
 
     Args:
         logits: `[T, E]` of the router.

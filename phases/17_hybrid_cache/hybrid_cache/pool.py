@@ -79,13 +79,8 @@ class HybridPool(BlockPool):
                 layout.states, slots, pages, block_size, device=device, dtype=dtype
             )
 
-    def regroup(self, moves: Moves | None) -> None:
-        """Update the device's copy of pages' blocks, before the step that reads it.
-
-        moves: the changes; None: there are none.
-        """
-        if moves is None:
-            return
+    def regroup(self, moves: Moves) -> None:
+        """Update the device's copy of pages' blocks by `moves`, before the step that reads it."""
         moved = upload(self.page_blocks.device, {"pages": moves.pages, "blocks": moves.blocks})
         pages, blocks = moved["pages"], moved["blocks"]
         self.page_blocks[:, pages] = blocks[: len(self.page_blocks)]

@@ -118,7 +118,8 @@ class ChunkedTorch(GroupedAttention):
         heads = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
         queries = q[self._rows].float().view(*self._rows.shape, *heads, -1).movedim(1, 3)
         # [n, KH, group, QUERIES, D]
-        done = self._nothing(layer, queries)
+        none = queries.new_full(queries.shape[:-1], -1e30)
+        done = Softmax(none, torch.zeros_like(none), torch.zeros_like(queries))
         for chunk in range(-(-int(self._ends.max(initial=0)) // self.chunk)):
             reach = torch.from_numpy(np.flatnonzero(self._ends > chunk * self.chunk))
             reach = reach.to(q.device)
@@ -131,18 +132,6 @@ class ChunkedTorch(GroupedAttention):
         out = torch.empty_like(q)
         out[self._rows[self._real]] = result[self._real].to(q.dtype)
         return out
-
-    @staticmethod
-    def _nothing(layer: LayerSpec, queries: Tensor) -> Softmax:
-        """Return the softmax of queries `[n, KH, group, QUERIES, D]` before the first key: of no key, or of
-        the layer's sinks.
-        """
-        largest = queries.new_full(queries.shape[:-1], -1e30)
-        total = torch.zeros_like(largest)
-        if layer.sinks is not None:
-            largest += layer.sinks.float().view(1, *queries.shape[1:3], 1) + 1e30
-            total += 1
-        return Softmax(largest, total, torch.zeros_like(queries))
 
     def _attend_chunk(
         self, layer: LayerSpec, queries: Tensor, cache: LayerBlocks, reach: Tensor, chunk: int

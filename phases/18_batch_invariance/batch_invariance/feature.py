@@ -12,7 +12,7 @@ from batch_invariance.activations import fix_activations
 from batch_invariance.attention import ChunkedTorch
 from batch_invariance.quantized import FixedQuantLinear, fix_linears
 from common.errors import UserError
-from continuous.attention import avoid_plans_per_shape
+from continuous.groups import avoid_plans_per_shape
 from cuda_graphs import Graphs
 from cuda_graphs.buckets import chunk_sizes, decode_sizes
 from forward.model import Model
@@ -65,6 +65,7 @@ def refuse_unknown_sums(builder: EngineBuilder) -> None:
     """Raise `UserError` if the builder's model or an option has sums whose order this phase does not fix."""
     model = builder.model
     blocks = any(isinstance(part, BlockWeight) for part in model.modules())
+    # Of a mixture attention's sinks would be missing, too: only gpt-oss has them.
     refuse("the model is a mixture of experts", model.config.experts is not None)
     refuse("the model has layers of Gated DeltaNet", model.config.delta is not None)
     refuse("weights are blocks of a GGUF file", blocks)

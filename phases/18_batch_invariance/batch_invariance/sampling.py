@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.sampling.sampler import Sampler, SamplingFlags, SamplingMetadata
+from common.sampling.metadata import SamplingFlags, SamplingMetadata
+from common.sampling.sampler import Sampler
 from cuda_graphs.sampling import TritonSamplerBackend
 
 LEAST_ROWS = 5

@@ -8,7 +8,8 @@ from common.request import Request
 from moving_blocks.connector import NO_CONNECTOR, ConnectorScheduler
 from moving_blocks.names import BlockName, chain
 from prefix_cache import PrefixCache, PrefixIndex
-from prefix_cache.index import Key, block_keys
+from prefix_cache.cache import block_keys
+from prefix_cache.index import Key
 
 
 class OffloadingCache(PrefixCache):

@@ -6,7 +6,7 @@ import re
 import socket
 
 from common.errors import UserError
-from phases.appendix.access.policy import ANY
+from phases.appendix.access.cors import ANY
 
 HOST = r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?"
 ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+"

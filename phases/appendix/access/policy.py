@@ -4,10 +4,6 @@ A web page can make its own name point at this machine after it was loaded (DNS 
 page and the server are then of one origin, so nothing but the name in `Host` tells them apart. An address in
 its place cannot be rebound.
 
-A browser lets pages of other origins read a response only if the server says so
-(https://fetch.spec.whatwg.org/#http-cors-protocol). No cookies or passwords go along: a page has to send a
-key of its own.
-
 A body must be `application/json`, so that no web page can send one without asking first. A form it may send,
 but its browser says so in a header; `curl -d` does not.
 """
@@ -19,14 +15,11 @@ import ipaddress
 import re
 from contextlib import suppress
 
+from common.http.errors import ApiError
+from phases.appendix.access.cors import ANY, allow_pages
 from serving.app import App
-from serving.http.errors import ApiError
 from serving.http.request import HttpRequest
 
-ANY = "*"
-EXPOSED = b"x-request-id, x-ladder-ignored, x-ladder-loosened, x-ladder-warning, retry-after"
-SECONDS = b"600"
-"""That a browser may remember an answer of ours to its question."""
 OPEN = ("/health", "/ready", "/ping", "/", "/docs")
 """Routes that need no key. Pages are the same files for every client; what they ask for needs one."""
 FORMS = (b"", b"application/x-www-form-urlencoded")
@@ -57,23 +50,32 @@ class AccessPolicy:
     async def before(self, http: HttpRequest) -> bool:
         """Check a request; return True if it was a browser's preflight request, which is answered here.
 
-        A form's or missing content type becomes JSON's in `http.headers` where no web page can have sent it.
-
         Raises:
             ApiError: the request is refused.
         """
         self.check_host(http)
-        if self.origins and self.asks(http):
+        if self.origins and allow_pages(http, self.origins, self.app):
             await http.start(204, [])
             await http.write(b"", more=False)
             return True
         if self.keys and http.path not in OPEN:
             self.check_key(http)
+        if http.method == "POST":
+            self.check_type(http)
+        return False
+
+    def check_type(self, http: HttpRequest) -> None:
+        """Raise `ApiError` (415) for a body that is not declared as JSON, or compressed.
+
+        A form's type, or none, is accepted where no web page can have sent it.
+        """
         kind = http.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         loose = kind in FORMS or http.path.startswith("/api/")  # Ollama's clients send any
-        if loose and WEB_PAGE.isdisjoint(http.headers):  # a form, and no web page sends it
-            http.headers[b"content-type"] = b"application/json"
-        return False
+        typed = kind == b"application/json" or (loose and WEB_PAGE.isdisjoint(http.headers))
+        coding = http.headers.get(b"content-encoding") or b"identity"
+        if not typed or coding != b"identity":
+            words = "the content-type must be application/json, and the body not compressed"
+            raise ApiError(415, words)
 
     def check_host(self, http: HttpRequest) -> None:
         """Raise `ApiError` if a request's Host header names a host that is not allowed.
@@ -91,41 +93,6 @@ class AccessPolicy:
             f"host is {given[:100]!r}, which is no name of this server: see --allowed-hosts"
         )
         raise ApiError(421, words, code="host")
-
-    def asks(self, http: HttpRequest) -> bool:
-        """Add to the response the headers that let pages of the allowed origins read it.
-
-        Returns:
-            True if the request is a preflight: a browser's question whether it may send the real request.
-        """
-        headers, extra = http.headers, http.extra
-        any_page = ANY in self.origins
-        origin = headers.get(b"origin", b"")
-        asks = (
-            http.method == "OPTIONS"
-            and origin != b""
-            and b"access-control-request-method" in headers
-        )
-        if not any_page:
-            extra.append(
-                (b"vary", b"origin")
-            )  # or a cache would give one page's answer to another
-        shown = origin.decode("latin-1")
-        if origin and (any_page or shown in self.origins):
-            extra.append((b"access-control-allow-origin", b"*" if any_page else origin))
-            extra.append((b"access-control-expose-headers", EXPOSED))
-        elif asks:
-            words = f"pages of {shown[:100]!r} may not ask here: see --allowed-origins"
-            raise ApiError(403, words, code="origin")
-        if asks:
-            methods = ", ".join(self.app.methods(http.path)).encode()
-            extra += [
-                (b"access-control-allow-methods", methods),
-                (b"access-control-max-age", SECONDS),
-            ]
-            if wanted := headers.get(b"access-control-request-headers"):
-                extra.append((b"access-control-allow-headers", wanted))
-        return asks
 
     def check_key(self, http: HttpRequest) -> None:
         """Raise `ApiError` for a request that sends none of the API keys; all keys are compared, in

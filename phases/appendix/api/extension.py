@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from common.http.limits import Limits
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.grammars import GrammarHandler
 from phases.appendix.api.logprobs import ChatLogprobs, CompletionLogprobs, TokenIds
@@ -18,7 +19,6 @@ from phases.appendix.api.scheduling import SchedulingHandler
 from phases.appendix.observability.live import HTML
 from phases.appendix.tools.request import ToolHandler
 from serving.app import App
-from serving.http.limits import Limits
 from serving.parsed import FieldHandler
 
 DOCS = Path(__file__).parent / "docs.html"

@@ -11,11 +11,11 @@ import msgspec
 from msgspec import Struct
 
 from common.errors import UserError
+from common.http.errors import too_many, wrong
+from common.http.limits import Limits
 from common.sampling.grammar import Grammar
 from phases.appendix.guidance.exact import exact
-from serving.app import listed
-from serving.http.errors import too_many, wrong
-from serving.http.limits import Limits
+from serving.http.request import listed
 from serving.parsed import ParsedRequest
 
 MAKERS = {

@@ -11,10 +11,10 @@ from typing import Any
 from msgspec import Struct
 
 from common.events import Logprob
+from common.http.errors import wrong
 from common.text.tokenizer import Tokenizer
 from phases.appendix.embeddings.note_kinds import PROMPT_LOGPROBS
 from serving.completion import Choice, Piece
-from serving.http.errors import wrong
 from serving.parsed import ParsedRequest
 
 
@@ -27,7 +27,7 @@ def spelled(tokenizer: Tokenizer, choice: Choice, place: int, token: int) -> byt
     known, special = tokenizer.token_bytes, tokenizer.special_ids
     before = islice(choice.tokens, place)
     first = (
-        choice.begins
+        choice.stream.begins
         and token not in special
         and all(one in special or not known[one] for one in before)
     )
@@ -93,7 +93,8 @@ class CompletionLogprobs:
         if given.logprobs is not None:
             request.sampling["logprobs"] = given.logprobs
             request.details.append(partial(self.lists, echoed))
-            request.wanted += [PROMPT_LOGPROBS] if given.echo else []
+            if given.echo:
+                request.options["wanted"] = [PROMPT_LOGPROBS]
 
     def lists(self, echoed: list[str], choice: Choice, piece: Piece) -> dict[str, Any]:
         """Return the response's `logprobs`: tokens, log-probabilities, likeliest tokens, and offsets in

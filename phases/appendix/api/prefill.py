@@ -6,9 +6,9 @@ from functools import partial
 
 from msgspec import Struct
 
+from common.http.errors import wrong
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.reasoning import CHANNEL, END, MESSAGE, has_channels, opened
-from serving.http.errors import wrong
 from serving.parsed import ParsedRequest
 
 

@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from phases.appendix.tools.formats import HERMES, OPENING
 from phases.appendix.tools.reader import decided_length, settled
-from serving.parsed import ParsedRequest
+from serving.parsed import Delta, MessageReader, ParsedRequest
 
 BEGIN, END = "<think>", "</think>"
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
@@ -60,7 +60,7 @@ class Reasoning:
 
         If the template uses none of them, the field is added to `request.ignored`, which a header shows.
         """
-        known = self.tokenizer.chat_template.variables
+        known = self.tokenizer.templates.plain.variables
         if effort == "none":
             request.variables.setdefault("enable_thinking", False)
         else:
@@ -72,17 +72,16 @@ class Reasoning:
             request.ignored.append("reasoning_effort")
 
     def _part(self, request: ParsedRequest) -> None:
-        tokenizer = self.tokenizer
+        """Have a `ReasoningReader` read the outputs of `request`, in front of the reader that it has."""
+        tokenizer, inner = self.tokenizer, request.reader
         if has_channels(tokenizer):
-            has_calls = request.calls is not None
-            request.reasoning = lambda: ChannelReader(has_calls)
+            request.reader = lambda: ChannelReader(inner and inner())
             marks = [CHANNEL, MESSAGE, *ENDS]
         else:
             within = opened(tokenizer, request.prompts[0])
             if within is None:
                 return
-            trigger = "" if request.calls is None else HERMES.trigger
-            request.reasoning = partial(ThinkReader, within, trigger)
+            request.reader = lambda: ThinkReader(within, inner and inner())
             marks = [BEGIN, END]
         ids = {tokenizer.backend.token_to_id(mark) for mark in marks}
         request.shown |= tokenizer.special_ids & ids
@@ -91,14 +90,14 @@ class Reasoning:
 def reasons(tokenizer: Tokenizer) -> bool:
     """Return True if the model's chat template shows that it writes reasoning before an answer."""
     try:
-        return BEGIN in tokenizer.chat_template.source or has_channels(tokenizer)
+        return BEGIN in tokenizer.templates.plain.source or has_channels(tokenizer)
     except UserError:  # it has no template
         return False
 
 
 def has_channels(tokenizer: Tokenizer) -> bool:
     """Return True if the model's chat template has gpt-oss's format, whose messages name a channel."""
-    source = tokenizer.chat_template.source
+    source = tokenizer.templates.plain.source
     return CHANNEL in source and MESSAGE in source
 
 
@@ -107,25 +106,71 @@ def opened(tokenizer: Tokenizer, prompt: list[int]) -> bool | None:
 
     None: the model's chat template has no reasoning, so the output is not split. prompt: token ids.
     """
-    if BEGIN not in tokenizer.chat_template.source:
+    if BEGIN not in tokenizer.templates.plain.source:
         return None
     return tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip().endswith(BEGIN)
 
 
-class ThinkReader:
+class ReasoningReader:
+    """Base class of readers of an output's text (`MessageReader`) that has reasoning before its answer.
+
+    inner: reads the answer, such as for tool calls; None: all of it is content.
+    """
+
+    _reasoning_tokens = 0
+
+    def __init__(self, inner: MessageReader | None = None) -> None:
+        self._inner = inner
+        self._rest = ""
+        self._reasoning_parts: list[str] = []
+        self.calls = [] if inner is None else inner.calls
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Return how many tokens so far belong to the reasoning, at least in part."""
+        return self._reasoning_tokens
+
+    @property
+    def complete(self) -> bool:
+        """Return True if there are calls, and the answer has ended after a whole one."""
+        return self._inner is not None and self._inner.complete
+
+    def answer(self, text: str, last: bool) -> str:
+        """Add the text of the next token; return the new text of the answer.
+
+        Text that may be part of a mark is held back. last: the output has ended, so nothing is held back.
+        """
+        raise NotImplementedError
+
+    def take_reasoning(self) -> str:
+        """Return the text of the reasoning that has come since the last call."""
+        reasoning, self._reasoning_parts = "".join(self._reasoning_parts), []
+        return reasoning
+
+    def deltas(self, text: str, last: bool) -> list[Delta]:
+        """Add the next text of the answer; return the parts that it and the reasoning add to the message."""
+        found = list[Delta]()
+        if reasoning := self.take_reasoning():
+            found.append({"reasoning_content": reasoning})
+        if self._inner is not None:
+            return found + self._inner.deltas(text, last)
+        return [*found, {"content": text}] if text else found
+
+
+class ThinkReader(ReasoningReader):
     """Splits an output's text into the reasoning, from `<think>` to `</think>`, and the answer after it.
 
     opened: whether the prompt has opened the reasoning; otherwise the output may begin with `<think>`.
-    trigger: text that begins a tool call, which ends the reasoning, too; empty: there are no tools.
+    inner: finds tool calls in the answer, of which the beginning of one ends the reasoning, too; None: there
+        are no tools.
     """
 
-    def __init__(self, opened: bool, trigger: str = "") -> None:
+    def __init__(self, opened: bool, inner: MessageReader | None = None) -> None:
+        super().__init__(inner)
         self._state: Literal["start", "within", "behind", "text"] = (
             "within" if opened else "start"
         )
-        self._ends = [END, trigger] if trigger else [END]
-        self._rest = ""
-        self._reasoning_parts: list[str] = []
+        self._ends = [END] if inner is None else [END, HERMES.trigger]
         self._offsets: list[int] = []  # where the text of each token ends
         self._begin = 0
         self._stop: int | None = None if opened else 0  # where the reasoning ends
@@ -142,16 +187,8 @@ class ThinkReader:
             0, min(bisect_left(offsets, stop) + 1, count) - bisect_right(offsets, self._begin)
         )
 
-    def take_reasoning(self) -> str:
-        """Return the text of the reasoning that `read` has found since the last call."""
-        reasoning, self._reasoning_parts = "".join(self._reasoning_parts), []
-        return reasoning
-
-    def read(self, text: str, last: bool) -> str:
-        """Add the text of the next token; return the new text of the answer.
-
-        Text that may be part of a mark is held back. last: the output has ended, so nothing is held back.
-        """
+    def answer(self, text: str, last: bool) -> str:
+        """See `ReasoningReader.answer`."""
         if self._state == "text":
             return text
         total = (self._offsets[-1] if self._offsets else 0) + len(text)
@@ -201,32 +238,19 @@ class ThinkReader:
             self._reasoning_begun = True
 
 
-class ChannelReader:
+class ChannelReader(ReasoningReader):
     """Splits an output in gpt-oss's format, messages with a channel each, into reasoning and answer.
 
     `analysis` is reasoning, `final` the answer. A tool call becomes text in Hermes' form (`<tool_call>` and
     JSON) within the answer.
 
-    calls: whether the request has tools that may be called.
+    inner: finds the calls of tools; None: there are no tools.
     """
 
-    def __init__(self, calls: bool) -> None:
-        self.reasoning_tokens = 0
-        self._calls = calls
-        self._state: Literal["start", "head", "analysis", "answer", "call"] = "start"
-        self._rest = ""
-        self._reasoning_parts: list[str] = []
+    _state: Literal["start", "head", "analysis", "answer", "call"] = "start"
 
-    def take_reasoning(self) -> str:
-        """Return the text of the reasoning that `read` has found since the last call."""
-        reasoning, self._reasoning_parts = "".join(self._reasoning_parts), []
-        return reasoning
-
-    def read(self, text: str, last: bool) -> str:
-        """Add the text of the next token; return the new text of the answer.
-
-        Text that may be part of a mark is held back. last: the output has ended, so nothing is held back.
-        """
+    def answer(self, text: str, last: bool) -> str:
+        """See `ReasoningReader.answer`."""
         self._rest += text
         before, answer = self._state, list[str]()
         if self._state == "start":
@@ -237,7 +261,7 @@ class ChannelReader:
         while self._state != "start" and self._step(answer, last):
             pass
         if before == self._state == "analysis":
-            self.reasoning_tokens += 1
+            self._reasoning_tokens += 1
         return "".join(answer)
 
     def _step(self, answer: list[str], last: bool) -> bool:
@@ -276,7 +300,7 @@ class ChannelReader:
         """
         channel, _, to = head.rpartition(CHANNEL)[2].strip().partition(" ")
         name = to.strip().removeprefix("to=functions.").partition(" ")[0].partition("<")[0]
-        if self._calls and to.strip().startswith("to=functions."):
+        if self._inner is not None and to.strip().startswith("to=functions."):
             self._state = "call"
             return (
                 HERMES.trigger

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from common.http.errors import wrong
 from common.sampling.params import MAX_INT
-from serving.http.errors import wrong
 from serving.parsed import ParsedRequest
 
 
@@ -26,8 +26,8 @@ class SchedulingHandler:
     names = frozenset(SchedulingFields.__struct_fields__)
 
     def read(self, given: SchedulingFields, request: ParsedRequest) -> None:
-        """Set `request.priority`, `.salt` (who may share its cached blocks) and `.seconds` (deadline)
-        from its fields.
+        """Set a request's place in the waiting line, its salt (who may share its cached blocks) and its
+        deadline.
 
         Raises:
             ApiError: a priority is given, but the server schedules first come, first served.
@@ -36,7 +36,6 @@ class SchedulingHandler:
         if given.priority and policy != "priority":
             rest = f"must be 0: the server's policy is {policy}"
             raise wrong("priority", f"priority is {given.priority}, but {rest}")
-        request.priority = given.priority or 0
-        request.salt = given.cache_salt or ""
+        request.options |= {"priority": given.priority or 0, "salt": given.cache_salt or ""}
         if given.deadline_ms is not None:
             request.seconds = given.deadline_ms / 1e3

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from serving.http.server import KEEP_ALIVE_SECONDS
-
 if TYPE_CHECKING:
+    from common.http.limits import Limits
     from serving.app import App
-    from serving.http.limits import Limits
 
+KEEP_ALIVE_SECONDS = 75
+"""That a connection may wait for its next request."""
 UNREAD_BYTES = 128 << 10
 """What the system keeps of what a client has not read yet; beyond that the server knows that it is slow."""
 NEVER = 1 << 30

@@ -6,9 +6,9 @@ import json
 import os
 from functools import lru_cache
 
+from common.http.limits import Limits
 from phases.appendix.connections.connection import Connection
 from replicas.gate import LIMITS
-from serving.http.limits import Limits
 
 PROXY = f"{__name__}:ProxyConnection"
 

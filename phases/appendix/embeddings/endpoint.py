@@ -13,14 +13,15 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
-from common.json_text import convert_fields
+from common.http.errors import ApiError, ErrorForm, wrong
+from common.json_text import convert_fields, encode_json
 from phases.appendix.api.scheduling import SchedulingFields, SchedulingHandler
 from phases.appendix.embeddings.note_kinds import MEAN
 from phases.appendix.protocols.ollama import check_model, error_form
+from phases.appendix.protocols.translation import renamed
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import COPIED, ServedModel
-from serving.http.errors import ApiError, ErrorForm, wrong
-from serving.http.request import EVENTS, HttpRequest, encode_json
+from serving.http.request import EVENTS, HttpRequest
 from serving.http.schema import GenerationFields
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
@@ -129,7 +130,7 @@ class Embeddings:
             SchedulingFields,
         ]
         names = {"prompt": self.source, "n": self.source}
-        self.form = ErrorForm(names) if ours else error_form(names)
+        self.form = ErrorForm(renamed(names)) if ours else error_form(names)
 
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
@@ -153,7 +154,7 @@ class Embeddings:
         if given.input is None:
             raise wrong("prompt", "the prompt is missing")
         request.prompts = self.model.prompts(given.input, ready)
-        request.wanted.append(MEAN)
+        request.options["wanted"] = [MEAN]
         request.prompt_only = True
         request.sampling = {"max_tokens": 1, "temperature": 0.0}
         self.model.finish(request)

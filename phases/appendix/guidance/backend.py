@@ -17,7 +17,8 @@ from weakref import WeakSet
 
 import llguidance as ll
 
-from common.errors import UserError, one_line
+from common.error_lines import one_line
+from common.errors import UserError
 from common.neighbours import processors
 from common.sampling.grammar import Grammar
 from phases.appendix.guidance.exact import LARGEST, OPTIONS, OWN_OPTIONS, SUSPECT, exact

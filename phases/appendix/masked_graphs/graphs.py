@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from common.sampling.sampler import Sampled, SamplingFlags, SamplingMetadata, TokenBitmask
+from common.sampling.metadata import SamplingFlags, SamplingMetadata
+from common.sampling.sampler import Sampled, TokenBitmask
 from continuous.batch import Ints
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work

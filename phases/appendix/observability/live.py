@@ -13,9 +13,10 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from common.http.errors import ApiError
+from common.json_text import encode_json
 from serving.app import App
-from serving.http.errors import ApiError
-from serving.http.request import EVENTS, HttpRequest, encode_json
+from serving.http.request import EVENTS, HttpRequest
 from serving.messages import DrawEngine, Ready, StepReport
 
 PAGE = Path(__file__).parent / "page"

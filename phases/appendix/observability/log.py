@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.errors import UserError
-from phases.appendix.observability.metrics import Metrics
+from common.json_text import encode_json
+from phases.appendix.observability.metrics import Metrics, first_token
 from serving.app import App
-from serving.http.request import HttpRequest, encode_json
+from serving.http.request import HttpRequest
 
 
 class AccessLog:
@@ -65,8 +66,9 @@ class AccessLog:
                 group.output_tokens,
             )
             entry["trouble"] = group.failure[0] if group.failure else None
-            if group.first_token is not None:
-                entry["first_token_ms"] = round((group.first_token - group.arrived) * 1e3, 3)
+            first = first_token(group)
+            if first is not None:
+                entry["first_token_ms"] = round((first - http.started) * 1e3, 3)
         try:
             self._file.write(encode_json(entry).decode() + "\n")
             self._file.flush()

@@ -10,6 +10,7 @@ from functools import partial
 
 from phases.appendix.observability.exposition import page
 from serving.app import App
+from serving.completion import ChoiceGroup
 from serving.http.request import HttpRequest
 from serving.messages import StepReport
 
@@ -81,17 +82,22 @@ class Metrics:
             return
         for choice in group.choices:  # one whose engine has died has no end
             self._last.pop(choice.number, None)
+            if choice.reason is not None:
+                self.finished[choice.reason] += 1
         failure = group.failure[0] if group.failure is not None else None
         if failure is not None:
             self.failures[failure] += 1
-        self.finished.update(
-            choice.reason for choice in group.choices if choice.reason is not None
-        )
         if failure == "refused":  # no tokens of it were counted
             return
         self.prompted += group.prompt_tokens
-        if group.first_token is not None:
-            self.first.observe(group.first_token - group.arrived)
+        first = first_token(group)
+        if first is not None:
+            self.first.observe(first - http.started)
         self.prompt.observe(group.prompt_tokens)
         self.output.observe(group.output_tokens)
-        self.whole.observe(time.perf_counter() - group.arrived)
+        self.whole.observe(time.perf_counter() - http.started)
+
+
+def first_token(group: ChoiceGroup) -> float | None:
+    """Return the time at which the first token of any completion of a group came; None: none did."""
+    return min((choice.times[0] for choice in group.choices if choice.times), default=None)

@@ -7,19 +7,31 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from common.http.errors import ApiError, ErrorForm, wrong
 from common.json_text import convert_fields
-from phases.appendix.protocols.translation import NAMED_EVENT, Events, Translation, call_of
+from phases.appendix.protocols.translation import (
+    NAMED_EVENT,
+    Events,
+    Translation,
+    call_of,
+    renamed,
+)
 from phases.appendix.tools.described import text_of
 from phases.appendix.tools.written import decode_written
 from serving.app import App
 from serving.completion import Choice
 from serving.endpoints import ServedModel
-from serving.http.errors import ApiError, ErrorForm, wrong
 from serving.http.request import HttpRequest
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config",
+    "reasoning_effort": "output_config.effort",
+}
+"""Names of fields here, by those of a chat."""
 
 
 class Block(Struct):
@@ -79,15 +91,8 @@ class Messages(Translation):
     """
 
     fields = MessagesFields
-    form = ErrorForm(
-        {
-            "stop": "stop_sequences",
-            "response_format": "output_config",
-            "reasoning_effort": "output_config.effort",
-        },
-        NAMED_EVENT,
-        _error,
-    )
+    names = NAMES
+    form = ErrorForm(renamed(NAMES, _error), NAMED_EVENT)
 
     def translate(self, given: MessagesFields, ignored: list[str]) -> dict[str, Any]:
         """Return the fields of the OpenAI chat that a request means; the output continues a last
@@ -158,7 +163,6 @@ async def count(app: App, messages: Messages, http: HttpRequest) -> None:
             call()
         return len(request.prompts[0])
 
-    http.form = messages.form
     await http.json({"input_tokens": await app.read(http, parse, messages.source)})
 
 

@@ -20,6 +20,7 @@ from serving.app import App
 
 def add_protocols(app: App) -> None:
     """Add to a server the routes of OpenAI's Responses, Anthropic's Messages, and Ollama's API."""
+    app.forms["/api/"] = error_form({})
     messages = Messages(app.chat)
     app.add("/v1/responses", Responses(app.chat))
     app.add("/v1/messages", messages)
@@ -34,4 +35,3 @@ def add_protocols(app: App) -> None:
         "/api/ps": {"GET": partial(running, app)},
         "/api/version": {"GET": lambda http: http.json({"version": VERSION})},
     }
-    app.forms |= {"/api/": error_form({}), "/v1/messages": messages.form}

@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from common.json_text import convert_fields
+from common.http.errors import ErrorForm
+from common.json_text import convert_fields, encode_json
 from phases.appendix.api.reasoning import reasons
-from phases.appendix.protocols.translation import Events, Translation
+from phases.appendix.protocols.translation import Events, Translation, renamed
 from phases.appendix.tools.written import decode_written
 from serving.app import App
-from serving.completion import Choice
+from serving.completion import Choice, serve
 from serving.endpoints import COPIED, ChatEndpoint, ServedModel
-from serving.http.errors import ErrorForm
-from serving.http.request import HttpRequest, encode_json
+from serving.http.request import HttpRequest
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
 
@@ -46,9 +46,8 @@ def error_form(names: Mapping[str, str]) -> ErrorForm:
 
     names: field of a chat -> the name of the same field in Ollama's request, for the text.
     """
-    return ErrorForm(
-        names, b"%s\n", lambda body: body["error"] | {"error": body["error"]["message"]}
-    )
+    shape = renamed(names, lambda body: body["error"] | {"error": body["error"]["message"]})
+    return ErrorForm(shape, b"%s\n")
 
 
 class OllamaFields(Struct, kw_only=True):
@@ -83,7 +82,8 @@ class Ollama(Translation):
     def __init__(self, chat: ChatEndpoint, *, talks: bool) -> None:
         super().__init__(chat)
         self.talks = talks
-        self.form = error_form(NAMES if talks else NAMES | {"messages": "prompt"})
+        self.names = NAMES if talks else NAMES | {"messages": "prompt"}
+        self.form = error_form(self.names)
 
     def translate(self, given: OllamaFields, ignored: list[str]) -> dict[str, Any]:
         """Return the fields of the OpenAI chat that a request means.
@@ -161,6 +161,7 @@ class OllamaEvents(Events):
     def __init__(self, model: ServedModel, *, talks: bool) -> None:
         super().__init__({"model": model.name})
         self.talks = talks
+        self._began = time.perf_counter()
         self._message: dict[str, Any] = {"content": ""}
         self._calls: list[dict[str, Any]] = []
 
@@ -193,7 +194,7 @@ class OllamaEvents(Events):
             reason: `stop`, `length` or `tool_calls`.
             usage: token counts as OpenAI's chat has them: `prompt_tokens`, `completion_tokens`.
         """
-        if reason == "tool_calls" or (choice.calls is not None and choice.calls.complete):
+        if reason == "tool_calls" or (choice.reader is not None and choice.reader.complete):
             functions = [
                 call | {"arguments": decode_written(call["arguments"]) or {}}
                 for call in self._calls
@@ -201,8 +202,8 @@ class OllamaEvents(Events):
             self._message["tool_calls"] = [{"function": function} for function in functions]
             calls = {"content": "", "tool_calls": self._message["tool_calls"]}
             self.say("", **self.line(calls, done=False))
-        now, began = time.perf_counter(), choice.group.arrived
-        first = choice.group.first_token or began
+        now, began = time.perf_counter(), self._began
+        first = min(choice.times, default=began)
         spans = {"total_duration": now - began, "prompt_eval_duration": first - began}
         spans |= {"eval_duration": now - first, "load_duration": 0}
         end: dict[str, Any] = {name: int(seconds * 1e9) for name, seconds in spans.items()}
@@ -274,7 +275,7 @@ async def show(app: App, http: HttpRequest) -> None:
 
 def capabilities(model: ServedModel) -> list[str]:
     """Return what the model can do, in Ollama's words, such as "completion" and "tools"."""
-    if not model.tokenizer.has_chat_template:
+    if not model.tokenizer.templates.available:
         return ["completion", "embedding"]
     thinking = ["thinking"] if reasons(model.tokenizer) else []
     return ["completion", "tools", "embedding", *thinking]
@@ -285,7 +286,6 @@ async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
 
     app: the server. ollama: the route, which translates the request.
     """
-    http.form = ollama.form
 
     def parse(fields: dict[str, Any], ready: Ready) -> ParsedRequest | dict[str, Any]:
         return ollama.loads(fields) or app.parse(ollama, http, fields, ready)
@@ -294,7 +294,7 @@ async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
     if isinstance(request, dict):
         await http.json(request)
     else:
-        await app.serve(http, request)
+        await serve(app, http, request)
 
 
 def _now() -> str:

@@ -6,29 +6,40 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from threading import Lock
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
+from common.http.errors import ApiError, ErrorForm, too_many, wrong
+from common.json_text import encode_json
 from phases.appendix.protocols.translation import (
     NAMED_EVENT,
     Events,
     Messages,
     Translation,
     call_of,
+    renamed,
 )
 from phases.appendix.tools.described import text_of
 from serving.completion import Choice
-from serving.endpoints import MOST_TEMPERATURE, ChatEndpoint
-from serving.http.errors import ApiError, ErrorForm, too_many, wrong
-from serving.http.request import HttpRequest, encode_json
+from serving.endpoints import ChatEndpoint
+from serving.http.request import HttpRequest
 from serving.parsed import ParsedRequest
 
 MOST_KEPT, MOST_BYTES = 1024, 32 << 20
 """Responses whose conversations are kept for `previous_response_id`, and bytes of all of them together."""
 SHARE = 4
 """One client's conversations take a quarter of these at most."""
+
+
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Names of fields here, by those of a chat."""
 
 
 class InputItem(Struct):
@@ -50,7 +61,6 @@ class ResponsesFields(Struct, kw_only=True):
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: Annotated[float, Meta(ge=0, le=MOST_TEMPERATURE)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -133,15 +143,8 @@ class Responses(Translation):
     """OpenAI's route `/v1/responses`: its requests become chats, and a chat's response its events."""
 
     fields = ResponsesFields
-    form = ErrorForm(
-        {
-            "messages": "input",
-            "max_tokens": "max_output_tokens",
-            "response_format": "text.format",
-            "reasoning_effort": "reasoning.effort",
-        },
-        NAMED_EVENT,
-    )
+    names = NAMES
+    form = ErrorForm(renamed(NAMES), NAMED_EVENT)
     threaded = True  # a short request may go on from a long conversation
 
     def __init__(self, chat: ChatEndpoint) -> None:
@@ -292,12 +295,11 @@ class ResponseEvents(Events):
         self._close(status)
         self.value["status"] = status
         self.value["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
-        thoughts = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
         self.value["usage"] = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": thoughts,
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
         if self.kept is not None:

@@ -7,19 +7,20 @@ fields, limits, queue, deadlines, metrics, leavers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
-from common.json_text import convert_fields
+from common.http.errors import ApiError, ErrorForm, error_body, wrong
+from common.json_text import convert_fields, encode_json
 from phases.appendix.api.scheduling import SchedulingFields
 from phases.appendix.tools.described import Message, with_system
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import ChatEndpoint
 from serving.formatter import usage
-from serving.http.errors import ErrorForm, wrong
-from serving.http.request import EVENTS, HttpRequest, encode_json
+from serving.http.request import EVENTS, HttpRequest
 from serving.http.schema import GenerationFields
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
@@ -99,7 +100,7 @@ class Events:
     def body(self, group: ChoiceGroup) -> bytes:
         """Return the whole response as JSON, for a request that is not streamed."""
         (choice,) = group.choices
-        self.chunk(choice, Piece(choice.text, 0, len(choice.tokens)), True)
+        self.chunk(choice, choice.take(), True)
         return encode_json(self.value)
 
     def end(self, group: ChoiceGroup) -> bytes:
@@ -107,13 +108,38 @@ class Events:
         return b""
 
 
+Shape = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def renamed(
+    names: Mapping[str, str], shape: Shape = lambda body: body
+) -> Callable[[ApiError], dict[str, Any]]:
+    """Return a function that makes the JSON object of an error in another protocol's words.
+
+    names: the protocol's name of a field, by OpenAI's name, where they differ. shape: turns OpenAI's error
+        object into the protocol's.
+    """
+
+    def body(error: ApiError) -> dict[str, Any]:
+        made = error_body(error)
+        said = made["error"]
+        if (param := said["param"]) in names:
+            said["message"] = re.sub(rf"^{param}\b", names[param], said["message"])
+            said["param"] = names[param]
+        return shape(made)
+
+    return body
+
+
 class Translation:
     """Base class of endpoints of other protocols, whose requests become chats of OpenAI's form.
 
     fields: the struct that declares the protocol's request fields.
+    names: the protocol's name of a field, by OpenAI's name, where they differ.
     """
 
     fields: type[Struct]
+    names: Mapping[str, str]
     form: ErrorForm
     source = "messages"
     threaded = False
@@ -140,8 +166,8 @@ class Translation:
             ignored.append("stream_options")
         request = self.chat.read(translated, ready)
         self.chat.model.finish(request)
-        names = self.form.names
-        request.ignored = [*(names.get(name, name) for name in request.ignored), *ignored]
+        said = (self.names.get(name, name) for name in request.ignored)
+        request.ignored = [*said, *ignored]
         request.formatter = self.formatter(given, request, http)
         return request
 

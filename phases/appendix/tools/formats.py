@@ -99,7 +99,7 @@ def format_of(tokenizer: Tokenizer) -> tuple[CallFormat, bool]:
     Raises:
         UserError: the model has no template.
     """
-    template = tokenizer.tool_template
+    template = tokenizer.templates.tools
     source, shows = template.source, "tools" in template.variables
     if "<tool_call>" in source:
         return HERMES, shows and "<function=" not in source and "<arg_key>" not in source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import Any, Literal
 
 from phases.appendix.tools.formats import OPENING, CallFormat
@@ -35,6 +36,8 @@ class CallReader:
 
     def __init__(self, format: CallFormat) -> None:
         self.format = format
+        self.answer: Callable[[str, bool], str] | None = None  # all is
+        self.reasoning_tokens = 0
         self.complete = False
         self.calls: list[dict[str, Any]] = []
         self._state: Literal["start", "text", "name", "arguments"] = "start"
@@ -43,7 +46,7 @@ class CallReader:
         self._end = "}" + (format.after or "\0")
         self._held: list[Delta] = []  # of a call behind another one
 
-    def read(self, text: str, last: bool) -> list[Delta]:
+    def deltas(self, text: str, last: bool) -> list[Delta]:
         """Add the next text of the output; return OpenAI's deltas of the message: `content` and
         `tool_calls`.
 

@@ -11,6 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from common.errors import UserError
+from common.http.errors import too_many, wrong
+from common.http.limits import Limits
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.grammars import loosen, schema_of
@@ -20,8 +22,6 @@ from phases.appendix.tools.described import WARNING, described
 from phases.appendix.tools.formats import CallFormat, Schema, format_of
 from phases.appendix.tools.reader import CallReader
 from phases.appendix.tools.written import decode_written
-from serving.http.errors import too_many, wrong
-from serving.http.limits import Limits
 from serving.parsed import ParsedRequest
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -125,7 +125,7 @@ class ToolHandler:
         request.names["grammar"] = "tools"
         request.explain = partial(refusal, grammar=grammar)
         request.constrained = must or content is not None
-        request.calls = partial(CallReader, format)
+        request.reader = partial(CallReader, format)
 
     def _functions(self, given: ToolFields, request: ParsedRequest) -> dict[str, Schema]:
         """Return name -> schema of the arguments for each function among the tools.

@@ -49,7 +49,12 @@ def compile(node: Node, rules: dict[str, int] | None = None) -> Dfa:
 def determinize(nfa: Nfa) -> Dfa:
     """Return a deterministic automaton that accepts the same texts as `nfa`.
 
-    Each of its states is the set of all states in which `nfa` may be after the same text.
+    Each of its states is a set: the states in which `nfa` may be after the same text. Left out of a set are
+    states without an edge that reads a symbol, except state 1, the end of `nfa`. A set accepts if state 1 is
+    in it. Sets are numbered as they are found; from each set, the lowest symbol is followed first.
+
+    Raises:
+        UserError: there are more than `MOST_STATES` sets, or it takes too long (`check`, called for each).
     """
     classes, count = symbol_classes(nfa)
     closures: dict[int, frozenset[int]] = {}
@@ -114,7 +119,13 @@ def minimize(dfa: Dfa) -> Dfa:
     """Return the automaton that accepts the same texts as `dfa` and has the fewest states.
 
     It begins with two groups of states, the accepting ones and the others. It splits groups by the groups
-    to which their symbols lead, until no symbol tells two states of a group apart.
+    to which their symbols lead, until no symbol tells two states of a group apart. `check` is called before
+    each round.
+
+    Returns:
+        One state for each group, numbered in the order of the groups' first states in `dfa`. States from
+        which no text leads to an accepting state are left out, and edges to them are `DEAD`. If there are no
+        others, state 0 alone is kept, with `DEAD` edges.
     """
     count, width = dfa.table.shape
     table = np.vstack(

@@ -205,7 +205,9 @@ class _SchemaReader:
         - the other keys of `required`, once each, in the order given; none may be left out;
         - as `more`, a member with any key but all of these, unless `additionalProperties` is False.
 
-        A key that is not in `properties` has a value that `additionalProperties` allows, by default any.
+        A key that is not in `properties` has a value that `additionalProperties` allows, by default any. The
+        pointers of these schemas are `{pointer}/properties/{escape(key)}` and
+        `{pointer}/additionalProperties`.
         """
         properties, required = (
             schema.get("properties", {}),

@@ -99,7 +99,9 @@ class Nfa:
     def repeat(self, node: Repeat, begin: int, end: int) -> None:
         """Add edges and states for a repetition from state `begin` to state `end`.
 
-        They are copies of the part that must come, then copies that may come, or a loop.
+        They are `node.low` copies of `node.part`, one after the other, and then copies that may be left
+        out, up to `node.high`. If `node.high` is None, a loop takes the place of the latter. It goes through
+        a new state, which nothing else uses.
         """
         for _ in range(node.low):
             begin = self.append(node.part, begin)

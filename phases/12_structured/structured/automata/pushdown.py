@@ -77,6 +77,8 @@ class Machine:
         that of state -1.
     calls: of each state, the rules that it may call: (first state of the rule, next state of the caller).
     accepting: of each state, whether its rule may end there.
+    reads: of each state, whether it has an edge that reads a byte.
+    ends: of each state, whether its rule must end there: it accepts, and can neither read nor call.
     start: the place (set of stacks) before the first byte.
     """
 
@@ -116,13 +118,18 @@ class Machine:
         self.start: Place = frozenset(self.expand_calls((firsts[numbers[start]],)))
 
     def expand_calls(self, stack: Stack) -> set[Stack]:
-        """Return the stacks of states that `stack` becomes by calls and returns without reading, itself
-        included.
+        """Return all stacks that `stack` may become by calls and returns before the next byte.
 
-        Only those are returned from which a byte can be read, and the one at which the output may end.
+        `stack` itself is one of them: it need not call. Of these stacks, only those are returned whose top
+        state can read a byte (`reads`), and the stack of a single state that accepts, where the output may
+        end. A call replaces the top state by two states: the caller's next state, and above it
+        the first state of the called rule. The caller's next state is left out if its rule must end there
+        (`ends`), so a chain of last calls needs a short stack. A return removes the top state if it accepts
+        and another state is below it.
 
         Raises:
-            UserError: there are endlessly many, since a rule calls itself before it reads a byte.
+            UserError: there are more than `MOST_WAYS` on the way, since a rule calls itself before it reads
+                a byte.
         """
         found = set[Stack]()
         todo = [stack]

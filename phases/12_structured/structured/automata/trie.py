@@ -54,7 +54,11 @@ class Trie:
         return states
 
     def mask(self, reached: Bools) -> Words:
-        """Return the bit mask `[ceil(V / 32)]` of the tokens that end at a node of `reached`, bool `[N]`."""
+        """Return the bit mask of the tokens that end at a node of `reached`, bool `[N]`: int32
+        `[ceil(V / 32)]`.
+
+        Bit `t % 32` (0 is the lowest) of number `t // 32` is that of token `t`; 0 for tokens without bytes.
+        """
         allowed = np.append(reached, False)[self.token_nodes]
         words = np.zeros(-(-len(allowed) // 32), np.int32)
         packed = np.packbits(allowed, bitorder="little")

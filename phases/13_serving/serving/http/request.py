@@ -10,10 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from serving.http.errors import RETRY, ApiError, ErrorForm, too_large
-from serving.http.limits import Limits
+from common.http.errors import ApiError, ErrorForm, too_large
+from common.http.limits import Limits
+from common.json_text import encode_json
 
 if TYPE_CHECKING:
     from serving.completion import ChoiceGroup
@@ -32,21 +31,13 @@ EVENTS = [
 ]
 DRAINED_BYTES, DRAIN_SECONDS = 64 << 10, 1.0
 """Of a body that is refused unread: it is taken for so long, so that the answer is read."""
-_encode = msgspec.json.Encoder().encode
-_LINE_ENDS = {"\u2028": b"\\u2028", "\u2029": b"\\u2029", "\x85": b"\\u0085"}
-"""Characters of a string that some readers of lines take for an end of the line."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def encode_json(value: Any) -> bytes:
-    """Return a value as JSON in UTF-8 on one line; characters that some readers take for a line end are
-    escaped.
-    """
-    data = _encode(value)
-    if b"\xe2\x80" in data or b"\xc2\x85" in data:
-        for character, escaped in _LINE_ENDS.items():
-            data = data.replace(character.encode(), escaped)
-    return data
+def listed(names: list[str]) -> bytes:
+    """Return the value of a header: these names with commas between them, as many as fit."""
+    text = ", ".join(name[:100] for name in names[:16])
+    return re.sub("[^ -~]", "?", text).encode()
 
 
 class ClientDisconnected(Exception):
@@ -70,7 +61,7 @@ class HttpRequest:
         self.method, self.path = scope["method"], scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
-        self.id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        self.id = given if _ID.fullmatch(given) else secrets.token_hex(12)
         self.started = time.perf_counter()
         self.content_length = self.headers.get(b"content-length", b"0")
         self.unread = (
@@ -79,27 +70,16 @@ class HttpRequest:
         self.status = 0
         self.sent_bytes = 0
         self.group: ChoiceGroup | None = None
-        self.extra: list[Header] = []
+        self.extra = list[Header]()
         self.form = ErrorForm()
-
-    @property
-    def short_id(self) -> str:
-        """Return the request's id without `req-`; ids of responses are a prefix of their own and this."""
-        return self.id.removeprefix("req-")
 
     async def body(self) -> bytes:
         """Read and return the whole body.
 
         Raises:
-            ApiError: 413: too large, before it is read where its length is declared; 408: too slow; 415: not
-                declared as JSON (so that no web page can send one without asking), or compressed.
+            ApiError: 413: too large, before it is read where its length is declared; 408: too slow.
             ClientDisconnected: the client has left.
         """
-        kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        coding = self.headers.get(b"content-encoding") or b"identity"
-        if kind != b"application/json" or coding != b"identity":
-            words = "the content-type must be application/json, and the body not compressed"
-            raise ApiError(415, words)
         most = self.limits.max_body_bytes
         if self.content_length.isdigit() and int(self.content_length[:20]) > most:
             raise too_large(most)
@@ -165,6 +145,7 @@ class HttpRequest:
         """Send an error: as the response, or as the last event of a stream that has begun."""
         body = self.form.body(error)
         if not self.status:
-            await self.json(body, error.status, RETRY.get(error.status, ()))
+            state = error.status in (429, 503)  # the server's, not the request's fault
+            await self.json(body, error.status, [(b"retry-after", b"1")] if state else ())
         else:
             await self.write(self.form.event.replace(b"%s", encode_json(body)), more=False)

@@ -7,9 +7,9 @@ mean something: `SamplingParams`, `Limits`, the engine.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 
 class StreamOptions(Struct):
@@ -31,9 +31,9 @@ class GenerationFields(Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: str | Annotated[list[str], Meta(max_length=16)] | None = None
+    stop: str | list[str] | None = None
     seed: int | None = None
-    logit_bias: Annotated[dict[int, float], Meta(max_length=300)] | None = None
+    logit_bias: dict[int, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     stream: bool | None = False

@@ -91,7 +91,8 @@ def gated_unit(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
 def tile_product(a, w, acc, scale, row, k0, columns, SIDE: tl.constexpr):
     """Return `acc + a @ w`, float32 `[M, N]`, for `BLOCK_K` inputs from input `k0` on.
 
-    a: `[M, BLOCK_K]`. w: `[BLOCK_K, N]`, of the weight's rows `row [N]`.
+    a: `[M, BLOCK_K]`. w: `[BLOCK_K, N]`, of the weight's rows `row [N]`. All of these rows must exist, since
+        scales are read without a mask: give row 0 for an output that does not exist.
     scale: pointer to one scale for each block of SIDE x SIDE weights, `[rows / SIDE, columns]`; SIDE 0: none.
     """
     if a.dtype != w.dtype:
@@ -133,6 +134,8 @@ def grouped_kernel(
 ):  # fmt: skip
     """Multiply a tile of one expert's tokens with `BLOCK_N` of its `N` outputs. One program for each pair.
 
+    The grid has one dimension: the `ceil(N / BLOCK_N)` programs of tile 0, then those of tile 1, and so on up
+        to `most` tiles. A tile of 0 rows writes nothing.
     UP, the first product: `x [T, K]` -> `out [T k, N]`, gated, sorted by expert. Otherwise the second one:
         `x [T k, K]`, sorted by expert -> `out [T k, N]` in the order of choices, times `weights [T, k]`.
     data: `[E, N, K]`, with UP `[E, 2 N, K]`: gates, then ups. bias: `[E, N]` or `[E, 2 N]`, read if BIAS.

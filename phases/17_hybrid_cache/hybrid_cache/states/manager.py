@@ -1,16 +1,16 @@
-"""Which slot holds the state of Gated DeltaNet behind a page's tokens: snapshots and rollback.
+"""Which slot holds the state of Gated DeltaNet after a page's tokens: snapshots and rollback.
 
-1. A slot holds one state, of all layers. A page has a slot or none: the state behind its last computed token.
-2. A step reads the slot of the page before its first token, and writes that of the page of its last token.
+1. A slot holds one state, of all layers. A page has a slot or none: the state after its last computed token.
+2. A step reads the slot of the page of the token before it, and writes that of the page of its last token.
 3. Within a page both are one slot, updated in place. A step that enters another page leaves a snapshot.
-4. A step of several tokens also saves the state at one place within, its *snapshot boundary*:
+4. A step of several tokens also saves the state at one point within, its *snapshot boundary*:
 5. before draft tokens that may be rejected, if it has any;
-6. else where the prompt diverges from a cached one, so that the next prompt that does so finds a snapshot;
+6. else where the prompt leaves what the prefix index knows, so that the next such prompt finds a snapshot;
 7. else at the last page boundary before its last token.
-8. Rollback: the state behind drafts is dropped. The request goes on from rule 5's boundary, and computes
-   drafts that were accepted again, together with the token behind them.
+8. Rollback: no state after drafts is kept. The request continues from rule 5's boundary. It computes
+   accepted drafts again, together with the token after them.
 9. A prefix hit ends where a page has a snapshot. Of a request's decodes only the newest snapshot stays.
-10. No work writes a slot that another work of its step reads: slots are released after the launch.
+10. No request writes a slot that another one reads in the same step: slots are released after the launch.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ class StateManager(SingleTypeManager):
         work: one request's tokens in the step, from its token `work.start` on.
 
         Returns:
-            The end of these tokens less the drafts, if these may be rejected. Otherwise the place where the
-            prompt leaves what the prefix index knows, if it lies strictly within the work. Otherwise the last
-            page boundary before the work's last token, or `work.start`, which means none, if that boundary is
-            not after the start.
+            The end of these tokens minus the number of drafts (`work.drafts` is a tuple of tokens), if there
+            are drafts and they may be rejected (`work.drafts_forced` is False). Otherwise the row's
+            `divergence`, if it lies strictly within the work. Otherwise the last page boundary before the
+            work's last token, or `work.start`, which means none, if that boundary is not after the start.
         """
         start = work.start
         end = work.start + work.count
@@ -121,8 +121,9 @@ class StateManager(SingleTypeManager):
         """Return how many of a request's first `upto` tokens its state has seen.
 
         upto: number of tokens that are computed and accepted.
-        If drafts were among the tokens of the request's last step, the state has seen those before them:
-        `request.num_computed_tokens` is set back to there. A rollback happens once.
+        If drafts were among the tokens of the request's last step, `rollback_to` has for its row the number
+        of tokens that the state has seen. If this is less than `upto`, `request.num_computed_tokens` is set
+        back to it. A rollback happens once.
         """
         seen = self.rollback_to.pop(request.row, upto)
         if seen < upto:

@@ -145,7 +145,9 @@ class SingleTypeManager(ABC):
         """Free the blocks of pages that no query of this request at position `start` or later reads.
 
         row: of the request in the block tables. table: its page numbers. The blocks of the first `committed`
-            pages, which are in the prefix index, stay for prefix hits until the pool needs them.
+            pages, which are in the prefix index, become idle in the pool's `skipped`; others become free
+            (`_drop` does both).
+            The row's range then begins with the first page that is still needed, at most with its end.
         """
         first, end = self.ranges[row]
         now = min(max(first, self.first_needed_page(start)), end)

@@ -95,13 +95,13 @@ def chunked_attention_kernel(
     tiles,  # [n, 4], see `query_tiles`; with TILED
     context_lens, query_starts, requests,  # without TILED
     chunk_acc, chunk_m, chunk_total, arrived,  # with SPLIT, see `Scratch`
-    k_scale, v_scale, sinks,  # [KH], [KH], [H]
+    k_scale, v_scale,  # [KH]
     scale, table_stride, block_stride, slot_stride, head_stride, most_chunks,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr, WINDOW: tl.constexpr,
     TILED: tl.constexpr, RAGGED: tl.constexpr, SUBSET: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    SCALED: tl.constexpr, SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a tile of query tokens for one key/value head, over some or all chunks of its
     keys.
@@ -111,7 +111,7 @@ def chunked_attention_kernel(
     chunks, and tile. With SPLIT it stores the softmax of each chunk (`chunk_acc`, `chunk_m`, `chunk_total`),
     and the last program of a tile to finish (`arrived` counts) combines them; else one program does all
     chunks.
-    WINDOW: sliding window, 0: none. SCALED: keys are quantized. SINKS: heads have sinks. ROWS: of a tile.
+    WINDOW: sliding window, 0: none. SCALED: keys are quantized. ROWS: of a tile.
     """
     kv_head = tl.program_id(0)
     item = tl.program_id(2)
@@ -152,9 +152,6 @@ def chunked_attention_kernel(
     position = first_position + token
 
     all_m, all_total, all_acc = no_keys(BLOCK_M, D_PAD)
-    if SINKS:  # a key of value 0 that every row sees
-        all_m = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        all_total = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALED:
         scale = scale * tl.load(k_scale + kv_head)
     factor = scale * LOG2_E
@@ -289,11 +286,11 @@ def chunked_attention(
         listed if tiles is None else tiles, listed if context_lens is None else context_lens,
         listed if query_starts is None else query_starts,
         listed if requests is None else requests, *memory,
-        *(cache[2:4] if cache.scaled else (out, out)), out if layer.sinks is None else layer.sinks,
+        *(cache[2:4] if cache.scaled else (out, out)),
         most_chunks=most_chunks, **arguments,
         TILED=tiles is not None, RAGGED=query_starts is not None, SUBSET=requests is not None,
         SPLIT=splits > 1, ROWS=rows, BLOCK_M=launch.block_m, BLOCK_N=block_n, CHUNK=chunk,
-        SCALED=cache.scaled, SINKS=layer.sinks is not None, num_warps=launch.num_warps,
-        num_stages=launch.num_stages, enable_fp_fusion=False, **options,
+        SCALED=cache.scaled, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        enable_fp_fusion=False, **options,
     )  # fmt: skip
     return out

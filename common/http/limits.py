@@ -40,7 +40,8 @@ class Limits:
     def __post_init__(self) -> None:
         """Raise `UserError` for a value out of its range; change nothing."""
         for item in fields(self):
-            check, low, high = (
-                (integer, 1, 1 << 40) if item.type == "int" else (number, 0.0, 1e9)
-            )
-            check(item.name, getattr(self, item.name), low=low, high=high)  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            if item.type == "int":
+                integer(item.name, value, low=1, high=1 << 40)
+            else:
+                number(item.name, value, low=0.0, high=1e9)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 TYPES = {
@@ -25,8 +24,6 @@ STATUS = {
     "deadline": 504,
 }
 """HTTP status of each kind of failure of a group of choices whose client is there to read of it."""
-RETRY = {429: [(b"retry-after", b"1")], 503: [(b"retry-after", b"1")]}
-"""Headers of statuses that say when a request may be tried again: it was refused for the server's state."""
 MAX_MESSAGE = 1000
 """Characters of an error's message: values are shortened where they are shown, and this bounds the rest."""
 
@@ -53,30 +50,30 @@ class ApiError(Exception):
         self.code = code
 
 
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the JSON object of an error in OpenAI's form."""
+    default = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = TYPES.get(error.status, default)
+    return {
+        "error": {
+            "message": str(error),
+            "type": kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
 @dataclass(frozen=True)
 class ErrorForm:
     """The JSON form in which a route reports errors: OpenAI's, unless its protocol has another.
 
-    names: the route's name of a field, by OpenAI's name, where they differ.
+    body: makes the JSON object of an error.
     event: the bytes of an event that ends a stream with an error; `%s` is the error's JSON.
-    shape: turns OpenAI's error object into that of the route's protocol.
     """
 
-    names: Mapping[str, str] = field(default_factory=dict)
+    body: Callable[[ApiError], dict[str, Any]] = error_body
     event: bytes = b"data: %s\n\n"
-    shape: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body
-
-    def body(self, error: ApiError) -> dict[str, Any]:
-        """Return the JSON object of an error, in the route's form."""
-        default = "invalid_request_error" if error.status < 500 else "server_error"
-        message, param = str(error), error.param
-        if param is not None and param in self.names:
-            message = re.sub(rf"^{param}\b", self.names[param], message)
-            param = self.names[param]
-        kind = TYPES.get(error.status, default)
-        return self.shape(
-            {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
-        )
 
 
 def wrong(param: str | None, message: str) -> ApiError:

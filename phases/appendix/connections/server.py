@@ -7,30 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
-from common.errors import UserError
 from common.words import count
+from phases.appendix.connections.connection import NEVER, Connection
 from serving.app import App
-from serving.liveness import StartupError
+from serving.completion import ChoiceGroup
 
 log = logging.getLogger(__name__)
 
 TERMINATED = 143
-KEEP_ALIVE_SECONDS = 75
-"""That a connection may wait for its next request."""
 CONFIG: dict[str, Any] = {
     "ws": "none",
     "lifespan": "off",
     "server_header": False,
     "log_config": None,
     "access_log": False,
-    "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+    "http": Connection,
+    "timeout_keep_alive": NEVER,
     "timeout_graceful_shutdown": 2,
     "backlog": 4096,
 }
@@ -41,21 +42,20 @@ class HttpServer(uvicorn.Server):
     closed.
 
     app: what it serves. on_ready: called when the engine first takes requests.
-    config: uvicorn's settings that shall differ from `CONFIG`.
-    failure: why the engine could not be started; None: it could.
     code: the exit code with which the process should end.
     """
 
-    failure: Exception | None = None
     code = 0
 
-    def __init__(
-        self, app: App, on_ready: Callable[[], None] = lambda: None, **config: Any
-    ) -> None:
+    def __init__(self, app: App, on_ready: Callable[[], None] = lambda: None) -> None:
         self.app = app
-        app.engine.on_ready = on_ready
+        app.engine.on_ready.append(on_ready)
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        super().__init__(uvicorn.Config(app, **(CONFIG | config)))
+        super().__init__(uvicorn.Config(app, **CONFIG))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:  # as many connections as the system allows
+            with suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Finish running streams at the first SIGTERM or SIGINT (`drain`); end at once at the second."""
@@ -73,21 +73,24 @@ class HttpServer(uvicorn.Server):
         self.app.draining = True
         log.warning(
             "draining: %s may finish, nothing new is taken",
-            count(len(self.app.groups), "request"),
+            count(len(self._groups), "request"),
         )
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
         end = time.monotonic() + self.app.limits.grace_seconds
-        while self.app.groups and time.monotonic() < end and not self.should_exit:
+        while self._groups and time.monotonic() < end and not self.should_exit:
             await asyncio.sleep(0.05)
-        for group in self.app.groups:
+        for group in self._groups:
             group.give_up("died", "the server is shutting down")
         self.app.closing = self.should_exit = True
 
     async def serve(self, sockets: Any = None) -> None:
-        """Serve until a signal comes, or until the engine cannot be started. sockets: uvicorn's; None: it
+        """Serve until a signal comes, or the engine is no longer kept alive. sockets: uvicorn's; None: it
         opens its own.
+
+        Raises:
+            StartupError, UserError: the engine cannot be started.
         """
         self._loop = asyncio.get_running_loop()
         engine = self.app.engine.start()
@@ -98,11 +101,13 @@ class HttpServer(uvicorn.Server):
             await self.app.engine.stop()
             engine.cancel()
             await asyncio.wait({engine})
+        if not engine.cancelled():
+            engine.result()
+
+    @property
+    def _groups(self) -> list[ChoiceGroup]:
+        """Return the requests for tokens that are being served, each as the group of its completions."""
+        return [http.group for http in self.app.requests if http.group is not None]
 
     def _engine_ended(self, task: asyncio.Future[None]) -> None:
-        failure = None if task.cancelled() else task.exception()
-        if isinstance(failure, StartupError | UserError):
-            self.failure, self.should_exit = failure, True
-        elif failure is not None:
-            log.error("the engine is no longer kept alive", exc_info=failure)
-            self.code, self.should_exit = 1, True
+        self.should_exit = True

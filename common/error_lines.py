@@ -1,0 +1,62 @@
+"""Error messages of libraries, in one line and in our words."""
+
+from __future__ import annotations
+
+import re
+
+from common.errors import brief
+
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+_DRAWN_REGEX = re.compile(
+    r"""(?:invalid\ regex\ .*\ \(in\ regex\):\ )?
+    regex\ parse\ error:\n
+    \ {4}(?P<pattern>.*)\n
+    \ {4}(?P<before>\ *)\^[\ ^]*\n
+    (?:.*\n)*?error:\ (?P<why>.*)""",
+    re.VERBOSE,
+)
+_LISTED_SOURCE = re.compile(r"(\n +\d+ \| .*)+(\n *\^+ *(?=\n|$))?")
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+
+
+def one_line(message: str) -> str:
+    """Return a library's error message of several lines as one line that says where the error is.
+
+    Libraries in Rust repeat the source and put `^` under the character. In its place comes a number, such
+    as `unclosed group at character 3 of 'ab('`, or `line 2, character 4:` in a grammar; both count from 1.
+    """
+
+    def place(found: re.Match[str]) -> str:
+        return f"{found['why']} at character {len(found['before']) + 1} of {brief(found['pattern'])}"
+
+    message = _DRAWN_REGEX.sub(place, _LISTED_SOURCE.sub("", message))
+    return " ".join(_PLACE.sub(r"line \1, character \2: ", message).split())
+
+
+def type_error(message: str) -> tuple[str | None, str]:
+    """Return the field in msgspec's error message (None: the whole object), and the complaint as a
+    sentence.
+    """
+    found = re.search(r"`\$\.?([^`]*)`$", message)
+    path = found[1] if found else ""
+    if missing := re.search(r"required field `(\w+)`", message):
+        path = f"{path}.{missing[1]}".lstrip(".")
+        return re.split(r"[.[]", path)[0], f"{path} is missing"
+    field = re.split(r"[.[]", path)[0] or None
+    if value := re.match(r"Invalid enum value (.{1,60})", message.partition(" - at ")[0]):
+        return field, f"{path} is not supported with the value {value[1]}"
+    if message.startswith("Expected `null`"):
+        return field, f"{path} is not supported"
+    kinds = re.match(r"Expected `([^`]+)`(?:, got `(\w+)`)?(.*?) - at", message)
+    if kinds is None:
+        return field, f"{path}: {message}"
+    names = [_TYPES.get(name, name) for name in kinds[1].split(" | ") if name != "null"]
+    got = f", but is {_TYPES.get(kinds[2], kinds[2])}" if kinds[2] else kinds[3]
+    return field, f"{path} must be {' or '.join(names)}{got}"
