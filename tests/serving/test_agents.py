@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from common.text.tokenizer import Tokenizer
-from phases.appendix.server import whole_server
+from phases.appendix.connections.server import HttpServer
 from serving import messages
 from serving.messages import AddRequest, Ready
 from tests.scripted_server import THINKING, TOOLS, Scripted, scripted
@@ -73,7 +73,7 @@ def served(folder: Path, said: list[str]) -> Iterator[tuple[str, Turns]]:
     engine = Turns(app.model.tokenizer, said)
     app.engine = engine
     app.on_end.append(lambda http: engine.statuses.add(http.status))
-    server = whole_server(app)
+    server = HttpServer(app)
     listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
