@@ -71,10 +71,10 @@ test-newest: PY = build/newest/bin/python
 test-newest: ## the fast tests and those of clients, with the newest packages in an environment of its own (some GB)
 	rm -rf build/newest
 	$(PYTHON) -m venv build/newest
-	$(PY) -m pip install --quiet -e '.[test]'
+	$(PY) -m pip install --quiet -e '.[test,clients]'
 	$(PYTEST) -m 'not slow and not long and not weights and not gpu' tests
-	$(PYTEST) -m 'not long and not gpu' tests/serving/test_clients.py
-	$(PY) -m pip install --quiet -e '.[test,clients]'  # some of them need an older openai
+	$(PYTEST) -m 'not long and not gpu' tests/serving/test_clients.py tests/serving/test_agents.py
+	$(PY) -m pip install --quiet llama-index-llms-openai-like  # it needs an older openai
 	$(PYTEST) -m 'not long and not gpu' tests/serving/test_clients.py
 
 lint: setup ## ruff format, ruff check, mypy --strict

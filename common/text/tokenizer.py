@@ -83,9 +83,10 @@ class Tokenizer:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and an id outside the
         vocabulary nothing.
         """
-        text: str = self.backend.decode_batch(
-            [list(ids)], skip_special_tokens=skip_special_tokens
-        )[0]
+        ids = [one for one in ids if 0 <= one < 1 << 32]  # the library takes no others
+        text: str = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[
+            0
+        ]
         if self.token_bytes.byte_fallback and "\ufffd" in text:
             # One invalid byte spoils the whole run of bytes around it for the library. SentencePiece itself
             # keeps the run's characters, and a stream has to: it has shown them before the byte arrives.

@@ -237,6 +237,13 @@ async def test_a_prompt_is_scored(make, model, tokenizer, most):
     await settle(app)
 
 
+@pytest.mark.parametrize("id", [-1, 257, 1 << 31, 1 << 32, 1 << 63, 10**30])
+async def test_an_echo_of_no_token_is_refused(make, id):
+    body = {"prompt": [[1], [id]], "echo": True, "max_tokens": 1}
+    status, found = await Client(make()).post("/v1/completions", body)
+    assert (status, found["error"]["param"]) == (400, "prompt"), found
+
+
 async def test_an_echo_is_the_same_in_a_stream(make):
     body = {
         "prompt": ["ab", "cde"],

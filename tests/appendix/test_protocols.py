@@ -273,6 +273,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "too many stops": ("/v1/messages", {"stop_sequences": ["x"] * 99}, "stop_sequences"),
     "an image of Ollama's": ("/api/chat", {"messages": [{"role": "user", "images": ["x"]}]}, "messages"),
     "an effort": ("/v1/responses", {"reasoning": {"effort": 3}}, "reasoning.effort"),
+    "a thread": ("/v1/messages", {"thread": {"type": "create"}}, "thread"),
+    "a summary": ("/v1/messages", {"compaction": {"type": "summarize"}}, "compaction"),
     "another effort": ("/v1/messages", {"output_config": {"effort": []}}, "output_config.effort"),
     "an option of another type": ("/api/chat", {"options": {"top_p": "x"}}, "options.top_p"),
     "an option": ("/api/chat", {"options": {"top_p": 7}}, "options.top_p"),
@@ -296,6 +298,17 @@ async def test_what_is_wrong_is_named_in_the_form_of_the_route(make, path, body,
         ), found
         assert (found.get("type") == "error") == (path == "/v1/messages")
     await settle(app)
+
+
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "m"}]
+)
+async def test_anthropics_client_learns_that_a_conversation_is_not_kept(make, thread):
+    """By this code it sends all of it again, instead of the new messages alone."""
+    body = REQUESTS["/v1/messages"] | {"thread": thread}
+    status, found = await Client(make()).post("/v1/messages", body)
+    assert (status, found["error"]["code"]) == (400, "thread_unsupported_request")
+    assert found["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 @pytest.mark.parametrize("seed", [-1, -2])

@@ -57,6 +57,13 @@ def change(path: Path, **fields) -> None:
     )
 
 
+@pytest.mark.parametrize("id", [-1, 10**6, 1 << 32, 10**30])
+def test_an_id_outside_of_the_vocabulary_has_no_text(folder, id):
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode("ab")
+    assert tokenizer.decode([*ids, id]) == tokenizer.decode(ids)
+
+
 def test_bos_follows_the_files(folder):
     tokenizer = Tokenizer(folder)
     gemma = tokenizer.bos_token_id == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +63,15 @@ THEIRS = [
 TASK = "Read numbers.txt, add its two numbers, and say the sum."
 ORDER = ("read_file", "add", None)
 """The tool that each turn of the loop has to call; None: it has to answer."""
+SAYS_SOMETHING = {"min_tokens": 8}
+"""In the last turn: random weights may end a text with its first token."""
+
+
+class ReadFile(BaseModel):
+    """Read a file."""
+
+    model_config = ConfigDict(extra="forbid")
+    path: Literal["numbers.txt"]
 
 
 class Verdict(BaseModel):
@@ -106,6 +116,7 @@ def responses_loop(url: str, model: str, folder: Path) -> list[str]:
             tool_choice={"type": "function", "name": name} if name else "none",
             parallel_tool_calls=False,
             max_output_tokens=300,
+            extra_body={} if name else SAYS_SOMETHING,
         ) as stream:
             events = list(stream)
             kinds, done = (
@@ -173,7 +184,12 @@ def messages_loop(url: str, model: str, folder: Path) -> list[str]:
             else {"type": "none"}
         )
         with client.messages.stream(
-            model=model, max_tokens=300, messages=said, tools=THEIRS, tool_choice=choice
+            model=model,
+            max_tokens=300,
+            messages=said,
+            tools=THEIRS,
+            tool_choice=choice,
+            extra_body={} if name else SAYS_SOMETHING,
         ) as stream:
             done = stream.get_final_message()
         said.append({"role": "assistant", "content": done.content})
@@ -194,7 +210,84 @@ def messages_loop(url: str, model: str, folder: Path) -> list[str]:
     return answers
 
 
-@pytest.mark.parametrize("loop", [chat_loop, responses_loop, messages_loop])
+def tool_runner_loop(url: str, model: str, folder: Path) -> list[str]:
+    """With the client's own loop, which would let the server keep the conversation."""
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
+    answers: list[str] = []
+
+    def tool(described: dict[str, Any]) -> Any:
+        def run(**arguments: Any) -> str:
+            answers.append(call(folder, described["name"], arguments))
+            return answers[-1]
+
+        names = {key: described[key] for key in ("name", "description", "input_schema")}
+        return anthropic.beta_tool(**names)(run)
+
+    def choice(name: str | None) -> dict[str, Any]:
+        chosen = {"type": "tool", "name": name, "disable_parallel_tool_use": True}
+        return chosen if name else {"type": "none"}
+
+    runner = client.beta.messages.tool_runner(
+        model=model,
+        max_tokens=300,
+        messages=[{"role": "user", "content": TASK}],
+        tools=[tool(one) for one in THEIRS],
+        tool_choice=choice(ORDER[0]),
+        extra_body=SAYS_SOMETHING,
+    )
+    following = iter(ORDER[1:])
+    kinds = []
+    for message in runner:
+        kinds.append([block.type for block in message.content])
+        more = choice(next(following, None))
+        runner.set_messages_params(lambda params, more=more: {**params, "tool_choice": more})
+    assert kinds == [["tool_use"], ["tool_use"], ["text"]]
+    return answers
+
+
+def langchain_loop(url: str, model: str, folder: Path, responses: bool = False) -> list[str]:
+    langchain = pytest.importorskip("langchain_openai")
+    messages = pytest.importorskip("langchain_core.messages")
+    client = langchain.ChatOpenAI(
+        base_url=f"{url}/v1",
+        api_key="none",
+        model=model,
+        max_tokens=300,
+        max_retries=0,
+        use_responses_api=responses,
+        extra_body=SAYS_SOMETHING,
+    )
+    said = [messages.HumanMessage(TASK)]
+    answers = []
+    for name in ORDER:
+        bound = client.bind_tools(
+            NESTED, tool_choice=name or "none", parallel_tool_calls=False
+        )
+        parts = list(bound.stream(said))
+        answer = parts[0]
+        for part in parts[1:]:
+            answer += part
+        said.append(answer)
+        for one in answer.tool_calls:
+            answers.append(call(folder, one["name"], one["args"]))
+            said.append(messages.ToolMessage(answers[-1], tool_call_id=one["id"]))
+        assert [one["name"] for one in answer.tool_calls] == ([name] if name else [])
+    assert answer.text
+    return answers
+
+
+LOOPS = {
+    "chat": chat_loop,
+    "responses": responses_loop,
+    "messages": messages_loop,
+    "anthropic's own loop": tool_runner_loop,
+    "langchain": langchain_loop,
+    "langchain, responses": partial(langchain_loop, responses=True),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_an_agent_comes_to_its_end(server, tmp_path, loop):
     """Random weights: grammars alone make the calls."""
     (tmp_path / "numbers.txt").write_text("17 25")
@@ -275,3 +368,57 @@ def test_litellm(server):
     assert one.function.name in ORDER and json.loads(one.function.arguments)
     formed = litellm.completion(**more, response_format=Verdict, max_tokens=500)
     assert Verdict.model_validate_json(formed.choices[0].message.content)
+
+
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_langchain(server, responses):
+    langchain = pytest.importorskip("langchain_openai")
+    at = {"base_url": f"{server.url}/v1", "api_key": "none", "model": NAME, "max_retries": 0}
+    client = langchain.ChatOpenAI(**at, max_tokens=500, use_responses_api=responses)
+    for method in ("json_schema", "function_calling"):
+        formed = client.with_structured_output(Verdict, method=method).invoke("Is it wet?")
+        assert isinstance(formed, Verdict)
+    embeds = langchain.OpenAIEmbeddings(**at, check_embedding_ctx_length=False)
+    assert abs(sum(value * value for value in embeds.embed_query("a")) - 1) < 1e-4
+
+
+def test_llama_index(server, tmp_path):
+    like = pytest.importorskip("llama_index.llms.openai_like")
+    tools = pytest.importorskip("llama_index.core.tools")
+    (tmp_path / "numbers.txt").write_text("17 25")
+    client = like.OpenAILike(
+        api_base=f"{server.url}/v1",
+        api_key="none",
+        model=NAME,
+        max_tokens=300,
+        max_retries=0,
+        is_chat_model=True,
+        is_function_calling_model=True,
+    )
+    greedy = {"temperature": 0, "max_tokens": 9}
+    whole = client.complete("Say hello.", **greedy).text
+    assert (
+        "".join(part.delta for part in client.stream_complete("Say hello.", **greedy)) == whole
+    )
+    read = tools.FunctionTool.from_defaults(
+        lambda path: call(tmp_path, "read_file", {"path": path}),
+        name="read_file",
+        description="Read a file",
+        fn_schema=ReadFile,
+    )
+    called = client.predict_and_call([read], "Read numbers.txt.", tool_required=True)
+    assert "17 25" in called.response
+
+
+def test_llm(server, tmp_path, monkeypatch):
+    llm = pytest.importorskip("llm")
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    described = {"model_id": "ladder", "model_name": NAME, "api_base": f"{server.url}/v1"}
+    described |= {"supports_schema": True}
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([described]))
+    model = llm.get_model("ladder")
+    more = {"key": "none", "system": "Be brief.", "temperature": 0, "max_tokens": 9}
+    whole = model.prompt("Say hello.", stream=False, **more).text()
+    assert "".join(model.prompt("Say hello.", stream=True, **more)) == whole
+    formed = model.prompt("Is it wet?", schema=Verdict, **more | {"max_tokens": 500}).text()
+    assert Verdict.model_validate_json(formed)

@@ -31,6 +31,7 @@ SAYING: dict[str, Any] = {
     **{"audio": {}, "metadata": {}, "service_tier": "auto", "background": True, "raw": True},
     **{"conversation": "c", "prompt": {"id": "p"}, "include": [], "truncation": "auto"},
     **{"stream_options": {"include_usage": True}, "template": "t", "context": [1]},
+    **{"thread": {"type": "create"}, "compaction": {"type": "summarize"}},
 }
 """Values of fields that are refused or named in a header."""
 IN_MESSAGES = {"audio", "images", "is_error"}
@@ -58,12 +59,14 @@ def cases(what: str) -> list[tuple[str, str]]:
     return [(route, field) for route, field in found if field in SAYING or pytest.fail(field)]
 
 
-def test_every_declared_field_is_in_the_table(tmp_path: Path) -> None:
+def test_every_declared_field_is_in_the_table_and_every_route_is_there(tmp_path: Path) -> None:
     known: dict[str, set[str]] = {}
     for routes, fields, _ in rows():
         for route in routes:
             known.setdefault(route, set()).update(field.split(".")[0] for field in fields)
-    for path, endpoint in scripted(tmp_path, "x").endpoints.items():
+    app = scripted(tmp_path, "x")
+    assert known.keys() - app.endpoints.keys() == {EVERYWHERE}
+    for path, endpoint in app.endpoints.items():
         declared = {name for kind in endpoint.kinds for name in kind.__struct_fields__}
         missing = declared - known[path] - known[EVERYWHERE]
         assert not missing, f"{path}: the table says nothing of {sorted(missing)}"

@@ -14,9 +14,10 @@ pytestmark = pytest.mark.slow  # real processes
 schemathesis = pytest.importorskip("schemathesis")
 hypothesis = pytest.importorskip("hypothesis")
 
-CASES = int(os.environ.get("LADDER_SCHEMA_CASES", "108"))
+CASES = int(os.environ.get("LADDER_SCHEMA_CASES", "120"))
 POSTS = ("/v1/completions", "/v1/chat/completions")
 POSTS += ("/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat", "/api/generate")
+POSTS += ("/api/embed",)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from common.http.errors import ErrorForm, wrong
+from common.http.errors import ApiError, ErrorForm, wrong
 from common.json_text import convert_fields
 from phases.appendix.protocols.translation import (
     NAMED_EVENT,
@@ -73,6 +73,16 @@ class MessagesFields(Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    thread: Any = None
+    compaction: None = None
+
+
+def _error(body: dict[str, Any]) -> dict[str, Any]:
+    """Return OpenAI's error object in Anthropic's form, whose clients read the code in `details`."""
+    error = body["error"]
+    if error["code"]:
+        error |= {"details": {"error_code": error["code"]}}
+    return {"type": "error", "error": error}
 
 
 class Messages(Translation):
@@ -82,14 +92,20 @@ class Messages(Translation):
 
     fields = MessagesFields
     names = NAMES
-    form = ErrorForm(renamed(NAMES, lambda body: {"type": "error", **body}), NAMED_EVENT)
+    form = ErrorForm(renamed(NAMES, _error), NAMED_EVENT)
 
     def translate(self, given: MessagesFields, ignored: list[str]) -> dict[str, Any]:
         """Return the fields of the OpenAI chat that a request means; the output continues a last
         assistant message.
 
         given: Anthropic's fields. ignored: gets the names of those that have no effect.
+
+        Raises:
+            ApiError: the conversation is a thread, which clients expect to be kept.
         """
+        if given.thread is not None:
+            words = "thread is not supported: no message is kept here, so send all of them"
+            raise ApiError(400, words, param="thread", code="thread_unsupported_request")
         messages = [made for said in given.messages for made in _messages(said)]
         if any(block.is_error for said in given.messages for block in _blocks(said)):
             ignored.append("messages.is_error")
