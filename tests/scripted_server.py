@@ -45,6 +45,10 @@ class Scripted(EngineClient):
         self._running: dict[int, tuple[int, int]] = {}
         self._task: asyncio.Task[None] | None = None
 
+    async def run(self) -> None:
+        """Live as long as the server, which ends with its engine."""
+        await asyncio.Event().wait()
+
     def transmit(self, data: bytes) -> None:
         """See `EngineClient`."""
         for command in messages.commands(data):
