@@ -136,12 +136,15 @@ def penalize(
 def raw_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities of `tokens`, and the `top` most likely token ids with theirs, best first.
 
-    logits: float32 [B, V]; tokens: int64 [B]. Returns float32 [B], int64 [B, top], float32 [B, top]. Weights
-    are added as integers, so that a row has the same bits in every batch.
+    logits: float32 [B, V]; tokens: int64 [B]. Returns float32 [B], int64 [B, top], float32 [B, top]. No
+    bit depends on the batch: weights are added as integers, and of equal logits the lowest id is first.
     """
     largest = logits.amax(1, keepdim=True)  # [B, 1]
     weights = (logits - largest).exp_().mul_(float(1 << WEIGHT_BITS)).long()
     total = largest + weights.sum(1, keepdim=True).float().mul_(2.0**-WEIGHT_BITS).log_()
     chosen = (logits.gather(1, tokens.unsqueeze(1)) - total).squeeze(1)
-    values, ids = logits.topk(min(top, logits.shape[1]), dim=1)
-    return chosen, ids, values - total
+    ids, rest = tokens.new_empty(len(tokens), min(top, logits.shape[1])), logits.clone()
+    for place in range(ids.shape[1]):
+        ids[:, place] = rest.argmax(1)
+        rest.scatter_(1, ids[:, place, None], float("-inf"))
+    return chosen, ids, logits.gather(1, ids) - total

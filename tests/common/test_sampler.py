@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import UserError
-from common.sampling import noise
+from common.sampling import noise, ops
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampled, Sampler, TokenBitmask
@@ -436,6 +436,18 @@ def test_min_tokens_holds_back_every_way_to_stop(temperature: float) -> None:
     assert (
         int(choose(sampler, logits, [0]).tokens) == eos
     )  # it stops nothing, so it is not held back
+
+
+@pytest.mark.parametrize("top", [0, 1, 2, 5, 20, 40])
+def test_of_equal_logits_the_lowest_token_ids_are_reported_however_many_are_wanted(
+    top: int,
+) -> None:
+    """In half precision many logits are equal, and another request of the batch may want more of them."""
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).round()
+    expected = [sorted(range(40), key=lambda token: (-row[token], token)) for row in logits]
+    _, ids, values = ops.raw_logprobs(logits, logits.argmax(1), top)
+    assert ids.tolist() == [order[:top] for order in expected]
+    assert ids.shape == values.shape == (6, top)
 
 
 def test_logprobs_are_the_models_own() -> None:

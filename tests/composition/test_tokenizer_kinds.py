@@ -311,6 +311,17 @@ def test_a_completion_goes_on_behind_the_prompt(kit: Kit) -> None:
     assert told["tokens"] == [" Paris", " Paris"]
 
 
+def test_offsets_of_an_echoed_prompt_are_positions_in_the_text(kit: Kit) -> None:
+    """Behind a special token that is not shown, and characters that are spread over several tokens."""
+    body = {"prompt": "Is 日本 it", "max_tokens": 2, "echo": True, "logprobs": 1}
+    choice, _ = asked(kit.app(), "/v1/completions", body | kit.always(b" Paris"))
+    text, told = choice["text"], choice["logprobs"]
+    ends = [*told["text_offset"][1:], len(text)]
+    for token, start, end in zip(told["tokens"], told["text_offset"], ends, strict=True):
+        assert token in ("<s>", text[start:end]) or "\ufffd" in token, (token, start, end)
+    assert text.endswith("it Paris Paris") and sorted(ends) == ends
+
+
 def test_tokens_are_spelled_as_the_text_has_them(kit: Kit) -> None:
     """Any tokens: parts of characters, bytes that are none, special tokens."""
     rng, special = random.Random(0), kit.tokenizer.special_ids

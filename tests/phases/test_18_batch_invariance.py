@@ -163,6 +163,31 @@ def test_a_rare_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[0] > 4000
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_another_order_is_found_though_half_precision_hides_it(
+    monkeypatch: pytest.MonkeyPatch, bias: bool
+) -> None:
+    """Float32 sums that differ in their last bits are the same in bfloat16, but for one in some 40,000."""
+
+    def last_half_first(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        half = x.shape[1] // 2
+        x, weight = x.float(), weight.float()
+        added = 0 if bias is None else bias.float()
+        parts = x[:, half:] @ weight[:, half:].t(), x[:, :half] @ weight[:, :half].t()
+        out.copy_(parts[0] + parts[1] + added)
+
+    def in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        out.copy_(x.float() @ weight.float().t() + (0 if bias is None else bias.float()))
+
+    torch.manual_seed(0)
+    weight, added = torch.randn(80, 48).bfloat16(), torch.randn(80).bfloat16()
+    monkeypatch.setattr(linear, "library", last_half_first)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        found = agreeing_sizes(in_float32, weight, added if bias else None, [16, 32])
+        assert found == (), seed
+
+
 def test_sizes_are_ascending_and_not_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(linear.MOST_NUMBERS, "cpu", 64 * 40)
     weight = torch.randn(64, 8)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from batch_invariance.probing import Product, random_rows, same_bits, seconds
+from batch_invariance.probing import Product, cancelling_inputs, same_bits, seconds
 
 BLOCK_ROWS = 16
 """Rows of every call of the fixed product on a CPU; fewer are padded."""
@@ -117,8 +117,8 @@ def agreeing_sizes(
     """Return those of `sizes` (numbers of rows), ascending, for which the library has the fixed product's
     bits.
 
-    weight, bias: of the layer. Each size is compared for several windows of a batch of random rows: a result
-    that depends on the position of a row would differ, too.
+    weight, bias: of the layer. Each size is compared for several windows of a batch of `cancelling_inputs`:
+    a result that depends on the position of a row would differ, too.
     """
     outputs = len(weight)
     most = MOST_NUMBERS.get(weight.device.type, 0) // outputs
@@ -126,7 +126,7 @@ def agreeing_sizes(
     if not sizes:
         return ()
     count = min(max(WINDOWS * sizes[-1], NUMBERS // outputs), most)
-    x = random_rows(weight, count)
+    x, weight = cancelling_inputs(weight, bias, count)
     expected = weight.new_empty(count, outputs)
     fixed(x, weight, bias, expected)
     found = []

@@ -25,6 +25,33 @@ def random_rows(weight: Tensor, count: int) -> Tensor:
     return x.to(weight.dtype)
 
 
+def cancelling_inputs(
+    weight: Tensor, bias: Tensor | None, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return rows `[count, K]` and a weight `[N, K]` whose products with this bias are 0 but for rounding,
+    the same in every call.
+
+    A sum in another order rounds differently in the last bits of float32, and a result of eight bits hides
+    that in all but one of some 40,000 numbers. Here every product has its negative at a random position, so
+    the errors are all that is left, and a large part of the results differs.
+
+    weight: of this shape, dtype and layout. bias: `[N]` or None; one input of 1 takes it away again.
+    """
+    generator = torch.Generator(weight.device).manual_seed(0)
+    size, half = weight.shape[1], (weight.shape[1] - (bias is not None)) // 2
+    positions = torch.randperm(size, device=weight.device, generator=generator)
+    one, other = positions[:half], positions[half : 2 * half]
+    x, cancelling = weight.new_zeros(count, size), torch.zeros_like(weight)
+    for numbers, sign in ((x, 1), (cancelling, -1)):
+        drawn = torch.randn(
+            (len(numbers), half), device=x.device, dtype=x.dtype, generator=generator
+        )
+        numbers[:, one], numbers[:, other] = drawn, sign * drawn
+    if bias is not None:
+        x[:, positions[-1]], cancelling[:, positions[-1]] = 1, -bias
+    return x, cancelling
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return True if two tensors of one dtype and shape have the same bits; 0.0 and -0.0 differ."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from common.events import Logprob
 from common.http.errors import wrong
+from common.text.detokenizer import Detokenizer
 from common.text.tokenizer import Tokenizer
 from phases.appendix.embeddings.note_kinds import PROMPT_LOGPROBS
 from serving.completion import Choice, Piece
@@ -109,7 +110,9 @@ class CompletionLogprobs:
             before = len(echoed[choice.index // choice.request.params.n])
         if echoed and not piece.start:
             rows += self._prompt(choice)
-            offsets += accumulate((len(text) for text, _, _ in rows[:-1]), initial=0)
+            # Special tokens have no text there, and a character may have several tokens.
+            pieces = map(Detokenizer(self.tokenizer).push, choice.prompt[: len(rows) - 1])
+            offsets += accumulate(map(len, pieces), initial=0)
         for place, token, logprob in (
             () if choice.request.prompt_only else scored(choice, piece)
         ):
@@ -141,18 +144,18 @@ class CompletionLogprobs:
         the first.
         """
         first = choice.group.choices[choice.index - choice.index % choice.request.params.n]
-        known = self.tokenizer.token_bytes
+        known, special = self.tokenizer.token_bytes, self.tokenizer.special_ids
         entries = [None, *first.notes[PROMPT_LOGPROBS]]
+        begins = True  # so far no token has a text
         for token, entry in zip(choice.prompt, entries, strict=False):
+            spell = known.first if begins else known.__getitem__
+            begins = begins and (token in special or not known[token])
             if entry is None:
-                yield _text(known.first(token)), None, None
+                yield _text(spell(token)), None, None
                 continue
             logprob = Logprob(entry[0], tuple(map(tuple, entry[1])))
-            yield (
-                _text(known[token]),
-                _finite(logprob.chosen),
-                self._top(token, logprob, known.__getitem__),
-            )
+            top = self._top(token, logprob, spell)
+            yield _text(spell(token)), _finite(logprob.chosen), top
 
     def _top(self, token: int, entry: Logprob, spell: Any) -> dict[str, float]:
         """Return {text: log-probability} of the most likely tokens and of `token` itself.
