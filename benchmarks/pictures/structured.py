@@ -71,7 +71,7 @@ def stack() -> Picture:
         shown: list[Box] = [Box(), Box()]
         for height, state in enumerate(states):
             look = "now" if state == top else "kept"
-            shown[-1 - height] = Cell(names[state], f"{look} {'ab'[height]}", 60)
+            shown[-1 - height] = Cell(names[state], f"{look} a", 60)
         texts = Text(read, "mid"), *shown, Text("\u2002".join(following) or "end", "mid")
         for line, item in zip(lines, texts, strict=True):
             line.append(item)
