@@ -90,7 +90,7 @@ def groups() -> Picture:
         row(*columns, gap=14),
         "now a: written in this step",
         "kept a: has a block",
-        "idle: no block: given back, or never had",
+        "idle: no block: given back",
     )
 
 
@@ -139,6 +139,7 @@ def snapshots() -> Picture:
             strip = cells([""] * len(tokens), looks, CELL, 24)
             lines.append([Text(f"prompt {at + 1}", f"bold {who}"), strip, words])
             ends = [min((page + 1) * P, len(tokens)) for page in slots(cache, request)]
+            ends = [end for end in ends if end > found]  # not the state of the hit
             marks = [(CELL * end - 12.0, Text(f"↑{end}", f"mid {who}", CELL)) for end in ends]
             lines.append([Box(), track(marks)])
     return picture(
@@ -146,7 +147,7 @@ def snapshots() -> Picture:
         table(lines, gap=8, down=4),
         "kept: found: not computed",
         "now a: computed for this prompt",
-        "↑ the state after so many tokens is saved",
+        "↑ this prompt saves the state after so many tokens",
     )
 
 

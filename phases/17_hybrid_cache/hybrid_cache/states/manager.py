@@ -1,14 +1,14 @@
 """Which slot holds the state of Gated DeltaNet after a page's tokens: snapshots and rollback.
 
-1. A slot holds one state, of all layers. A page has a slot or none: the state after its last computed token.
-2. A step reads the slot of the page of the token before it, and writes that of the page of its last token.
+1. A slot holds one state, of all layers. A state is saved in the slot of the page of the last token in it.
+2. A step reads the slot of the page of the token before it. It saves the state after its last token.
 3. Within a page both are one slot, updated in place. A step that enters another page leaves a snapshot.
-4. A step of several tokens also saves the state at one point within, its *snapshot boundary*:
-5. before draft tokens that may be rejected, if it has any;
+4. A step of several tokens can also save the state at one point within, its *snapshot boundary*:
+5. before draft tokens that may be rejected, if it has any: then it saves no later state;
 6. else where the prompt leaves what the prefix index knows, so that the next such prompt finds a snapshot;
-7. else at the last page boundary before its last token.
-8. Rollback: no state after drafts is kept. The request continues from rule 5's boundary. It computes
-   accepted drafts again, together with the token after them.
+7. else at the last page boundary before its last token, if that is after its start.
+8. Rollback: the request continues from rule 5's boundary. It computes accepted drafts again, together with
+   the token after them.
 9. A prefix hit ends where a page has a snapshot. Of a request's decodes only the newest snapshot stays.
 10. No request writes a slot that another one reads in the same step: slots are released after the launch.
 """
