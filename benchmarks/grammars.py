@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,93 +20,28 @@ from structured.automata.backend import AutomataBackend
 from structured.matcher import Backend, Matcher, Words
 from structured.vocabulary import Vocabulary
 
-if TYPE_CHECKING:  # it may not be installed
-    from phases.appendix.guidance.backend import GuidanceBackend
-    from phases.appendix.guidance.matcher import GuidanceMatcher
+_FILE = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))
+SCHEMAS: dict[str, Any] = _FILE["sample"]
+"""The schema sample."""
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 40},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "city": {"type": "string", "maxLength": 40},
-    },
-    "required": ["name", "age", "city"],
-    "additionalProperties": False,
-}
-RECORDS = Grammar.json_schema({"type": "array", "items": PERSON, "minItems": 500})
-ORDER = {
-    "type": "object",
-    "properties": {
-        "number": {"type": "integer", "minimum": 1, "maximum": 999_999},
-        "status": {"enum": ["new", "paid", "shipped", "delivered", "returned"]},
-        "gift": {"type": "boolean"},
-        "amounts": {
-            "type": "array",
-            "items": {"type": "integer", "minimum": 0, "maximum": 99},
-            "maxItems": 3,
-        },
-    },
-    "required": ["number", "status", "gift", "amounts"],
-    "additionalProperties": False,
-}
-ORDERS = Grammar.json_schema({"type": "array", "items": ORDER, "minItems": 500})
-STRINGS = Grammar.json_schema(
-    {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 500}
-)
+
+def list_of(schema: Any) -> Grammar:
+    """Return the grammar of a list of at least 500 such values."""
+    return Grammar.json_schema({"type": "array", "items": schema, "minItems": 500})
+
+
+RECORDS = list_of(SCHEMAS["person"])
+ORDERS = list_of(_FILE["order"])
+STRINGS = list_of({"type": "string", "maxLength": 20})
 """Their outputs end after more tokens than are asked for, so that all variants generate equally many. The end
 of a string that may not grow much longer is what costs most: most of the vocabulary has to be looked at. And
 random weights hardly ever end a string earlier. What has no strings shows the rest."""
-SCHEMAS: dict[str, Any] = {
-    "person": PERSON,
-    "enum": {"enum": ["north", "east", "south", "west"]},
-    "booking": {
-        "type": "object",
-        "properties": {
-            "flight_number": {"type": "string", "pattern": "^[A-Z]{2}[0-9]{3,4}$"},
-            "passengers": {"type": "array", "items": PERSON, "minItems": 1, "maxItems": 4},
-            "travel_class": {"enum": ["economy", "premium economy", "business", "first"]},
-            "checked_baggage_included": {"type": "boolean"},
-        },
-        "required": [
-            "flight_number",
-            "passengers",
-            "travel_class",
-            "checked_baggage_included",
-        ],
-        "additionalProperties": False,
-    },
-    "tree": {
-        "$ref": "#/$defs/node",
-        "$defs": {
-            "node": {
-                "type": "object",
-                "properties": {
-                    "value": {"type": "number"},
-                    "children": {
-                        "type": "array",
-                        "items": {"$ref": "#/$defs/node"},
-                        "maxItems": 3,
-                    },
-                },
-                "required": ["value"],
-                "additionalProperties": False,
-            }
-        },
-    },
-    "anything": True,
-}
-"""The schema sample."""
 BACKENDS: dict[str, Callable[[], Callable[[Spelling], Backend]]] = {
     "llguidance": library,
     "automata": lambda: AutomataBackend,
 }
 """Kinds of backends, each found when it is asked for: a library may not be installed."""
-
-
 LETTERS = "aeiourstlnmdbpgkabcdefghijklmnopqrstuvwxyzабвгдежзиклמשהखग中国人"
-
-
 SIGNS = '{" ": ", "} "}, [{" }} ]] ], }, () (); true false null'
 
 
@@ -157,49 +93,6 @@ def along(make: Callable[[], Matcher], vocabulary: Vocabulary, outputs: int) -> 
                 break
             matcher.advance((token,))
     return times
-
-
-def fill(backend: GuidanceBackend, matchers: Sequence[GuidanceMatcher], words: Words) -> None:
-    """Fill a row of masks for each matcher, and wait for them."""
-    done = backend.begin([(matcher, row, ()) for row, matcher in enumerate(matchers)], words)
-    if done is not None:
-        done.result()
-
-
-def fills(
-    vocabulary: Spelling, rows: int, steps: int
-) -> Iterator[tuple[str, dict[str, float]]]:
-    """Measure a step's masks by the library, and moving all matchers, in milliseconds, without a model."""
-    backend = cast("GuidanceBackend", library()(vocabulary))
-    for name, grammar in (
-        ("orders", ORDERS),
-        ("records", RECORDS),
-        ("short strings", STRINGS),
-    ):
-        compiled = backend.compile(grammar)
-        matchers = sorted(
-            [compiled.matcher() for _ in range(rows)], key=lambda matcher: matcher.lexer
-        )
-        words = np.zeros((rows, -(-len(vocabulary.tokens) // 32)), np.int32)
-        rng = random.Random(1)
-        times = list[float]()
-        moves = list[float]()
-        for _ in range(steps):
-            begun = time.perf_counter()
-            fill(backend, matchers, words)
-            times.append(1e3 * (time.perf_counter() - begun))
-            chosen = [
-                (matcher, [_pick(row, rng)])
-                for matcher, row in zip(matchers, words, strict=True)
-            ]
-            begun = time.perf_counter()
-            taken = backend.advance(chosen)
-            moves.append(1e3 * (time.perf_counter() - begun))
-            assert sum(taken) == rows, "a mask has allowed what its grammar does not take"
-        yield (
-            name,
-            {"fill_ms": median(times), "fill_ms_max": max(times), "advance_ms": median(moves)},
-        )
 
 
 def _pick(mask: Words, rng: random.Random) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.grammars import BACKENDS
 from common.sampling.grammar import Grammar
@@ -15,9 +15,13 @@ from phases import phase_named
 from phases.appendix.guidance.drafter import GrammarDrafter
 from phases.appendix.guidance.spelling import Spelling
 from phases.registry import load_engine
-from structured.matcher import Backend
+from structured.matcher import Backend, Words
 from tests import structured_kit
 from tests.structured_kit import EOS, SIZE, SMALL, tokenizer
+
+if TYPE_CHECKING:  # it may not be installed
+    from phases.appendix.guidance.backend import GuidanceBackend
+    from phases.appendix.guidance.matcher import GuidanceMatcher
 
 SCHEMAS: dict[str, Any] = structured_kit.SCHEMAS | {
     "person": {
@@ -38,6 +42,13 @@ must_obey = partial(structured_kit.must_obey, schemas=SCHEMAS)
 
 def backend_named(name: str) -> Callable[[Spelling], Backend]:
     return BACKENDS[name]()
+
+
+def fill(backend: GuidanceBackend, matchers: Sequence[GuidanceMatcher], words: Words) -> None:
+    """Fill a row of masks for each matcher, and wait for them."""
+    done = backend.begin([(matcher, row, ()) for row, matcher in enumerate(matchers)], words)
+    if done is not None:
+        done.result()
 
 
 def byte_vocabulary() -> Spelling:

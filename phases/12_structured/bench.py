@@ -24,7 +24,6 @@ from benchmarks.grammars import (
     SCHEMAS,
     STRINGS,
     along,
-    fills,
     made_up,
     most_at_once,
 )
@@ -156,7 +155,7 @@ class Bench(benchmarks.bench.Bench):
     # One mask.
 
     def masks(self) -> list[Run]:
-        """Measure a mask, by schema and backend, along outputs drawn from masks; then all masks of a step."""
+        """Measure a mask, by schema and backend, along outputs drawn from masks."""
         runs = []
         for name, made in BACKENDS.items():
             try:
@@ -176,11 +175,6 @@ class Bench(benchmarks.bench.Bench):
                 runs.append(
                     self.fact(f"{PHASE}+{name}", f"masks of {schema}", found, backend=name)
                 )
-        rows, steps = (16, 3) if self.quick else (256, 12)
-        for kind, found in fills(self.vocabulary, rows, steps):
-            runs.append(
-                self.fact(f"{PHASE}+llguidance", f"{rows} masks of {kind}", found, masks=rows)
-            )
         return runs
 
     # Steps.

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.grammars import fill
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from forward.model import Model
@@ -19,7 +18,7 @@ from phases.appendix.guidance.drafter import GrammarDrafter
 from speculative.ngram import NGrams
 from speculative.speculation import SpeculativeRunner
 from structured.matcher import Matcher
-from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, loaded, vocabulary
+from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, fill, loaded, vocabulary
 from tests.hostile_grammars import hostile
 from tests.phases.test_12_structured import (  # noqa: F401  the rules of the automata hold here, too
     HOSTILE,

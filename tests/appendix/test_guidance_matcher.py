@@ -14,14 +14,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.grammars import fill
 from common.models.hub import model_folder
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
 from phases.appendix.guidance.backend import fill_in_turn
 from phases.appendix.guidance.spelling import Spelling
 from structured.matcher import Compiled, Matcher
-from tests.guidance_kit import backend_named, vocabulary
+from tests.guidance_kit import backend_named, fill, vocabulary
 from tests.structured_kit import EOS, SIZE, bits, mask, tokenizer
 
 SCHEMA = json.dumps({"enum": [{"a": 1}, [True, "b"], "é", 12]})
