@@ -6,7 +6,7 @@ Softmax over many keys is a sum, and where it is cut decides how it is rounded. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ QUERIES = 16
 """Query tokens of a tile here; fewer are padded."""
 
 
-@dataclass(frozen=True)
-class Softmax:
+class Softmax(NamedTuple):
     """The softmax-weighted sum of values over some keys, not yet divided by the sum of weights.
 
     largest: `[...]`, the largest score. total: `[...]`, the sum of exp(score - largest).
@@ -123,11 +122,10 @@ class ChunkedTorch(GroupedAttention):
         for chunk in range(-(-int(self._ends.max(initial=0)) // self.chunk)):
             reach = torch.from_numpy(np.flatnonzero(self._ends > chunk * self.chunk))
             reach = reach.to(q.device)
-            part = self._attend_chunk(layer, queries, cache, reach, chunk)
-            before = Softmax(done.largest[reach], done.total[reach], done.weighted[reach])
-            after = before.then(part)
-            done.largest[reach], done.total[reach] = after.largest, after.total
-            done.weighted[reach] = after.weighted
+            before = Softmax(*(numbers[reach] for numbers in done))
+            after = before.then(self._attend_chunk(layer, queries, cache, reach, chunk))
+            for numbers, new in zip(done, after, strict=True):
+                numbers[reach] = new
         result = (done.weighted / done.total[..., None]).movedim(3, 1).flatten(2, 3)
         out = torch.empty_like(q)
         out[self._rows[self._real]] = result[self._real].to(q.dtype)

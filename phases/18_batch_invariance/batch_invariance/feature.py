@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 from batch_invariance.activations import fix_activations
 from batch_invariance.attention import ChunkedTorch
@@ -26,13 +26,13 @@ from triton_paged_attention import Kernels
 class BatchInvariance(Feature):
     """A request's tokens and log-probabilities have the same bits, whatever shares its batch."""
 
-    name: ClassVar[str] = "batch_invariant"
-    phase: ClassVar[int] = 18
+    name = "batch_invariant"
+    phase = 18
 
     def configure_load(self, builder: EngineBuilder) -> None:
         """Raise `UserError` if the builder's model is divided among ranks so that a product's sum is, too."""
         parallel = builder.feature(Parallel)
-        refuse("tensor_parallel is not 1", bool(parallel and parallel.tensor_parallel > 1))
+        refuse("tensor_parallel is not 1", parallel and parallel.tensor_parallel > 1)
 
     def install(self, builder: EngineBuilder) -> None:
         """Fix the order of the sums in products and in attention, and drop kernels for certain batch sizes.
@@ -72,9 +72,9 @@ def refuse_unknown_sums(builder: EngineBuilder) -> None:
     refuse("keys and values have a layout of few bits", builder.kv.part.layout is not None)
 
 
-def refuse(reason: str, holds: bool) -> None:
+def refuse(reason: str, holds: object) -> None:
     """Raise `UserError` that the option `batch_invariant` cannot be on, with this reason, if `holds` is
-    True.
+    true.
     """
     if holds:
         raise UserError(
@@ -87,16 +87,16 @@ def likely_rows(builder: EngineBuilder) -> list[int]:
     """Return numbers of rows (tokens) that steps of this engine have: those of its CUDA graphs, and some up
     to the most tokens of a step.
     """
-    most, graphs = builder.step_tokens, builder.feature(Graphs)
-    rows = decode_sizes(max(builder.max_rows, 16)) + chunk_sizes(max(most, 32))
+    graphs = builder.feature(Graphs)
+    rows = decode_sizes(max(builder.max_rows, 16)) + chunk_sizes(max(builder.step_tokens, 32))
     if graphs is not None and graphs.graph_tokens:
         rows += chunk_sizes(graphs.graph_tokens)
-    return sorted(set(rows))
+    return rows
 
 
 def unpacked_bytes(model: Model) -> int:
     """Return the bytes of the largest quantized weight of a model that is unpacked to be multiplied."""
-    parts = [part for part in model.modules() if isinstance(part, FixedQuantLinear)]
+    parts = (part for part in model.modules() if isinstance(part, FixedQuantLinear))
     return max((prod(part.layer.shape) for part in parts), default=0) * model.dtype.itemsize
 
 

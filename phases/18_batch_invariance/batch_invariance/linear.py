@@ -129,25 +129,17 @@ def agreeing_sizes(
     x, weight = cancelling_inputs(weight, bias, count)
     expected = weight.new_empty(count, outputs)
     fixed(x, weight, bias, expected)
-    found = []
-    for size in sizes:
+
+    def agrees(size: int) -> bool:
         out = weight.new_empty(size, outputs)
         windows = max(WINDOWS, NUMBERS // (size * outputs))
-        step = max(1, (count - size) // windows)
-        firsts = range(0, count - size + 1, step)
-        if all(
-            _agrees(x[first : first + size], weight, bias, out, expected[first:])
-            for first in firsts
-        ):
-            found.append(size)
-    return tuple(found)
+        for first in range(0, count - size + 1, max(1, (count - size) // windows)):
+            library(x[first : first + size], weight, bias, out)
+            if not same_bits(out, expected[first : first + size]):
+                return False
+        return True
 
-
-def _agrees(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, expected: Tensor
-) -> bool:
-    library(x, weight, bias, out)
-    return same_bits(out, expected[: len(x)])
+    return tuple(filter(agrees, sizes))
 
 
 def fastest_calls(costs: ProductCosts, first: int, last: int) -> tuple[float, list[RowRange]]:
@@ -189,9 +181,9 @@ def measured_costs(
         return ProductCosts(costs, {1: 2.0}, {1: products[0]})
     fixed, fastest = {}, {}
     for size in TIMED_ROWS:
-        times = [seconds(product, weights, bias, size) for product in products]
+        times = {seconds(product, weights, bias, size): product for product in products}
         fixed[size] = min(times)
-        fastest[size] = products[times.index(min(times))]
+        fastest[size] = times[fixed[size]]
     costs = {size: seconds(library, weights, bias, size) for size in agreeing}
     return ProductCosts(costs, fixed, fastest)
 

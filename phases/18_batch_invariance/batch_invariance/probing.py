@@ -18,9 +18,9 @@ REPLAYS = 4
 """How often a timing is repeated; the shortest counts."""
 
 
-def random_rows(weight: Tensor, count: int) -> Tensor:
-    """Return `count` rows of random inputs for a weight `[N, K]`: `[count, K]`, the same in every call."""
-    generator = torch.Generator(weight.device).manual_seed(0)
+def random_rows(weight: Tensor, count: int, seed: int = 0) -> Tensor:
+    """Return `count` rows of random inputs for a weight `[N, K]`: `[count, K]`, the same for a `seed`."""
+    generator = torch.Generator(weight.device).manual_seed(seed)
     x = torch.randn(count, weight.shape[1], device=weight.device, generator=generator)
     return x.to(weight.dtype)
 
@@ -37,15 +37,12 @@ def cancelling_inputs(
 
     weight: of this shape, dtype and layout. bias: `[N]` or None; one input of 1 takes it away again.
     """
-    generator = torch.Generator(weight.device).manual_seed(0)
-    size, half = weight.shape[1], (weight.shape[1] - (bias is not None)) // 2
-    positions = torch.randperm(size, device=weight.device, generator=generator)
+    half = (weight.shape[1] - (bias is not None)) // 2
+    positions = random_rows(weight, 1)[0].argsort()
     one, other = positions[:half], positions[half : 2 * half]
-    x, cancelling = weight.new_zeros(count, size), torch.zeros_like(weight)
-    for numbers, sign in ((x, 1), (cancelling, -1)):
-        drawn = torch.randn(
-            (len(numbers), half), device=x.device, dtype=x.dtype, generator=generator
-        )
+    x, cancelling = weight.new_zeros(count, weight.shape[1]), torch.zeros_like(weight)
+    for sign, numbers in ((1, x), (-1, cancelling)):
+        drawn = random_rows(numbers[:, :half], len(numbers), seed=sign)
         numbers[:, one], numbers[:, other] = drawn, sign * drawn
     if bias is not None:
         x[:, positions[-1]], cancelling[:, positions[-1]] = 1, -bias

@@ -73,9 +73,7 @@ def fix_linears(model: Model, sizes: Sequence[int]) -> None:
             weights = [dense_weight(first, model.dtype)]
         costs = measured_costs(weights, first.bias, sizes)
         for name, part in layers.items():
-            model.set_submodule(
-                name,
-                FixedQuantLinear(part, costs)
-                if isinstance(part, QuantLinear)
-                else FixedLinear(part, costs),
-            )
+            if isinstance(part, QuantLinear):
+                model.set_submodule(name, FixedQuantLinear(part, costs))
+            else:
+                model.set_submodule(name, FixedLinear(part, costs))

@@ -44,8 +44,8 @@ class ChunkedTriton(GroupedAttention, TritonPagedAttention):
         """Return launch settings for `items` requests of one token or a small number: programs that fill the
         device.
         """
-        kv_heads, device = self.pool.data.shape[-2], self.pool.data.device
-        splits = max(1, 2 * multiprocessors(device) // (items * kv_heads))
+        data = self.pool.data
+        splits = max(1, 2 * multiprocessors(data.device) // (items * data.shape[-2]))
         rows = triton.next_power_of_2(self._max_queries) * self._group
         return Launch(max(TILE_ROWS, triton.next_power_of_2(rows)), 4, 3, splits)
 
