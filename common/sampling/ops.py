@@ -3,9 +3,7 @@
 A row's token must not depend on which other rows are in its batch. Floating-point sums break that: a sum is
 rounded differently when the batch has another shape. So nothing here that chooses a token adds up floats.
 The draw works on one token at a time and takes a maximum; only top-p needs sums, and for those probabilities
-become 41-bit integers, whose sums are exact and the same in any order.
-
-Only int64, int32 and float32 are used, since Apple GPUs have no float64. Integer arithmetic wraps around.
+become 41-bit integers, whose sums are exact and the same in any order. Only int64, int32 and float32 are used, since Apple GPUs have no float64. Integer arithmetic wraps around.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ WEIGHT_BITS = 40
 FRACTION_BITS = 31
 """top_p is a multiple of 2**-31."""
 
+CANDIDATES = 64
+"""Likeliest tokens that are looked at for the at most 20 that a request gets: so many may have equal logits."""
 NAN_TOKEN = -1
 """In place of a token whose logit is NaN."""
 
@@ -143,8 +143,7 @@ def raw_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tens
     weights = (logits - largest).exp_().mul_(float(1 << WEIGHT_BITS)).long()
     total = largest + weights.sum(1, keepdim=True).float().mul_(2.0**-WEIGHT_BITS).log_()
     chosen = (logits.gather(1, tokens.unsqueeze(1)) - total).squeeze(1)
-    ids, rest = tokens.new_empty(len(tokens), min(top, logits.shape[1])), logits.clone()
-    for place in range(ids.shape[1]):
-        ids[:, place] = rest.argmax(1)
-        rest.scatter_(1, ids[:, place, None], float("-inf"))
-    return chosen, ids, logits.gather(1, ids) - total
+    # `topk` orders equal logits by how many are wanted, which depends on the batch.
+    ids = logits.topk(min(max(top, CANDIDATES), logits.shape[1]), dim=1).indices.sort(1).values
+    values, order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    return chosen, ids.gather(1, order)[:, :top], values[:, :top] - total
