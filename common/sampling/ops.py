@@ -3,7 +3,8 @@
 A row's token must not depend on which other rows are in its batch. Floating-point sums break that: a sum is
 rounded differently when the batch has another shape. So nothing here that chooses a token adds up floats.
 The draw works on one token at a time and takes a maximum; only top-p needs sums, and for those probabilities
-become 41-bit integers, whose sums are exact and the same in any order. Only int64, int32 and float32 are used, since Apple GPUs have no float64. Integer arithmetic wraps around.
+become 41-bit integers, whose sums are exact and the same in any order. Apple GPUs have no float64, so only
+int64, int32 and float32 are used. Integer arithmetic wraps around.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from torch import Tensor
 
 WEIGHT_BITS = 40
 """A token's weight is exp((logit - largest) / temperature) as a multiple of 2**-40, so at most 2**40."""
-
 FRACTION_BITS = 31
 """top_p is a multiple of 2**-31."""
 
 CANDIDATES = 64
-"""Likeliest tokens that are looked at for the at most 20 that a request gets: so many may have equal logits."""
+"""Likeliest tokens that are put in order for a request, which gets at most 20 of them."""
 NAN_TOKEN = -1
 """In place of a token whose logit is NaN."""
 

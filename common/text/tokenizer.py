@@ -80,7 +80,7 @@ class Tokenizer:
         )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and an id outside the vocabulary nothing."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and unknown ids become nothing."""
         ids = [one for one in ids if 0 <= one < 1 << 32]  # the library takes no others
         text: str = self.backend.decode_batch([ids], skip_special_tokens)[0]
         if self.token_bytes.byte_fallback and "\ufffd" in text:
