@@ -9,7 +9,6 @@ import hashlib
 import json
 import time
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -48,13 +47,9 @@ def ceilings(device: torch.device | str, dtype: torch.dtype) -> Ceilings:
         with whole(path) as scratch:
             scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except UserError as error:
-        _say_once(f"the ceilings are measured each time: {error}")
+        line = f"the ceilings are measured each time: {error}"
+        err.print(line, style="dim", markup=False, soft_wrap=True)
     return measured
-
-
-@cache
-def _say_once(line: str) -> None:
-    err.print(line, style="dim", markup=False, soft_wrap=True)
 
 
 def _probe(device: torch.device, dtype: torch.dtype) -> tuple[Ceilings, bool]:
