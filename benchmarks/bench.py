@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import count
+from statistics import median
 from typing import Any
 
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.evidence import BenchOptions, Evidence, Roofline, Run, collect, sample_metrics
 from benchmarks.measure import (
     Sample,
     Samples,
     alternate,
     release_memory,
-    summarize,
     time_generation,
     timer,
 )
-from benchmarks.model_work import Ceilings
+from benchmarks.model_work import Ceilings, generation_work, ideal_seconds
 from benchmarks.published import PUBLISHED
-from benchmarks.roofline import ceilings, summarize_generation
+from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target, targets
 from benchmarks.workloads import SMALL, Workload, uniform, workload
 from common.events import Streams, generate
@@ -194,14 +194,27 @@ class Bench:
         config: ModelConfig | None = None,
         **facts: Any,
     ) -> Run:
-        """Evidence of one variant; with a `roofline_batch`, that of a batch which is always full."""
-        about: dict[str, Any] = {"model": self.name, "dtype": self.dtype, "options": facts}
-        if not roofline_batch:
-            return summarize(variant + self.ending, work, samples, **about)
-        shape: dict[str, Any] = {
-            "config": config or self.config,
-            "top": self.top,
-            "batch": roofline_batch,
-            "cached": cached,
-        }
-        return summarize_generation(variant + self.ending, work, samples, **about, **shape)
+        """Evidence of one variant; with a `roofline_batch`, that of a batch which is always full.
+
+        Weights are random when the model's name says so.
+        """
+        roofline = None
+        if roofline_batch:
+            lengths = work.prompt_lens, work.output_lens
+            shape = config or self.config
+            works = generation_work(shape, self.dtype, *lengths, roofline_batch, cached)
+            ideal = ideal_seconds(works, self.top)
+            seconds = median(sample["seconds"] for sample in samples.kept)
+            roofline = Roofline(ideal, ideal / seconds)
+        return Run(
+            variant=variant + self.ending,
+            workload=work.name,
+            workload_sha256=work.sha256,
+            model=self.name.removeprefix("random:"),
+            weights="random" if self.name.startswith("random:") else "real",
+            dtype=self.dtype_name,
+            metrics=sample_metrics(samples.kept),
+            options=facts,
+            roofline=roofline,
+            noise=samples.noise(),
+        )

@@ -37,9 +37,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "figures"
 PEERS_FILE = "peers.json"
 """Other engines, beside the evidence of a device (`benchmarks.recorded_peers`)."""
-ENGINES = ("vLLM ", "nano-vLLM ")
-"""How runs of other engines begin that evidence of before 2026-11-27 has: `load` leaves them out."""
-
 APPENDIX = ", with the appendix"
 """How a variant's name ends whose engine has features of the appendix; see `benchmarks.engines`."""
 PERCENTILES = ("p50", "p95", "p99")
@@ -207,11 +204,7 @@ class Evidence:
         """Read a file that `write` made. Raises `UserError` naming the file when it is not one."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            runs = tuple(
-                _run_from_json(run)
-                for run in raw["runs"]
-                if not run["variant"].startswith(ENGINES)
-            )
+            runs = tuple(_run_from_json(run) for run in raw["runs"])
             return cls(**{**raw, "runs": runs})
         except FileNotFoundError:
             raise UserError(f"{path} does not exist: no evidence was written there") from None

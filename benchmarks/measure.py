@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.evidence import PERCENTILES, Roofline, Run, sample_metrics
+from benchmarks.evidence import PERCENTILES
 from benchmarks.workloads import Workload
 from common.collector import freeze_collector
 from common.device import synchronize
@@ -201,31 +201,6 @@ def alternate(
                 kept[name].noises.append(best[1])
                 kept[name].kept.append(best[2])
     return kept
-
-
-def summarize(
-    variant: str,
-    workload: Workload,
-    samples: Samples,
-    *,
-    model: str,
-    dtype: torch.dtype,
-    options: Mapping[str, Any] | None = None,
-    roofline: Roofline | None = None,
-) -> Run:
-    """Make the evidence of one variant on one workload. Weights are random when the model's name says so."""
-    return Run(
-        variant=variant,
-        workload=workload.name,
-        workload_sha256=workload.sha256,
-        model=model.removeprefix("random:"),
-        weights="random" if model.startswith("random:") else "real",
-        dtype=str(dtype).removeprefix("torch."),
-        metrics=sample_metrics(samples.kept),
-        options=dict(options or {}),
-        roofline=roofline,
-        noise=samples.noise(),
-    )
 
 
 def time_generation(

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvloop
 
+from common.errors import UserError
 from common.events import Streams, TokenEvent
 from common.models.hub import model_folder
 from common.request import Request
@@ -60,31 +61,21 @@ class OneAtATime:
         priority: int,
         salt: str,
     ) -> list[Request]:
-        """Add the samples of a prompt to the waiting queue, each as a request of its own; return these
-        requests.
+        """Add a prompt to the waiting queue, for one sample; return its request.
 
-        prompt: token ids. index: number of the first sample. priority, salt: not used.
+        prompt: token ids. index: number of the request. priority, salt: not used.
 
         Raises:
             UserError: the prompt cannot be served, for example because it is too long.
         """
         check_prompt(prompt, self.config.vocab_size, self.max_len, params)
+        if params.n > 1:
+            raise UserError(f"n is {params.n}, but phase 02 makes 1 sample of a prompt")
         limit = len(prompt) + output_limit(len(prompt), params, self.max_len)
-        requests = []
-        for sample in range(params.n):
-            alone = replace(params, n=1, seed=params.seed_of(sample), stop=())
-            request = Request(
-                index + sample,
-                list(prompt),
-                len(prompt),
-                limit,
-                alone,
-                index=index,
-                sample=sample,
-            )
-            requests.append(request)
-        self._line += requests
-        return requests
+        alone = replace(params, stop=())
+        request = Request(index, list(prompt), len(prompt), limit, alone, index=index)
+        self._line.append(request)
+        return [request]
 
     def abort(self, request: Request) -> None:
         """End a request: remove it from the waiting queue, or stop generating it."""

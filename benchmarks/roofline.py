@@ -1,4 +1,4 @@
-"""The roofline in evidence: ceilings that are measured once and kept, and the share of them that was reached.
+"""The roofline's ceilings in evidence: measured once, and kept.
 
 The counts are in `benchmarks.model_work`, and the probes in `common.roofline`.
 """
@@ -8,84 +8,33 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
-from functools import cache
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.evidence import Roofline, Run
-from benchmarks.measure import Samples, Watch, summarize
-from benchmarks.model_work import Ceilings, ComputeCost, generation_work, ideal_seconds
-from benchmarks.workloads import Workload
+from benchmarks.measure import Watch
+from benchmarks.model_work import Ceilings
 from common.console import err
 from common.device import device_name
 from common.errors import UserError
 from common.files import whole
-from common.models.config import ModelConfig
 from common.paths import cache_home
 from common.roofline import probe_matmul, probe_read
 
 
-def reached(
-    works: Sequence[ComputeCost] | ComputeCost, ceilings: Ceilings, samples: Samples | float
-) -> Roofline:
-    """The roofline entry of an evidence file, from the median of the samples' `seconds`."""
-    works = [works] if isinstance(works, ComputeCost) else works
-    if isinstance(samples, Samples):
-        times = sorted(sample["seconds"] for sample in samples.kept)
-        middle = len(times) // 2
-        measured = times[middle] if len(times) % 2 else (times[middle - 1] + times[middle]) / 2
-    else:
-        measured = samples
-    seconds = ideal_seconds(works, ceilings)
-    return Roofline(seconds=seconds, fraction=seconds / measured)
-
-
-def summarize_generation(
-    variant: str,
-    work: Workload,
-    samples: Samples,
-    *,
-    model: str,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    top: Ceilings,
-    batch: int,
-    cached: bool = True,
-    options: Mapping[str, Any] | None = None,
-) -> Run:
-    """`summarize` with the roofline of generating all of `work`; see `generation_work`."""
-    ideal = generation_work(config, dtype, work.prompt_lens, work.output_lens, batch, cached)
-    return summarize(
-        variant,
-        work,
-        samples,
-        model=model,
-        dtype=dtype,
-        options=options,
-        roofline=reached(ideal, top, samples),
-    )
-
-
-def ceilings(
-    device: torch.device | str, dtype: torch.dtype, *, fresh: bool = False
-) -> Ceilings:
+def ceilings(device: torch.device | str, dtype: torch.dtype) -> Ceilings:
     """This machine's ceilings for `dtype`, measured once (a few seconds) and then read from the cache.
 
     A probe that other processes disturbed is repeated, and not kept if it stays disturbed. A cache that
     cannot be written is no error.
 
-    The cache file's name covers device, torch version and number of threads; `fresh` measures again.
+    The cache file's name covers device, torch version and number of threads.
     """
     device = torch.device(device)
     path = _cache_file(device, dtype)
-    if not fresh:
-        try:
-            return Ceilings(**json.loads(path.read_text(encoding="utf-8"))["ceilings"])
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return Ceilings(**json.loads(path.read_text(encoding="utf-8"))["ceilings"])
     measured, clean = _probe(device, dtype)
     if not clean:
         return measured  # too low, because other processes ran: good enough for now, not to be kept
@@ -98,13 +47,9 @@ def ceilings(
         with whole(path) as scratch:
             scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except UserError as error:
-        _say_once(f"the ceilings are measured each time: {error}")
+        line = f"the ceilings are measured each time: {error}"
+        err.print(line, style="dim", markup=False, soft_wrap=True)
     return measured
-
-
-@cache
-def _say_once(line: str) -> None:
-    err.print(line, style="dim", markup=False, soft_wrap=True)
 
 
 def _probe(device: torch.device, dtype: torch.dtype) -> tuple[Ceilings, bool]:

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from urllib.parse import urlsplit
 
 import uvloop
 
+from benchmarks.loadtest.user import Target
 from common.errors import UserError
 from common.sockets import listen
 from replicas.options import ROUTES
@@ -34,7 +34,10 @@ class Servers:
     """The servers that are up, and what each has. A server's name is `host:port`."""
 
     def __init__(self, urls: Sequence[str], policy: Policy) -> None:
-        self.addresses = dict(map(address_of, urls))
+        targets = map(Target.of, urls)
+        self.addresses = {
+            f"{each.host}:{each.port}": (each.host, each.port) for each in targets
+        }
         self.policy, self.in_flight = policy, InFlight()
         self.up = set(self.addresses)
         self.numbers = count()
@@ -52,18 +55,6 @@ class Servers:
         self.up.discard(name)
         self.policy.keep(self.up)
         asyncio.get_running_loop().call_later(PROBE_SECONDS, self.up.add, name)
-
-
-def address_of(url: str) -> tuple[str, tuple[str, int]]:
-    """A server's name, and its host and port. Raises `UserError` for what is no address of one."""
-    try:
-        part = urlsplit(url)
-        host, port = part.hostname, part.port or 80
-    except ValueError:  # brackets, or a port beyond all
-        host, port = None, 0
-    if not host or part.scheme != "http":
-        raise UserError(f"URL is {url!r}, but must be such as http://127.0.0.1:8001")
-    return f"{host}:{port}", (host, port)
 
 
 async def answer(

@@ -355,7 +355,6 @@ def _serving(small: bool) -> dict[str, Make]:
             "agent-session": _made(agent, sessions=2, turns=4, system=192, step=48, output=8),
             "chat-serving-short": _made(_steady, 12, 2.0, (16, 48), (8, 24)),
             "chat-serving-long": _made(_steady, 6, 0.5, (256, 512), (16, 48)),
-            "baseline": _made(_baseline, 4, 64, 32),
             "continuous_batching": _made(_steady, 12, 2.0, (24, 96), (8, 48)),
             "paged_attention": _made(_steady, 16, 0.0, (24, 96), (8, 32)),
             "chunked_prefill": _made(
@@ -366,7 +365,6 @@ def _serving(small: bool) -> dict[str, Make]:
     return {
         "agent-session": _made(agent, sessions=8, turns=8, system=2048, step=256, output=64),
         "chat-serving-short": _made(_steady, 128, 32.0, (32, 128), (32, 128)),
-        "chat-serving-long": _made(_steady, 64, 4.0, (2048, 4096), (128, 512)),
         "baseline": _made(_baseline, 10, 256, 128),
         "continuous_batching": _made(_steady, 32, 4.0, (64, 512), (32, 256)),
         "paged_attention": _made(_steady, 48, 0.0, (64, 1024), (32, 256)),
@@ -381,7 +379,6 @@ _WORKLOADS: dict[str, Make] = {
     "offline-256": _made(_offline, 256, 100, 1024),
     "single-512": _made(_alike, 1, 100, 512),
     "prefill-64x1024": _made(_alike, 64, 1024, 1),
-    "skewed-outputs": _made(_skewed, 256, 64, 1024),
     **_serving(small=False),
     "offline-256-small": _made(_offline, 16, 16, 96),
     "single-512-small": _made(_alike, 1, 100, 128),

@@ -196,7 +196,7 @@ class Flag(NamedTuple):
 def flags() -> list[Flag]:
     """Return every command line option as a `Flag`: first those of a server, then those of engines by phase.
 
-    They are read from `flags.json`, which `python -m benchmarks.flags` makes of the dataclasses that declare
+    They are read from `flags.json`, which `python -m tests.flags` makes of the dataclasses that declare
     the options: to import all of these takes seconds, and a phase must not need later phases.
     """
     table = Path(__file__).with_name("flags.json").read_text(encoding="utf-8")

@@ -26,7 +26,7 @@ LARGER = {
 """Packages with more to teach."""
 OVER = dict[str, int]()
 """Packages that are over their budget still: they may only shrink."""
-BENCHES = 110_400
+BENCHES = 87_000
 """Tokens of all that measures, draws and fills in tables: `benchmarks` and each phase's `bench.py`. The aim
 is 85,000, so it may only shrink."""
 WIDTH, WIDE = 95, 0.03

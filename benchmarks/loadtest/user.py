@@ -10,7 +10,6 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -137,15 +136,10 @@ class Answer(asyncio.Protocol):
             self._transport.abort()
 
 
-async def ask(
-    target: Target,
-    body: dict[str, Any],
-    timeout: float = 600.0,
-    headers: Mapping[str, str] | None = None,
-) -> Outcome:
+async def ask(target: Target, body: dict[str, Any], timeout: float = 600.0) -> Outcome:
     """Send one request and read its stream. Failures are outcomes, too."""
     outcome = Outcome(time.perf_counter())
-    answer = Answer(outcome, _request(target, body, headers or {}))
+    answer = Answer(outcome, _request(target, body))
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(timeout):
@@ -161,12 +155,11 @@ async def ask(
     return outcome
 
 
-def _request(target: Target, body: dict[str, Any], headers: Mapping[str, str]) -> bytes:
+def _request(target: Target, body: dict[str, Any]) -> bytes:
     more = {"stream": True, "stream_options": {"include_usage": True}}
     more |= {"model": target.model} if target.model else {}
     data = json.dumps(body | more).encode()
-    every = dict(headers) | ({"authorization": f"Bearer {target.key}"} if target.key else {})
-    said = "".join(f"{name}: {value}\r\n" for name, value in every.items())
+    said = f"authorization: Bearer {target.key}\r\n" if target.key else ""
     head = (
         f"POST {target.path} HTTP/1.1\r\nhost: {target.host}:{target.port}\r\nconnection: close\r\n{said}"
         f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"

@@ -33,8 +33,9 @@ import torch
 
 from benchmarks.evidence import Evidence, Run, collect, sample_metrics
 from benchmarks.loadtest import user
+from benchmarks.loadtest.report import summarize
 from benchmarks.loadtest.user import Outcome, Target
-from benchmarks.measure import alternate, neighbours
+from benchmarks.measure import Sample, alternate, neighbours
 from benchmarks.other_engines import record
 from benchmarks.records import server_lines
 
@@ -42,7 +43,18 @@ MODEL = "smollm2"
 REPEATS, LONGEST_START = 3, 120.0
 OURS, PEER = "13_serving", "llama-cpp-python"
 PORTS = {OURS: 18901, PEER: 18902}
-WORDS = "river stone window garden market letter winter doctor paper silver".split()
+WORDS = [
+    "river",
+    "stone",
+    "window",
+    "garden",
+    "market",
+    "letter",
+    "winter",
+    "doctor",
+    "paper",
+    "silver",
+]
 
 
 def ask(port: int, prompts: Sequence[str], tokens: int) -> list[Outcome]:
@@ -61,20 +73,18 @@ def ask(port: int, prompts: Sequence[str], tokens: int) -> list[Outcome]:
     return found
 
 
-def streams(port: int, count: int, tokens: int, number: int) -> dict[str, float]:
+def streams(port: int, count: int, tokens: int, number: int) -> Sample:
     """Ask for `count` stories at once; returns tokens a second, and the median time to a first token."""
-    found = ask(
-        port,
-        [f"Chapter {97 * number + i}. Once upon a time there was a" for i in range(count)],
-        tokens,
-    )
-    seconds = max(one.ended for one in found) - min(one.started for one in found)
-    firsts = sorted(one.times[0] - one.started for one in found)
-    rate = sum(one.tokens or len(one.times) for one in found) / seconds
-    return {"output_tokens_per_s": rate, "ttft_ms_p50": firsts[count // 2] * 1e3}
+    said = "Chapter {}. Once upon a time there was a"
+    found = ask(port, [said.format(97 * number + at) for at in range(count)], tokens)
+    for one in found:
+        if not one.tokens:
+            one.tokens, one.error = len(one.times), ""
+    metrics = summarize(found)
+    return {name: metrics[name] for name in ("output_tokens_per_s", "ttft_ms_p50")}
 
 
-def prompt_of_500(port: int, number: int) -> dict[str, float]:
+def prompt_of_500(port: int, number: int) -> Sample:
     """Ask for one token after 500 words, of one token each; returns prompt tokens a second."""
     words = random.Random(number).choices(WORDS, k=500)
     (one,) = ask(port, [" ".join(words)], 1)
@@ -92,7 +102,7 @@ def commands(python: str, gguf: str) -> dict[str, list[str]]:
 
 
 @contextmanager
-def server(command: list[str], port: int) -> Iterator[dict[str, float]]:
+def server(command: list[str], port: int) -> Iterator[Sample]:
     """Start a server; yields its seconds until it has answered a request, and then its memory in MB."""
     begun = time.perf_counter()
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -133,20 +143,18 @@ def measure(python: str, gguf: str, *, quick: bool) -> Evidence:
     names = {name: name for name in begun} | {PEER: f"{PEER} {version}"}
     repeats, tries = (1, 1) if quick else (REPEATS, None)
 
-    def started(name: str, number: int) -> dict[str, float]:
+    def started(name: str, number: int) -> Sample:
         with server(begun[name], PORTS[name]) as found:
             return dict(found)
 
-    works: dict[str, Callable[[int, int], dict[str, float]]] = {
+    works: dict[str, Callable[[int, int], Sample]] = {
         "one stream of 96": lambda port, number: streams(port, 1, 96, number),
         "eight streams of 64": lambda port, number: streams(port, 8, 64, number),
         "prompt of 500": prompt_of_500,
     }
     runs = []
 
-    def keep(
-        work: str, kinds: Mapping[str, Callable[[int], dict[str, float]]], busy: int = 0
-    ) -> None:
+    def keep(work: str, kinds: Mapping[str, Callable[[int], Sample]], busy: int = 0) -> None:
         with neighbours(busy):
             kept = alternate(kinds, repeats, tries=tries, beside=busy > 0, log=print)
         about = {"neighbours": busy} if busy else {}
@@ -160,10 +168,8 @@ def measure(python: str, gguf: str, *, quick: bool) -> Evidence:
     with ExitStack() as stack:
         for name, command in begun.items():
             stack.enter_context(server(command, PORTS[name]))
-        for work in works:
-            keep(work, {name: partial(works[work], PORTS[name]) for name in begun})
-        work = "one stream of 96"
-        keep(work, {name: partial(works[work], PORTS[name]) for name in begun}, busy=1)
+        for work, busy in (*((work, 0) for work in works), ("one stream of 96", 1)):
+            keep(work, {name: partial(works[work], PORTS[name]) for name in begun}, busy)
     found = collect("peers", runs, torch.device("cpu"))
     return replace(found, versions={**found.versions, PEER: version})
 

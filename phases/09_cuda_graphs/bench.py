@@ -82,7 +82,7 @@ def run(options: BenchOptions) -> Evidence:
 def on_cpu(bench: benchmarks.bench.Bench) -> list[Run]:
     """A step in one call (the appendix's `cpu_step`) against the same operators from Python.
 
-    In bfloat16 and with weights of 8 and 4 bits: one request, several, and one beside a busy program.
+    In bfloat16 and with weights of 8 and 4 bits: one request, alone and beside a busy program.
     """
     sizes: dict[str, Any] = {"max_rows": 16, "max_len": 1024, "cache_bytes": 1 << 28}
     engines = {TORCH: engine_of(TORCH, bench.model, **sizes)}
@@ -91,7 +91,6 @@ def on_cpu(bench: benchmarks.bench.Bench) -> list[Run]:
             engines[variant] = engine_of(variant, bench.model, **kind, **sizes)
     single = workload("single-512-small")
     runs = bench.race(engines, single)
-    runs += bench.race(engines, uniform("decode-4x32", 4, 32, 64))
     with neighbours(1):
         return runs + bench.race(engines, single, beside=True, neighbours=1)
 

@@ -38,7 +38,6 @@ TASKS = ("rewriting", "summarizing", "chat")
 LENGTH = 3
 """Drafts in the sweep, all of which count as right."""
 SYNTHETIC = f"{PHASE}, synthetic"
-RATE = "output_tokens_per_s"
 VAIN = f"{PHASE}, in vain"
 OFF, WAITING = f"{PHASE}, switched off", f"{BEFORE}, no overlap"
 RIGHT = {SYNTHETIC: LENGTH, VAIN: 0, OFF: 0}

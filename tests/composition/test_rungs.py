@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import flags
 from phases import PHASES, ROOT, Phase, appendix, phase_named, registry
+from tests import flags
 
 LOADED = """
 import json, sys
@@ -97,7 +97,7 @@ def test_a_students_error_in_the_next_rung_breaks_no_rung_below(tmp_path: Path) 
 
 
 def test_the_table_of_flags_is_what_the_features_say() -> None:
-    says = "the table is old: run `python -m benchmarks.flags`"
+    says = "the table is old: run `python -m tests.flags`"
     assert flags.TABLE.read_text(encoding="utf-8") == flags.text(), says
 
 
