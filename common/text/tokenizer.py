@@ -13,12 +13,7 @@ from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.model_templates import ModelTemplates
 from common.text.special_guard import SpecialGuard
-from common.text.tokenizer_files import (
-    bos_token,
-    load_backend,
-    named_tokens,
-    read_json,
-)
+from common.text.tokenizer_files import bos_token, load_backend, named_tokens, read_json
 from common.text.turns import join_turns
 
 # The library is given batches of one, for which it lets Python's lock go: else a megabyte would stop every
@@ -73,11 +68,8 @@ class Tokenizer:
         ids = self._encode(
             text, add_special_tokens=self._config.get("add_bos_token") is not False
         )
-        return (
-            ids[1:]
-            if self._adds_bos and ids[:2] == [self.bos_token_id] * 2
-            else self._begun(ids)
-        )
+        twice = self._adds_bos and ids[:2] == [self.bos_token_id] * 2
+        return ids[1:] if twice else self._begun(ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and unknown ids become nothing."""
