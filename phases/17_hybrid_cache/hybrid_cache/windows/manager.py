@@ -324,5 +324,5 @@ class SlidingWindowManager(SingleTypeManager):
             missing = [at for at in range(first, length) if not self.has_blocks(pages[at])]
             if not missing:
                 break
-            length = missing[0]  # every longer hit, up to the old length, needs this page, too
+            length = missing[0]  # hits of missing[0] + 1 to length pages all need this page
         return length
