@@ -107,6 +107,7 @@ def test_the_lesson_s_table_of_states_is_what_the_three_steps_make() -> None:
         return found
 
     nfa = Nfa(parse("(ab|c)+d"))
+    # The lesson calls the states 0, 4, 3, 5, 6, 2 and 1 p, q, r, s, t, u and v.
     edges = [{chr(low): target for low, _, target in edges} for edges in nfa.edges]
     assert edges == [{"a": 4, "c": 3}, {}, {"d": 1}, {}, {"b": 3}, {"a": 6, "c": 5}, {"b": 5}]
     assert nfa.free == [[], [], [], [5], [], [2], []]
