@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import count
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.evidence import BenchOptions, Evidence, Roofline, Run, collect, sample_metrics
 from benchmarks.measure import (
@@ -25,7 +25,9 @@ from benchmarks.workloads import SMALL, Workload, uniform, workload
 from common.events import Streams, generate
 from common.models.config import ModelConfig
 from forward.model import Model
-from paged_cache import PagedEngine
+
+if TYPE_CHECKING:
+    from paged_cache import PagedEngine
 
 
 def evidence_of(

@@ -121,7 +121,11 @@ def test_its_server_answers(folder):
             lines = (re.search(r"Ready: (http://\S+)", line) for line in process.stdout)
             url = next(filter(None, lines))[1]
             body = json.dumps(
-                {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+                {
+                    "messages": [{"role": "user", "content": "Hello"}],
+                    "max_tokens": 4,
+                    "ignore_eos": True,
+                }
             )
             asked = urllib.request.Request(
                 f"{url}/v1/chat/completions",

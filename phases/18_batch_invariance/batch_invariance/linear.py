@@ -133,11 +133,11 @@ def agreeing_sizes(
     def agrees(size: int) -> bool:
         out = weight.new_empty(size, outputs)
         windows = max(WINDOWS, NUMBERS // (size * outputs))
+        agreed = True
         for first in range(0, count - size + 1, max(1, (count - size) // windows)):
             library(x[first : first + size], weight, bias, out)
-            if not same_bits(out, expected[first : first + size]):
-                return False
-        return True
+            agreed &= same_bits(out, expected[first : first + size])
+        return agreed
 
     return tuple(filter(agrees, sizes))
 
