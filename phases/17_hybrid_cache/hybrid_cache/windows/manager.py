@@ -324,5 +324,5 @@ class SlidingWindowManager(SingleTypeManager):
             missing = [at for at in range(first, length) if not self.has_blocks(pages[at])]
             if not missing:
                 break
-            length = missing[0]  # every hit longer than missing[0] pages, up to length, needs it
+            length = missing[0]  # all longer hits, up to length, need this page
         return length
