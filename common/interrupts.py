@@ -1,4 +1,4 @@
-"""Delay Ctrl-C until an operation that must not be interrupted halfway is complete."""
+"""Exit statuses of signals; delay Ctrl-C until an operation that must not be interrupted is complete."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit status of a process that SIGINT or SIGTERM has ended, as a shell reports it."""
 
 
 @contextmanager

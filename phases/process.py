@@ -26,8 +26,8 @@ from typing import Any
 
 from common.error_lines import one_line
 from common.errors import EngineLost, UserError
+from common.interrupts import INTERRUPTED, TERMINATED
 
-INTERRUPTED, TERMINATED = 130, 143
 LONGEST_LINE = 1000
 """Characters of an error message; a longer one loses its middle."""
 CANNOT_WRITE = {

@@ -130,9 +130,7 @@ class SamplerRows:
             seed = params.seed_of(sample)
         if seed is None:
             seed = self._seeds.getrandbits(64)
-        edits = None
-        if params.logit_bias or params.min_tokens > 0:
-            edits = self._edits_of(params, eos_ids)
+        edits = self._edits_of(params, eos_ids)
         features = self._features_of(params, edits=edits is not None)
         top_k = params.top_k if SamplingFlags.TOP_K in features else self.vocab_size
         self._features[row] = features

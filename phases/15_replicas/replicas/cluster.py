@@ -21,6 +21,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.http.limits import Limits
+from common.interrupts import TERMINATED
 from common.sockets import listen
 from replicas.gate import LIMITS, PROTOCOL
 from replicas.heartbeats import HeartbeatSender
@@ -46,8 +47,6 @@ HEALTH_SECONDS = 5.0
 """Seconds without a reply after which a replica is asked again; after three times Ray ends it."""
 END_SECONDS = 30.0
 """Most seconds until Ray has ended after the last stream."""
-TERMINATED = 143
-"""Exit status of a process that a signal has ended."""
 TRIES = 2
 """Attempts to start a replica before the server gives up."""
 REASON = re.compile(r"\b(UserError|StartupError): (.+)")

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+from common.interrupts import TERMINATED
 from common.words import count
 from phases.appendix.connections.connection import NEVER, Connection
 from serving.app import App
@@ -23,7 +24,6 @@ from serving.completion import ChoiceGroup
 
 log = logging.getLogger(__name__)
 
-TERMINATED = 143
 CONFIG: dict[str, Any] = {
     "ws": "none",
     "lifespan": "off",
