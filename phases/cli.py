@@ -20,11 +20,12 @@ import typer
 from common.console import err
 from common.environment import limit_threads_and_noise
 from common.errors import UserError
+from common.interrupts import INTERRUPTED
 from common.neighbours import usage
 from phases import EXTRAS, find_phase, flags, need_checkout
 from phases.commands import arguments as a
 from phases.commands.arguments import PHASE_HELP, flag
-from phases.process import INTERRUPTED, exit_code
+from phases.process import exit_code
 
 BEGUN = usage()
 """Counters of the processors before arguments are read, which takes long enough to see if others use them."""
