@@ -10,7 +10,7 @@ number comes from, and how it is written:
     single = "h200/09_cuda_graphs output_tokens_per_s variant=09_cuda_graphs workload=single-512 model=..."
     gain = { of = "h200/09_cuda_graphs output_tokens_per_s ...", over = "variant=...", as = "times" }
 
-The first word is an evidence file, the second a metric (or `roofline`, `roofline_seconds`, or a ceiling of
+The first word is an evidence file, the second a metric (or `roofline`, or a ceiling of
 the machine, `ceilings.read_bytes_per_s`), and words with `=` choose the one run. `over` divides by another
 run: what it leaves out is as in `of`, and an empty setting (`budget=`) is one that the run has not. `divides`
 is a constant that is divided by the value, `scale` a factor, and `as` one of `WAYS`.
@@ -83,9 +83,9 @@ def value(name: str) -> str:
             f"a text names the number {name}, which benchmarks/numbers.toml does not have"
         )
     entry = {"of": entry} if isinstance(entry, str) else entry
-    found = _read(name, shlex.split(entry["of"]))
+    found = _read(name, words := shlex.split(entry["of"]))
     if "over" in entry:
-        found /= _read(name, _completed(shlex.split(entry["over"]), shlex.split(entry["of"])))
+        found /= _read(name, words + shlex.split(entry["over"]))
     if "divides" in entry:
         found = entry["divides"] / found
     return WAYS[entry.get("as", "number")](found * entry.get("scale", 1.0))
@@ -117,26 +117,14 @@ def _evidence(name: str) -> Evidence:
     return Evidence.load(RESULTS / f"{name}.json")
 
 
-def _completed(over: list[str], of: list[str]) -> list[str]:
-    """Return `over` with what it leaves out taken from `of`."""
-    plain = [word for word in over if "=" not in word]
-    settings = {word.split("=", 1)[0]: word for word in [*of, *over] if "=" in word}
-    whole = (
-        plain
-        if len(plain) == 2
-        else [*plain, *of[1:2]]
-        if plain and "/" in plain[0]
-        else [of[0], *plain]
-    )
-    return [*(whole if len(whole) == 2 else of[:2]), *settings.values()]
-
-
 def _read(name: str, words: list[str]) -> float:
-    file, metric, *chosen = words
+    """Return what words say: a file, a metric (the last one), and settings (the last of each name)."""
+    file, *metrics = (word for word in words if "=" not in word)
+    metric = metrics[-1]
+    settings = dict(word.split("=", 1) for word in words if "=" in word)
     evidence = _evidence(file)
     if metric.startswith("ceilings."):
         return float(evidence.machine["ceilings"][metric.removeprefix("ceilings.")])
-    settings = dict(word.split("=", 1) for word in chosen)
     runs = [
         run
         for run in evidence.runs
@@ -147,8 +135,6 @@ def _read(name: str, words: list[str]) -> float:
             f"the number {name} is of {len(runs)} runs of {file}, and must be of 1: {settings}"
         )
     (run,) = runs
-    if metric.startswith("roofline"):
-        if run.roofline is None:
-            raise UserError(f"the number {name} asks for the roofline of a run that has none")
-        return run.roofline.fraction if metric == "roofline" else run.roofline.seconds
-    return run.median(metric)
+    return (
+        run.roofline.fraction if metric == "roofline" and run.roofline else run.median(metric)
+    )
