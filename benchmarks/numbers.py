@@ -17,7 +17,7 @@ is a constant that is divided by the value, `scale` a factor, and `as` one of `W
 
 A number that a sentence works out before the reader's eyes, by hand, is marked too: inside a line by
 `<!--w-->3.5 ms<!--/w-->`, and a paragraph by lines with `<!--worked-->` and `<!--/worked-->`, each alone.
-`unmarked` finds the numbers with a unit that are neither.
+A test refuses the numbers with a unit that are neither.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -34,21 +34,6 @@ from benchmarks.labels import number
 from common.errors import UserError
 
 NUMBER = re.compile(r"(<!--n:([\w.-]+)-->)(-?[\d.,]+)(<!--/n-->)")
-WORKED = re.compile(
-    r"<!--w-->.*?<!--/w-->|^<!--worked-->$.*?^<!--/worked-->$", re.DOTALL | re.MULTILINE
-)
-GENERATED = re.compile(
-    r"^<!-- (?:table|code):.*?^<!-- /(?:table|code) -->$", re.DOTALL | re.MULTILINE
-)
-QUOTED = re.compile(r"^```.*?^```$|`[^`\n]+`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
-UNIT = re.compile(
-    r"(?<![\w.])\d[\d.,]*\s?"
-    r"(?:×(?!\s?\d)|%|(?:tokens\s(?:a|per)\ssecond|tokens/s|times|percent|ms|µs|us|(?<=\s)s|seconds?|minutes?|hours?"
-    r"|[KMGT]i?B(?:/s)?|[GT]FLOP/s)\b)"
-)
-"""A number with the unit of something that is measured."""
-SECTIONS = ("1", "2", "6", "9")
-"""The sections of a lesson in which every such number is marked."""
 
 
 def _digits(places: int) -> Callable[[float], str]:
@@ -77,7 +62,7 @@ def fill(text: str) -> str:
 def value(name: str) -> str:
     """Return the number of this name as it is written."""
     table, _, key = name.partition(".")
-    entry = _entries().get(table, {}).get(key)
+    entry = entries().get(table, {}).get(key)
     if entry is None:
         raise UserError(
             f"a text names the number {name}, which benchmarks/numbers.toml does not have"
@@ -91,24 +76,9 @@ def value(name: str) -> str:
     return WAYS[entry.get("as", "number")](found * entry.get("scale", 1.0))
 
 
-def names() -> set[str]:
-    """Return the names of all entries."""
-    return {f"{table}.{key}" for table, entries in _entries().items() for key in entries}
-
-
-def unmarked(text: str, sections: tuple[str, ...] = SECTIONS) -> Iterator[str]:
-    """Find the numbers with a unit that are typed by hand, in the sections that begin so."""
-    for part in re.split(r"^## ", text, flags=re.MULTILINE):
-        if part.startswith(sections):
-            bare = part
-            for pattern in (GENERATED, WORKED, NUMBER, QUOTED):
-                bare = pattern.sub("~", bare)
-            for found in UNIT.finditer(bare):
-                yield f"{part[0]}: {' '.join(bare[max(0, found.start() - 40) : found.end() + 10].split())}"
-
-
 @cache
-def _entries() -> dict[str, dict[str, Any]]:
+def entries() -> dict[str, dict[str, Any]]:
+    """Return the entries of each table of `numbers.toml`, by name."""
     return tomllib.loads((ROOT / "benchmarks" / "numbers.toml").read_text(encoding="utf-8"))
 
 

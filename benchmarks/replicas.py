@@ -283,7 +283,9 @@ class Simulated:
         self.flight.begin(number, name)
         self.imbalance = max(self.imbalance, loads[name] - min(loads.values()))
         engine = self.engines[name]
-        params = SamplingParams(max_tokens=body["max_tokens"], temperature=0.0, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=body["max_tokens"], temperature=0.0, ignore_eos=True
+        )
         (request,) = engine.add(body["prompt"], params)
         self.open[number] = Asked(request, name, engine.stats.computed_tokens)
 
