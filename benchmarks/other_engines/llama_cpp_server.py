@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import random
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from benchmarks.loadtest.user import Outcome, Target
 from benchmarks.measure import Sample, alternate, neighbours
 from benchmarks.other_engines import record
 from benchmarks.records import server_lines
+from common.neighbours import processors
 
 MODEL = "smollm2"
 REPEATS, LONGEST_START = 3, 120.0
@@ -81,7 +81,7 @@ def prompt_of_500(port: int, number: int) -> Sample:
 def commands(python: str, gguf: str) -> dict[str, list[str]]:
     """Return how each server is started: with its model, a port, and a context of 8,192 tokens."""
     ours = [sys.executable, "-m", "phases", "serve", MODEL, "--access-log", "none"]
-    said = f"--n_ctx 8192 --model_alias {MODEL} --n_threads {len(os.sched_getaffinity(0))}"
+    said = f"--n_ctx 8192 --model_alias {MODEL} --n_threads {len(processors())}"
     peer = [python, "-m", "llama_cpp.server", "--model", gguf, "--interrupt_requests", "false"]
     peer += said.split()
     begun = {OURS: ours, PEER: peer}
