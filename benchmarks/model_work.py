@@ -132,7 +132,7 @@ def prefill_work(
     head = config.vocab_size * config.hidden_size
     tokens = sum(prompt_lens)
     read = layer_parameters(config, experts_read(config, tokens))
-    pairs = sum(_keys(config, at) for length in prompt_lens for at in range(1, length + 1))
+    pairs = sum(_pairs(config, length) for length in prompt_lens)
     flops = 2.0 * (tokens * parameters_of_a_token(config) + len(prompt_lens) * head)
     flops += pairs * _flops_per_key(config)
     # Keys and values of a prompt are used where they are made.
@@ -190,8 +190,20 @@ def _keys(config: ModelConfig, context: float) -> float:
     """Return the keys that one query reads, summed over the layers: `context`, or less with a sliding
     window.
     """
-    windows = (config.sliding_windows[layer] for layer in config.attention_layers)
-    return sum(context if window is None else min(context, window) for window in windows)
+    return sum(_seen(config, context))
+
+
+def _seen(config: ModelConfig, context: float) -> list[float]:
+    """Return the keys that one query reads in each layer of attention; a window of None sees all."""
+    windows = [config.sliding_windows[layer] for layer in config.attention_layers]
+    return [min(context, window or context) for window in windows]
+
+
+def _pairs(config: ModelConfig, length: int) -> float:
+    """Return the query-key pairs of one causal prompt of `length` tokens, summed over the layers."""
+    return sum(
+        seen * (seen + 1) / 2 + (length - seen) * seen for seen in _seen(config, length)
+    )
 
 
 def _kv_bytes_per_key(config: ModelConfig, dtype: torch.dtype) -> int:
