@@ -149,27 +149,27 @@ def _runs(words: Sequence[str], folder: Path) -> str:
     return _markdown(lines, text_columns=1)
 
 
-QUESTIONS = (
-    "How does a token come out of weights?",
-    "Why compute a token twice?",
-    "Why does one user pay for all the weights?",
-    "Why should a short answer wait for a long one?",
-    "Who reserved all that memory, and for what?",
-    "What does the GPU do between two operators?",
-    "Why does everybody stall when a long prompt comes?",
-    "Why compute the same beginning for everyone?",
-    "Who is waiting: the host or the device?",
-    "How few bits does a weight need?",
-    "Can one step make several tokens?",
-    "How can an answer be forced to parse?",
-    "What stands between an engine and its users?",
-    "What if a model is too large, or too slow, for one GPU?",
-    "Which copy of a server should get a request?",
-    "How can a model have more weights than it reads?",
-    "What if layers remember less than all?",
-    "Why does company change an answer?",
-    "Where does a block go when the GPU is full?",
-)
+QUESTIONS = """\
+How does a token come out of weights?
+Why compute a token twice?
+Why does one user pay for all the weights?
+Why should a short answer wait for a long one?
+Who reserved all that memory, and for what?
+What does the GPU do between two operators?
+Why does everybody stall when a long prompt comes?
+Why compute the same beginning for everyone?
+Who is waiting: the host or the device?
+How few bits does a weight need?
+Can one step make several tokens?
+How can an answer be forced to parse?
+What stands between an engine and its users?
+What if a model is too large, or too slow, for one GPU?
+Which copy of a server should get a request?
+How can a model have more weights than it reads?
+What if layers remember less than all?
+Why does company change an answer?
+Where does a block go when the GPU is full?
+"""
 """What the phases answer, in order; the table of a later one has its summary."""
 SPEED = (6, 9, 14)
 """Phases whose speed needs a GPU."""
@@ -188,7 +188,7 @@ def _ladder(root: Path, up: str) -> str:
     """The phases with what each answers, its hours, and whether it needs a GPU."""
     hours = dict(HOURS.findall((root / "docs" / "paths.md").read_text(encoding="utf-8")))
     lines = [["phase", "what it answers", "hours", "GPU"]]
-    for phase, question in zip_longest(PHASES, QUESTIONS):
+    for phase, question in zip_longest(PHASES, QUESTIONS.splitlines()):
         needs = "for its speed" if phase.number in SPEED else "no"
         spent = hours.get(f"{phase.number:02d}", "")
         lines.append([_link(phase, root, up), question or phase.summary, spent, needs])

@@ -299,10 +299,10 @@ def cells(
     return row(*(Cell(str(word), look, width, height) for word, look in pairs))
 
 
-def strip(name: str, who: str, width: float = 38, **counts: int) -> Box:
+def strip(name: str, who: str, **counts: int) -> Box:
     """Tokens of a request, numbered from 0: so many that look like this, then so many like that."""
     looks = [f"{how} {who}" for how, count in counts.items() for _ in range(count)]
-    return cells([f"{name}{token}" for token in range(len(looks))], looks, width)
+    return cells([f"{name}{token}" for token in range(len(looks))], looks)
 
 
 def column(*items: Item, gap: float = 6) -> Box:
