@@ -71,10 +71,7 @@ def compare(
         total = torch.zeros(3, dtype=torch.float64)
         for at in range(0, len(came), rows):
             part = slice(at, at + rows)
-            both = (
-                read.logits(hidden[part]).log_softmax(-1) for read, hidden in (true, guess)
-            )
-            total += difference(*both, came[part])
+            total += difference(_predicted(true, part), _predicted(guess, part), came[part])
         kl, loss, same = (total / len(came)).tolist()
         found[name] = Quality(kl, exp(loss), same, len(came))
     return found
@@ -89,6 +86,11 @@ def _read(model: Model, attention: Attention, ids: Tensor) -> tuple[Model, Tenso
         for each in torch.split(ids, WINDOWS)
     ]
     return exact, torch.cat(hidden)
+
+
+def _predicted(read: tuple[Model, Tensor], rows: slice) -> Tensor:
+    model, hidden = read
+    return model.logits(hidden[rows]).log_softmax(-1)
 
 
 def difference(true: Tensor, found: Tensor, came: Tensor) -> Tensor:

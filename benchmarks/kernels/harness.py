@@ -81,7 +81,9 @@ def make_case(
     keys, values = torch.randn(2, blocks * sets, block_size, KV_HEADS, D, **made)
     orders = (torch.randperm(blocks) + first for first in range(0, blocks * sets, blocks))
     tables = [
-        pad_sequence(order.split(per_request), batch_first=True).int().to(keys.device)
+        pad_sequence([*torch.split(order, per_request)], batch_first=True)
+        .int()
+        .to(keys.device)
         for order in orders
     ]
     starts, lens = (

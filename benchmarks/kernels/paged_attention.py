@@ -175,11 +175,11 @@ attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
 def oracle(case: Case) -> Tensor:
     """Request by request: gather, then torch's attention in float32 (for prompts, in the case's dtype)."""
     outs = []
-    for b, q in enumerate(case.q.split(case.query_lens)):
+    for b, q in enumerate(torch.split(case.q, case.query_lens)):
         kind = torch.float32 if len(q) == 1 else q.dtype
-        parts = (q, *gathered(case, case.tables[0], b))
-        parts = (part.transpose(0, 1)[None].to(kind) for part in parts)
-        out = attend(*parts, is_causal=len(q) > 1)
+        every = (q, *gathered(case, case.tables[0], b))
+        query, k, v = (part.transpose(0, 1)[None].to(kind) for part in every)
+        out = attend(query, k, v, is_causal=len(q) > 1)
         outs.append(out[0].transpose(0, 1).float())
     return torch.cat(outs)
 
@@ -272,7 +272,7 @@ def prefill_call(case: Case) -> Call:
 def contiguous_calls(case: Case) -> dict[str, Call]:
     """Torch's own kernels on keys and values in one piece; the gather is done before the clock runs."""
     every = [gathered(case, case.tables[0], b) for b in range(len(case.contexts))]
-    queries = case.q.split(case.query_lens)
+    queries = torch.split(case.q, case.query_lens)
     q, k, v = (
         torch.stack(part).transpose(1, 2).contiguous()
         for part in (queries, *zip(*every, strict=True))
