@@ -63,6 +63,7 @@ class Picture:
     """
 
     def __init__(self, title: str, says: str, height: float, width: float) -> None:
+        self.title = title
         self.words = f"<title>{escape(title)}</title>\n<desc>{escape(says)}</desc>"
         wide, high = _number(width), _number(height)
         self.size = f'width="{wide}" height="{high}" viewBox="0 0 {wide} {high}"'
@@ -95,6 +96,9 @@ class Picture:
     def __str__(self) -> str:
         start = f'<svg xmlns="http://www.w3.org/2000/svg" {self.size} role="img" {FONT}>'
         return "\n".join([start, self.words, *self._parts, "</svg>\n"])
+
+    def __repr__(self) -> str:
+        return f"Picture({self.title!r})"
 
     def _repr_svg_(self) -> str:
         """What a notebook shows."""
