@@ -117,7 +117,7 @@ def _show(measured: Evidence, recorded: Evidence | None, *, quick: bool) -> None
         by_work[metric, run.workload, run.model, run.dtype, *options].append(run)
     for (metric, *work), runs in by_work.items():
         said = ", ".join([axis_label(metric), *work])
-        out.print(f"{measured.phase}: {said}", style="dim", markup=False, soft_wrap=True)
+        out.print(said, style="dim", markup=False, soft_wrap=True)
         made = table("variant", right=["median", "to the first", *more])
         for run in runs:
             value, before = run.median(metric), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from subprocess import CalledProcessError
 
 from benchmarks.evidence import PEERS_FILE, RESULTS, ROOT, Evidence, results
 from benchmarks.provenance import git
-from benchmarks.recorded_peers import load
+from benchmarks.recorded_peers import PeerRun, load
 
 Lines = list[list[str]]
 
@@ -49,19 +50,16 @@ def peer_lines(root: Path) -> Lines:
     heading = ["device", "engine", "measured", "beside phase", "log", "flags", "ran without"]
     lines = [[*heading, "samples"]]
     for path in sorted(folder.glob(f"*/{PEERS_FILE}")):
-        for peer in load(path.parent.name, folder):
-            counts = (len(one.samples) for run in peer.runs for one in run.metrics.values())
-            phases = ", ".join(dict.fromkeys(name.split("_")[0] for name in peer.beside))
-            cells = [
-                path.parent.name,
-                peer.name,
-                peer.when,
-                phases,
-                f"`{peer.log}`",
-                f"`{peer.flags}`".replace("|", "\\|"),
-                peer.lacks,
-            ]
-            lines.append([*cells, _range(counts)])
+        device = path.parent.name
+        peers: dict[tuple[str, ...], list[PeerRun]] = defaultdict(list)
+        for run in load(device, folder):
+            flags = f"`{run.flags}`".replace("|", "\\|")
+            name = f"{run.engine} {run.version}"
+            peers[name, run.when, f"`{run.log}`", flags, run.lacks].append(run)
+        for (name, when, *more), runs in peers.items():
+            counts = (len(one.samples) for run in runs for one in run.metrics.values())
+            phases = ", ".join(dict.fromkeys(run.beside[:2] for run in runs))
+            lines.append([device, name, when, phases, *more, _range(counts)])
     return lines
 
 

@@ -37,7 +37,7 @@ from benchmarks import excerpts, numbers, records
 from benchmarks.evidence import RESULTS, ROOT, Evidence, Run, results
 from benchmarks.gains import factor_text, gain, gain_words
 from benchmarks.labels import axis_label, number, scale_of
-from benchmarks.recorded_peers import Best, beside, better, first_metric, versus
+from benchmarks.recorded_peers import PeerRun, beside, better, first_metric, versus
 from common.errors import UserError
 from common.files import whole
 from phases import PHASES, Phase
@@ -237,7 +237,7 @@ def _peers(path: Path, root: Path) -> str:
     columns = list(dict.fromkeys(_column(run) for run in others))
     own = evidence.own()
     lines = [["workload", "model", *columns, *own, "over the best"]]
-    shown: list[Best] = []
+    shown: list[PeerRun] = []
     for model, workload in dict.fromkeys((run.model, run.workload) for run in others):
         found = [run for run in others if (run.model, run.workload) == (model, workload)]
         metric = first_metric(found[0])
@@ -262,7 +262,7 @@ def _peers(path: Path, root: Path) -> str:
     return "\n".join([_markdown(lines, text_columns=2), *notes])
 
 
-def _column(run: Best) -> str:
+def _column(run: PeerRun) -> str:
     return f"{run.engine}, {run.way}" if run.way else run.engine
 
 
