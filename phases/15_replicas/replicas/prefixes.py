@@ -66,7 +66,7 @@ def chain_of(body: bytes) -> list[int]:
     """
     try:
         found = _decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return []
     parts = [bytes(found.tools), *map(bytes, found.messages), bytes(found.prompt)]
     text = b"".join(parts)[: BLOCK * LONGEST]
