@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 KEY = "ladder"
 """Of what travels in a request's scope."""
 NOTES: dict[str, Any] = {"number": -1, "chain": [], "body": b"", "wanted": "", "avoid": []}
-"""What travels there: the proxy's number of a request, hashes of its beginnings, its body, and the names of the
-replica to be asked and of those to be avoided."""
+"""What travels there: the proxy's number of the request, hashes of its beginnings, its body, the name of the
+replica to be asked, and of those to be avoided."""
 NAME = b"x-ladder-replica"
 """Header of an answer: the replica that gave it. Of a GET: the one that is asked."""
 LIMITS = "LADDER_LIMITS"
