@@ -41,7 +41,6 @@ NEEDS_FLOATS = {
     "group_size",
     "tensor_parallel",
     "draft_model",
-    "active_experts",
     "batch_invariant",
 }
 """Options that say how weights are kept, and features that read weights or an embedding of floats."""
