@@ -219,55 +219,15 @@ def scan_kernel(
         tl.store(states + into * size + place, state, mask=mask)
         values = 2 * KH * DK + head * DV
         shift(
-            row,
-            kept,
-            source,
-            boundary,
-            into,
-            cut,
-            count,
-            values,
-            C,
-            W,
-            W_PAD,
-            WIDTH,
-            DV,
-            DV_PAD,
-        )
+            row, kept, source, boundary, into, cut, count, values,
+            C, W, W_PAD, WIDTH, DV, DV_PAD,
+        )  # fmt: skip
         if head % GROUPS == 0:
-            queries, keys = key_head * DK, (KH + key_head) * DK
-            shift(
-                row,
-                kept,
-                source,
-                boundary,
-                into,
-                cut,
-                count,
-                queries,
-                C,
-                W,
-                W_PAD,
-                WIDTH,
-                DK,
-                DK_PAD,
-            )
-            shift(
-                row,
-                kept,
-                source,
-                boundary,
-                into,
-                cut,
-                count,
-                keys,
-                C,
-                W,
-                W_PAD,
-                WIDTH,
-                DK,
-                DK_PAD,
-            )
+            for part in tl.static_range(2):  # queries, keys
+                shift(
+                    row, kept, source, boundary, into, cut, count, (part * KH + key_head) * DK,
+                    C, W, W_PAD, WIDTH, DK, DK_PAD,
+                )  # fmt: skip
 
 
 def scan(

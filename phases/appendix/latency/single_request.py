@@ -86,29 +86,6 @@ def norm_and_turn(
 
 
 @triton.jit
-def wait_for_all_splits(
-    out, partial, lse, kv_head, used,
-    H: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Combine the `used` splits of the query heads of one key/value head, and write them to `out [H, D]`.
-
-    Called by the program of the split that ends last. partial: `[splits, H, D_PAD]` float32, outputs of the
-        splits. lse: `[splits, H]`, log2 of the splits' softmax sums.
-    kv_head: number of the key/value head. GROUP: number of its query heads.
-    """
-    d = tl.arange(0, D_PAD)
-    member = tl.arange(0, GROUP_PAD)
-    head = kv_head * GROUP + member
-    split = tl.arange(0, SPLITS)
-    filled = (split < used)[:, None] & (member < GROUP)[None, :]
-    mixed = combine(partial, lse, split[:, None] * H + head[None, :], filled, d, D, D_PAD)
-    keep = (member < GROUP)[:, None] & (d < D)[None, :]
-    tl.store(out + head[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=keep)
-
-
-@triton.jit
 def single_request_attention_kernel(
     out,  # [H, D]
     qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, slots,
@@ -234,19 +211,15 @@ def single_request_attention_kernel(
             tl.debug_barrier()  # all threads' stores first, then one release
             if tl.atomic_add(arrived + kv_head, 1, sem="acq_rel") == used - 1:
                 tl.store(arrived + kv_head, 0)  # ready for the next launch
-                wait_for_all_splits(
-                    out, partial, lse, kv_head, used,
-                    H=H, GROUP=GROUP, GROUP_PAD=GROUP_PAD, D=D, D_PAD=D_PAD, SPLITS=SPLITS,
-                )  # fmt: skip
-
-
-def starts_early(layer: LayerSpec) -> bool:
-    """Return True if attention of a layer may start before the QKV projection has ended.
-
-    Attention reads the KV cache and the step's lengths before it waits for the projection, so these must be
-    complete. After the first layer they are, since the first layer's attention lets no kernel start early.
-    """
-    return layer.index > 0
+                # Only the program of the split that ends last comes here: it combines all.
+                member = tl.arange(0, GROUP_PAD)
+                every = tl.arange(0, SPLITS)
+                filled = (every < used)[:, None] & (member < GROUP)[None, :]
+                at_splits = every[:, None] * H + (kv_head * GROUP + member)[None, :]
+                mixed = combine(partial, lse, at_splits, filled, d, D, D_PAD)
+                at_out = (kv_head * GROUP + member)[:, None] * D + d[None, :]
+                keep = (member < GROUP)[:, None] & (d < D)[None, :]
+                tl.store(out + at_out, mixed.to(out.dtype.element_ty), mask=keep)
 
 
 class SingleRequestSplits(NamedTuple):
@@ -290,7 +263,9 @@ def attend_step(
         workspace for `project_heads`.
     config: block sizes; None: the default.
 
-    Launch it after a `gemv` with `trigger_early=False`, unless `starts_early` is True for the layer.
+    Launch it after a `gemv` with `trigger_early=False`, unless all that attention reads before it waits for
+    the projection is complete: the KV cache and the step's lengths. After the first layer they are, since its
+    attention lets no kernel start early.
     """
     cache, slots = attention.place(layer)
     batch = attention.batch
