@@ -476,8 +476,8 @@ def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kernels": False}, "graphs is True"),
-        ({"kernels": "torch"}, "graphs is True"),
+        ({"kernels": False}, "graphs is on, but needs kernels"),
+        ({"kernels": "torch"}, "graphs is on, but needs kernels"),
         ({"graph_rows": 0}, "graph_rows is 0"),
         ({"graph_tokens": -1}, "graph_tokens is -1"),
         ({"max_rows": 0}, "max_rows is 0"),

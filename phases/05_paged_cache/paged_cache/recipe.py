@@ -60,6 +60,7 @@ class Feature(ABC):
     without: options that say in its own words what an engine does that lacks it. Giving one of these values
         asks for nothing.
     for_draft_models: a smaller model that drafts for an engine with this feature has it as well.
+    needs: features without which it cannot be on.
     on_with, on_device: by default it is on with all of these features, and on this kind of device ("cpu" or
         "cuda"; None: on any).
     """
@@ -68,6 +69,7 @@ class Feature(ABC):
     phase: ClassVar[int]
     without: ClassVar[Mapping[str, Any]] = {}
     for_draft_models: ClassVar[bool] = False
+    needs: ClassVar[Sequence[type[Feature]]] = ()
     on_with: ClassVar[Sequence[type[Feature]]] = ()
     on_device: ClassVar[str | None] = None
 

@@ -28,7 +28,7 @@ class Guidance(Feature):
 
     name = "guidance"
     phase = 12
-    on_with = (Structured,)
+    needs = on_with = (Structured,)
 
     jump_forward: bool = option(True, "tokens that a grammar forces are drafted")
 
@@ -43,10 +43,7 @@ class Guidance(Feature):
         The library is imported, and the tokenizer prepared, when the first grammar comes.
         """
         plain = builder.grammar_manager.part
-        if not isinstance(plain, AutomataGrammarManager):
-            raise UserError(
-                "guidance is on, but structured is off: switch it on with structured=True"
-            )
+        assert isinstance(plain, AutomataGrammarManager)
         config, on_cpu = builder.model.config, builder.model.device.type == "cpu"
         pool = GrammarPool(
             partial(
