@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from common.errors import UserError, boolean
+from common.errors import UserError
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
@@ -31,10 +31,6 @@ class Guidance(Feature):
     needs = on_with = (Structured,)
 
     jump_forward: bool = option(True, "tokens that a grammar forces are drafted")
-
-    def __post_init__(self) -> None:
-        """Raise `UserError` for an option outside its range."""
-        boolean("jump_forward", self.jump_forward)
 
     def install(self, builder: EngineBuilder) -> None:
         """Replace phase 12's grammar manager by one with llguidance, and wrap the drafter in a
