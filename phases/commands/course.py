@@ -48,7 +48,7 @@ def make(
     copy = making.make(folder, of_phases(phases))
     place = escape(str(folder))
     out.print(
-        f"{len(copy.exercises)} exercises in {place}, and {len(copy.questions)} questions."
+        f"{len(copy.exercises)} exercises in {place}, and {len(making.about(copy.exercises)[1])} questions."
     )
     out.print(f"Next: cd {place}, read README.md, and run `ladder course check`.")
     return 0
@@ -124,7 +124,7 @@ def hint(
 ) -> int:
     """Show an exercise's next hint, or that of a level, and log it for the grade."""
     copy = making.around(Path.cwd())
-    (one,) = _chosen(copy, exercise)[:1]
+    one = _chosen(copy, exercise)[0]
     if level is None:
         seen = {entry.get("level") for entry in hints.logged(copy.folder, one.id, "hint")}
         level = min(hints.LEVELS, 1 + len(seen))
@@ -139,7 +139,7 @@ def hint(
 def solution(exercise: ExerciseId) -> int:
     """Show the reference's functions as a difference to yours, and log that for the grade."""
     copy = making.around(Path.cwd())
-    (one,) = _chosen(copy, exercise)[:1]
+    one = _chosen(copy, exercise)[0]
     source = ""
     with suppress(OSError, UnicodeDecodeError):  # then all of the reference is shown
         source = making.text_in(copy.folder, one.file)
