@@ -30,7 +30,7 @@ class PromptFields(Struct):
 
 _decoder = msgspec.json.Decoder(PromptFields)
 _KEEPER = re.compile(rb'"previous_response_id"\s*:\s*"resp_([^_"]+)_')
-"""Finds the field of a request that goes on from a stored conversation; inside a text its quotes are escaped."""
+"""Finds the field of a request that goes on from a stored conversation; quotes inside a text are escaped."""
 
 
 def keeper_of(body: bytes) -> str:
