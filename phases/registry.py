@@ -168,12 +168,11 @@ def default_weights(options: Checked, model: str, device: torch.device, dtype: s
         dtype: as on the command line, such as "auto".
     """
     blocks = Path(model) / BLOCKS_FOLDER
-    floats = (
-        options.phase.number < QUANT
-        or dtype not in ("auto", "float32")
-        or not NEEDS_FLOATS.isdisjoint([*options.own, *_switched_on(options)])
-    )
-    if options.chosen is None or floats or device.type != "cpu" or not blocks.is_dir():
+    if options.chosen is None or options.phase.number < QUANT or not blocks.is_dir():
+        return model
+    names = [*options.own, *(feature.name for feature in options.chosen.features)]
+    floats = dtype not in ("auto", "float32") or not NEEDS_FLOATS.isdisjoint(names)
+    if floats or device.type != "cpu":
         return model
     from phases.appendix.cpu_step.blocks import CpuBlocks
     from phases.appendix.cpu_step.feature import library
@@ -182,10 +181,6 @@ def default_weights(options: Checked, model: str, device: torch.device, dtype: s
     kinds = {type(feature) for feature in options.chosen.features}
     compiled = {CpuBlocks, Quant} <= kinds and library() is not None
     return str(blocks) if compiled else model
-
-
-def _switched_on(options: Checked) -> list[str]:
-    return [] if options.chosen is None else [one.name for one in options.chosen.features]
 
 
 def load_engine(
