@@ -30,9 +30,12 @@ LOADS = {"model", "device", "dtype", "tokenizer"}
 """Parameters of every phase's `load` that are not options."""
 ROWS = 4
 BLOCKS = 5
+KERNELS = 6
 QUANT = 10
 STATES = 17
-"""First phases with rows of requests, with blocks and features, with quantized weights, and with states."""
+"""First phases with rows of requests, with blocks and features, with quantized weights, and with states; and
+the phase that only CUDA runs natively.
+"""
 BLOCKS_FOLDER = "blocks"
 """Beside a model's floats: its weights as a GGUF file has them; see `common.models.gguf_import`."""
 NEEDS_FLOATS = {
@@ -55,7 +58,7 @@ def import_phase(phase: Phase) -> ModuleType:
 
 def missing_for(phase: Phase, device: torch.device) -> str:
     """Return what `phase` needs and this machine lacks, such as "a CUDA device"; "" if it runs natively."""
-    if phase.needs == "cuda" and device.type != "cuda":
+    if phase.number == KERNELS and device.type != "cuda":
         return "a CUDA device" if not torch.cuda.is_available() else "--device cuda"
     return ""
 
@@ -98,7 +101,7 @@ def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device
     Raises:
         UserError: an option is unknown, out of its limits, or of a later phase.
     """
-    check_phase(phase, options, first_phases())
+    check_phase(phase, options)
     own = dict(options)
     if phase.number >= BLOCKS:
         chosen = preset(phase).choose(own, device, features(phase))
