@@ -31,7 +31,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """What a student gets points for: an exercise (`05.3`) or a question (`05.p1`)."""
+    """Work that a student gets points for: an exercise (`05.3`) or a question (`05.p1`)."""
 
     id: str
     points: int
