@@ -94,9 +94,8 @@ def number(
     Raises:
         UserError: it is no number (nor is a bool or a string), or out of these limits, as NaN always is.
     """
-    limit = (
-        f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
-    )
+    limit = f"above {low:g} and at most" if above_low else f"between {low:g} and"
+    limit = f"{limit} {high:g}"
     if isinstance(value, (bool, str, bytes)):  # float("0.7") would work, and hide a mistake
         raise UserError(f"{name} is {brief(value)}, but must be a number, {limit}")
     try:
@@ -109,9 +108,7 @@ def number(
 
 
 def near(value: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'x'?)` for the known text nearest to `value`; an empty string if
-    none is near.
-    """
+    """Return ` (did you mean 'x'?)` for the known text nearest to `value`, or "" if none is near."""
     found = get_close_matches(value[:100], list(known), n=1)
     return f" (did you mean {found[0]!r}?)" if found else ""
 

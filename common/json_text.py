@@ -66,9 +66,7 @@ def check_json(data: bytes, most_parts: int) -> None:
 
 
 def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
-    """Return the JSON object in `data`, UTF-8. Raises `FieldError` if it is none, or has over `most_parts`
-    parts.
-    """
+    """Return the JSON object in `data`, UTF-8; `FieldError` if it is none, or has over `most_parts` parts."""
     check_json(data, most_parts)
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
@@ -102,9 +100,7 @@ def convert_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON in UTF-8 on one line; characters that some readers take for a line end are
-    escaped.
-    """
+    """Return a value as JSON, UTF-8, on what every reader takes for one line."""
     data = _encode(value)
     if b"\xe2\x80" in data or b"\xc2\x85" in data:
         for character, escaped in _LINE_ENDS.items():

@@ -96,7 +96,5 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        """Return True if more than the newest token is to be computed; with one token to compute, a
-        request decodes.
-        """
+        """Return True if more than the newest token is to be computed; else the request decodes."""
         return self.num_computed_tokens + 1 < len(self.tokens) + self.placeholders

@@ -147,9 +147,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Return True if each token is the most likely one; besides temperature 0, `top_k` 1 and `top_p` 0
-        leave no other.
-        """
+        """Return True if each token is the most likely one: `top_k` 1 and `top_p` 0 leave no other, too."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1 or self.top_p == 0.0
 
     @property
@@ -171,9 +169,7 @@ class SamplingParams:
 
 
 def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, ...]:
-    """Return the items of `value` as a tuple; `name` is the field and `what` its items, for the error. Raises
-    `UserError` if there are more than `most` or `value` is not iterable.
-    """
+    """Return `value` as a tuple of at most `most` items. name, what: the field and its items, for errors."""
     try:
         items = tuple(islice(value, most + 1))
     except TypeError:

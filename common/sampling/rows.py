@@ -80,9 +80,7 @@ class SamplerRows:
         # later [rows, V]
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=self.device)
         self._changed: set[int] = set()
-        self._planned: tuple[list[int], SamplingMetadata] | None = (
-            None  # for which rows the last plan was
-        )
+        self._planned: tuple[list[int], SamplingMetadata] | None = None  # the last: rows, plan
         self.ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)  # [V]
 
     @staticmethod
@@ -135,19 +133,14 @@ class SamplerRows:
         top_k = params.top_k if SamplingFlags.TOP_K in features else self.vocab_size
         self._features[row] = features
         self._wanted[row] = -1 if params.logprobs is None else params.logprobs
-        penalties = (
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
-        temperature = params.temperature if SamplingFlags.RANDOM in features else 0.0
-        # The order of the columns' names.
-        self._floats[row] = (temperature, params.min_p, *penalties)
-        self._ints[row] = (
-            stream_key(seed),
-            top_k,
-            max(1, round(params.top_p * (1 << ops.FRACTION_BITS))),
-        )
+        floats, ints = self._floats[row], self._ints[row]
+        floats[TEMPERATURE] = params.temperature if SamplingFlags.RANDOM in features else 0.0
+        floats[MIN_P] = params.min_p
+        floats[REPETITION] = params.repetition_penalty
+        floats[PRESENCE] = params.presence_penalty
+        floats[FREQUENCY] = params.frequency_penalty
+        ints[KEY], ints[TOP_K] = stream_key(seed), top_k
+        ints[TOP_P] = max(1, round(params.top_p * (1 << ops.FRACTION_BITS)))
         self._edits.pop(row, None)
         if edits is not None:
             self._edits[row] = edits
@@ -209,9 +202,7 @@ class SamplerRows:
     def _parts(
         self, chosen: NDArray[np.bool_]
     ) -> Iterator[tuple[NDArray[np.int64], Positions]]:
-        """Yield the positions where `chosen [B]` is True, `at_once` at a time, as a pair: on the host, on the
-        device.
-        """
+        """Yield where `chosen [B]` is True, `at_once` positions at a time: (on the host, on the device)."""
         positions = np.flatnonzero(chosen)
         for first in range(0, len(positions), self.at_once):
             part = positions[first : first + self.at_once]
@@ -278,9 +269,7 @@ class SamplerRows:
         self._history.clear()
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        """Return a copy of an array on the device, without waiting for its queued work, on CUDA from pinned
-        memory.
-        """
+        """Return a copy of an array on the device, without waiting for the device's queued work."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)

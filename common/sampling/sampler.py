@@ -84,9 +84,7 @@ class HostSampled:
     """The tokens and log-probabilities of a `Sampled` on their way to the host; `get` waits for them."""
 
     def __init__(self, sampled: Sampled) -> None:
-        """Queue the copies after the device's work; with CUDA into pinned memory, so that the host does not
-        wait.
-        """
+        """Queue the copies after the device's work; with CUDA into pinned memory, which does not wait."""
         tokens, logprobs = sampled.for_host, sampled.logprobs
         self._arrived: torch.Event | None = None
         if tokens.is_cuda:
@@ -112,9 +110,7 @@ class HostSampled:
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """Queue a copy of a CUDA tensor into pinned memory of the host, and return that tensor, not filled
-    yet.
-    """
+    """Return a tensor in pinned memory of the host, into which a copy of a CUDA tensor is queued."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
@@ -137,9 +133,8 @@ class SamplerBackend:
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
         """Set the logits `[B, V]` of all tokens that `allowed` excludes to minus infinity, in place."""
-        for part in zip(
-            *(torch.split(some, sampler.at_once) for some in allowed), strict=True
-        ):
+        parts = (torch.split(some, sampler.at_once) for some in allowed)
+        for part in zip(*parts, strict=True):
             ops.forbid(logits, *part)
 
     def choose(
@@ -171,9 +166,7 @@ class SamplerBackend:
         return tokens
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
-        """Return `tokens [B]` for the host, with `ops.NAN_TOKEN` where the chosen logit of `logits [B, V]` is
-        NaN.
-        """
+        """Return `tokens [B]` for the host: `ops.NAN_TOKEN` where the chosen one's logit `[B, V]` is NaN."""
         chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         return tokens.masked_fill(chosen.isnan(), ops.NAN_TOKEN)  # NaN wins every choice
 
@@ -194,8 +187,7 @@ class SamplerBackend:
         weight / E, or -E / weight, which is minus infinity for a weight of 0.
         """
         weights = sampler.weigh(logits, rows, features)  # [B, V]
-        # [B, V]
-        noise = negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)
+        noise = negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)  # [B, V]
         # Of equals the first, and NaN is the largest.
         return noise.div_(weights).max(1).indices
 
@@ -259,16 +251,14 @@ class Sampler(SamplerRows):
         if SamplingFlags.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
             place = rows * self.vocab_size + tokens
-            self.counts.view(-1).scatter_add_(
-                0, place, torch.ones_like(place, dtype=torch.int32)
-            )
+            one = torch.ones_like(place, dtype=torch.int32)
+            self.counts.view(-1).scatter_add_(0, place, one)
         reported = self.sampler_backend.report(adjusted, tokens)
         if plan.wanted is None:
             return Sampled(tokens, reported=reported)
-        some = zip(
-            torch.split(logits, self.at_once), torch.split(tokens, self.at_once), strict=True
-        )
-        parts = zip(*[ops.raw_logprobs(*part, max(plan.wanted)) for part in some], strict=True)
+        split = (torch.split(of, self.at_once) for of in (logits, tokens))
+        some = [ops.raw_logprobs(*part, max(plan.wanted)) for part in zip(*split, strict=True)]
+        parts = zip(*some, strict=True)
         chosen, ids, values = map(torch.cat, parts)
         return Sampled(tokens, (chosen, ids, values), plan.wanted, reported)
 
@@ -304,10 +294,8 @@ class Sampler(SamplerRows):
         largest = largest.nan_to_num(_LARGEST, math.inf, -math.inf)
         # Subtract first: then a small temperature scales differences, all at most 0, and nothing overflows.
         # The reciprocal of temperature 0 is infinite: the largest becomes NaN, and the others' weights 0.
-        # [B, V]
-        return (
-            (logits - largest).mul_(self.floats[rows, TEMPERATURE, None].reciprocal()).exp_()
-        )
+        colder = self.floats[rows, TEMPERATURE, None].reciprocal()  # [B, 1]
+        return (logits - largest).mul_(colder).exp_()
 
     def _adjust(
         self,

@@ -66,9 +66,7 @@ class SpecialGuard:
         return value
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a rendered text whose messages went through `hide`; no special tokens are
-        added.
-        """
+        """Return the token ids of a rendered text whose messages went through `hide`."""
         return self._blind.encode(text)
 
     @cached_property
@@ -84,17 +82,17 @@ class SpecialGuard:
         for stand_in in self._stand_in.values():
             if stand_in in text:
                 code = f"U+{ord(stand_in):04X}"
-                raise UserError(
-                    f"a message has a special token and {code}, which no text may have"
-                )
+                words = f"a message has a special token and {code}, which no text may have"
+                raise UserError(words)
         return "".join(
             self._stand_in[char] if place in positions else char
             for place, char in enumerate(text)
         )
 
     def _positions_to_hide(self, text: str, whole: bool) -> set[int]:
-        """Return the positions of characters to replace so that no special token, or half of one unless
-        `whole`, is left in a text.
+        """Return which characters to replace so that no special token, nor half of one, is left in a text.
+
+        whole: halves may stay.
         """
         positions = set()
         for token in self._special:

@@ -90,9 +90,7 @@ class Model(nn.Module, ABC):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Return this model's name of a checkpoint's tensor, or ``None`` for a tensor that it
-        does not use.
-        """
+        """Return this model's name of a checkpoint's tensor; ``None``: it does not use the tensor."""
         return name
 
     @staticmethod

@@ -73,29 +73,16 @@ class HostBatch:
         sample_rows = rows
         sample_positions = contexts
         if (counts != 1).any():  # parts of prompts, which are not sampled, or several requests
-            sample_at, sample_positions = (
-                np.repeat(sample_at, counts),
-                np.repeat(contexts, counts),
-            )
+            sample_at, sample_positions = np.repeat((sample_at, contexts), counts, axis=1)
             sample_rows = np.array(
                 [request.row for taking in sampled_requests for request in taking], np.int64
             )
-        if any(
-            drafts
-        ):  # a work with drafts has one sampled request, with a sample after each of its last tokens
-            behind = np.array(
-                [
-                    len(d)
-                    for d, taking in zip(drafts, sampled_requests, strict=True)
-                    for _ in taking
-                ]
-            )
+        if any(drafts):  # such a work has one sampled request, and a sample after each draft
+            behind = np.repeat([len(some) for some in drafts], counts)
             back = np.concatenate([np.arange(k, -1, -1) for k in behind])
-            sample_at, sample_rows, sample_positions = (
-                np.repeat(values, behind + 1)
-                for values in (sample_at, sample_rows, sample_positions)
-            )
-            sample_at, sample_positions = sample_at - back, sample_positions - back
+            sample_at = np.repeat(sample_at, behind + 1) - back
+            sample_rows = np.repeat(sample_rows, behind + 1)
+            sample_positions = np.repeat(sample_positions, behind + 1) - back
         sample_steps = sample_positions - prompt_lens[sample_rows]
         return cls(
             rows, lens, query_starts, contexts, token_rows, positions,
@@ -165,10 +152,8 @@ def upload(
     for name, array in arrays.items():
         flat[slices[name]].view(array.dtype)[:] = array.ravel()
     packed = torch.from_numpy(flat)
-    if device.type == "cuda":
-        packed = (
-            packed.pin_memory()
-        )  # only from pinned memory does the copy not wait for the device
+    if device.type == "cuda":  # only from pinned memory does the copy not wait
+        packed = packed.pin_memory()
     packed = packed.to(device, non_blocking=True)
     return {
         name: packed[slices[name]].view(TYPES[array.dtype]).view(array.shape)

@@ -68,11 +68,8 @@ class Group:
         if padded:
             filled = columns < lens[:, None]  # [G, queries]
             real = (filled if meant is None else filled & meant[:, None]).ravel()
-            tokens, source = (
-                torch.from_numpy(x).to(device)
-                for x in (gather.ravel()[real], np.flatnonzero(real))
-            )
-            plan.scatter = tokens, source
+            tokens = torch.from_numpy(gather.ravel()[real]).to(device)
+            plan.scatter = tokens, torch.from_numpy(np.flatnonzero(real)).to(device)
         return plan
 
     def mask(self, window: int | None, columns: int, device: torch.device) -> Tensor | None:
@@ -82,23 +79,15 @@ class Group:
             window.
         """
         if window not in self.masks:
-            contexts, lens = (
-                self.host.context_lens[self.members],
-                self.host.query_lens[self.members],
-            )
-            if (
-                self.queries == 1
-                and contexts.min() == columns
-                and (window is None or columns <= window)
-            ):
+            contexts = self.host.context_lens[self.members]
+            lens = self.host.query_lens[self.members]
+            inside = window is None or columns <= window
+            if self.queries == 1 and contexts.min() == columns and inside:
                 self.masks[window] = None
             else:
-                first = torch.from_numpy(contexts - lens).to(
-                    device
-                )  # [G], the first query's position
-                positions = first[:, None] + torch.arange(
-                    self.queries, device=device
-                )  # [G, queries]
+                first = torch.from_numpy(contexts - lens).to(device)  # [G], of the first query
+                later = torch.arange(self.queries, device=device)
+                positions = first[:, None] + later  # [G, queries]
                 seen = causal_mask(positions, torch.arange(columns, device=device), window)
                 self.masks[window] = seen.unsqueeze(1)
         return self.masks[window]
@@ -175,9 +164,8 @@ def attend_masked(
     grouped = q.reshape(q.shape[0], layer.num_kv_heads, heads * q.shape[2], layer.head_dim)
     if mask is not None and heads > 1 and q.shape[2] > 1:
         mask = mask.repeat(1, 1, heads, 1)
-    return F.scaled_dot_product_attention(
-        grouped, k, v, attn_mask=mask, scale=layer.scale
-    ).reshape(q.shape)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=layer.scale)
+    return out.reshape(q.shape)
 
 
 def avoid_plans_per_shape() -> None:

@@ -29,9 +29,7 @@ Results = Sequence[Sequence[Token]]
 
 
 class BatchAttention(Protocol):
-    """Interface of the attention that a model calls, once for each layer; it is given the batch once a
-    step.
-    """
+    """Interface of the attention that a model calls once a layer; it is given the batch once a step."""
 
     def begin(self, batch: Batch) -> None:
         """Prepare masks and indices for a step; all layers' calls then use `batch`."""
@@ -44,9 +42,7 @@ class BatchAttention(Protocol):
 
 
 class OutputVerifier:
-    """Decides which of a step's sampled tokens each request gets: here all, one each. Phase 11's verifies
-    draft tokens.
-    """
+    """Decides which sampled tokens each request gets: here one each. Phase 11's verifies draft tokens."""
 
     def write(self, works: Sequence[Work]) -> None:
         """Write the draft tokens of a step into their requests' rows, before it runs; here there are none.
@@ -78,17 +74,14 @@ class Pending:
         verifier: OutputVerifier = ONE_TOKEN_EACH,
     ) -> None:
         self.works, self.verifier = works, verifier
-        self._arriving = (
-            None if sampled is None else sampled.to_host()
-        )  # starts the copy, does not wait
+        # This starts the copy, and does not wait.
+        self._arriving = None if sampled is None else sampled.to_host()
 
     def get(self) -> Results:
         """Wait for the step, and return for each sampled request the list of its tokens."""
-        return (
-            ()
-            if self._arriving is None
-            else self.verifier.accepted(self.works, self._arriving.get())
-        )
+        if self._arriving is None:
+            return ()
+        return self.verifier.accepted(self.works, self._arriving.get())
 
 
 @dataclass
@@ -163,12 +156,9 @@ class Runner:
         if not rows_host:
             return Pending(step.works, None)
         plan = self.sampler.plan(rows_host)
-        # An executor may have computed the logits already; else of the sampled rows only: [S, V], not [T, V].
-        logits = (
-            self.logits(step.hidden[batch.sample_at], plan)
-            if step.logits is None
-            else step.logits
-        )
+        logits = step.logits  # an executor may have computed them already
+        if logits is None:  # of the sampled rows only: [S, V], not [T, V]
+            logits = self.logits(step.hidden[batch.sample_at], plan)
         sampled = self.sampler.sample(
             logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed
         )

@@ -125,9 +125,8 @@ class TorchPagedAttention(PagedAttention):
         else:  # a prompt attends to its keys as they are stored, as later requests will
             self._prompts, others = [], np.arange(len(host.query_lens))
         # By queries first, by contexts next, so that neighbours need little padding.
-        order = others[
-            np.lexsort((host.context_lens[others], host.query_lens[others]))
-        ].tolist()
+        by_length = np.lexsort((host.context_lens[others], host.query_lens[others]))
+        order = others[by_length].tolist()
         found = group(order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type])
         self._others = [
             (Group.of(members, host, device), self._blocks(members)) for members in found
@@ -148,9 +147,7 @@ class TorchPagedAttention(PagedAttention):
         counts = -(-self.batch.host.context_lens[members] // size)
         where = torch.from_numpy(members).to(self.batch.block_tables.device)
         tables = self.batch.block_tables[where, : int(counts.max())]  # [G, blocks]
-        if (
-            counts != counts.max()
-        ).any():  # what lies past a table's end may be no block at all
+        if (counts != counts.max()).any():  # past a table's end there may be no block at all
             used = torch.arange(tables.shape[1]) < torch.from_numpy(counts)[:, None]
             tables = tables.where(used.to(tables.device), tables[:, :1])
         return tables.flatten()

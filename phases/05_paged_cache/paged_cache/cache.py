@@ -70,15 +70,11 @@ class PagedCache:
 
         Blocks reserved for others in this step are not free any more.
         """
-        alone = self.free == self.allocator.count
-        return self.blocks_for(len(request.tokens)) <= self.free - (
-            0 if alone else self.reserve_blocks
-        )
+        kept = 0 if self.free == self.allocator.count else self.reserve_blocks
+        return self.blocks_for(len(request.tokens)) <= self.free - kept
 
     def reserve(self, request: Request, upto: int) -> bool:
-        """Grow the request's block table to `upto` tokens; return False, with nothing changed, if blocks are
-        lacking.
-        """
+        """Grow the request's block table to `upto` tokens; False, with nothing changed: no blocks."""
         if upto <= self._writable[request.row]:
             return True
         return self.grow(request, upto)
@@ -182,7 +178,5 @@ class PagedCache:
         return [block for row in range(len(self._owned)) for block in self.blocks_of(row)]
 
     def check(self) -> None:
-        """Raise `AssertionError` unless every block's count of users equals the number of tables that
-        hold it.
-        """
+        """Raise `AssertionError` unless every block has as many users as tables hold it."""
         self.allocator.check(self.users())

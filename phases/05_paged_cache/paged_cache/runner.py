@@ -112,9 +112,7 @@ class PagedRunner(Runner):
         """Destroy CUDA graphs, after the last step; this runner has none."""
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Upload tokens and settings of new requests, copy blocks, and zero those that may hold NaN, before a
-        step. works: its requests and tokens.
-        """
+        """Upload new requests, copy blocks, and zero those that may hold NaN, before a step (`works`)."""
         super().refresh(works)
         if (moves := self.cache.take_moves(works)) is not None:
             self.attention.pool.regroup(moves)

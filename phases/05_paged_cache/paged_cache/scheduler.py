@@ -80,13 +80,9 @@ class PagedScheduler(Scheduler):
         return self.rows.free > len(request.siblings) and super().can_admit(request)
 
     def start_request(self, request: Request) -> None:
-        """Allocate rows for all samples of an admitted prompt, and blocks for the first; drop aborted
-        samples.
-        """
+        """Allocate rows for all samples of a prompt, and blocks for the first; drop aborted samples."""
         super().start_request(request)
-        request.siblings = [
-            sibling for sibling in request.siblings if sibling.finish_reason is None
-        ]
+        request.siblings = [each for each in request.siblings if each.finish_reason is None]
         for sibling in request.siblings:
             self.rows.acquire(sibling)
 
@@ -122,9 +118,7 @@ class PagedScheduler(Scheduler):
         super().leave(request)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` unless every block has exactly the users that hold it, and none if no
-        request runs.
-        """
+        """Raise `AssertionError` unless every block has the users that hold it, and none if idle."""
         super().check_integrity()
         held = self.cache.allocator.count - self.cache.free
         if self.idle and held:

@@ -14,9 +14,7 @@ from prefix_cache.index import Key, Match, PrefixIndex
 
 
 def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> list[Key]:
-    """Return the keys (the tokens) of the full blocks of `block_size` tokens, in order, without a partial
-    last one.
-    """
+    """Return the keys (the tokens) of the full blocks of `block_size` tokens, in order."""
     width = 4 * block_size
     raw = np.asarray(tokens, np.int32).tobytes()
     return [raw[at : at + width] for at in range(0, len(raw) - width + 1, width)]
@@ -99,11 +97,8 @@ class PrefixCache(PagedCache):
         """
         length = len(request.tokens)
         if self._keys[0] is not request or self._keys[1] != length:
-            self._keys = (
-                request,
-                length,
-                block_keys(request.ids(0, length - 1), self.block_size),
-            )
+            keys = block_keys(request.ids(0, length - 1), self.block_size)
+            self._keys = request, length, keys
         return self._keys[2]
 
     def grow(self, request: Request, upto: int) -> bool:
@@ -130,9 +125,7 @@ class PrefixCache(PagedCache):
         return super().grow(request, upto)
 
     def take_blocks(self, count: int) -> list[int]:
-        """Take `count` blocks and return their numbers; evict the least recently used cached ones for
-        what is missing.
-        """
+        """Take `count` blocks; what is missing, evict from the least recently used cached ones."""
         missing = count - self.allocator.free
         if missing > 0:
             evicted = self.index.evict(missing)
@@ -180,9 +173,7 @@ class PrefixCache(PagedCache):
         self.stats = PrefixStats()
 
     def users(self) -> list[int]:
-        """Return the number of every block, once for each user: each request that shares it, and the
-        index.
-        """
+        """Return the number of every block once for each user: requests that share it, and the index."""
         return super().users() + self.index.blocks()
 
     def check(self) -> None:

@@ -111,9 +111,7 @@ class RadixIndex:
         return node, held + new, new
 
     def fork(self, cursor: object) -> Node:
-        """Return a second cursor at the same position: the same node, which is pinned once more with all
-        above it.
-        """
+        """Return a second cursor: the same node, which is pinned once more with all above it."""
         assert isinstance(cursor, Node)
         self._pin(cursor)
         return cursor
@@ -212,9 +210,7 @@ class RadixIndex:
         node.pins += 1
 
     def _offer(self, node: Node) -> None:
-        """Add `node` to the evictable leaves if it is a leaf without pins; remove its tree if that is
-        empty.
-        """
+        """Add `node` to the evictable leaves if it is one without pins; remove its tree if it is empty."""
         if node.pins == 0 and not node.children:
             if node.parent is None:
                 self._roots.pop(node.salt, None)  # an empty tree

@@ -97,9 +97,7 @@ class Tries:
     tried: float = 0.0
 
     def add(self, tried: int, accepted: int, memory: float) -> None:
-        """Add the drafts of a step, `tried` of them; each multiplies the weight of earlier ones by
-        `memory`.
-        """
+        """Add `tried` drafts of a step, of which each multiplies the weight of earlier ones by `memory`."""
         keep = memory**tried
         self.tried = self.tried * keep + tried
         self.accepted = self.accepted * keep + accepted
@@ -212,9 +210,7 @@ class DraftController:
         return self.costs.setdefault(size_of(rows), StepCost(self.steps))
 
     def rate(self, request: Request) -> float:
-        """Return the estimated chance that a draft of a request is accepted, from its own drafts and
-        those of all.
-        """
+        """Return the estimated chance that a request's draft is accepted, from its drafts and all others."""
         if not is_drafted(request):
             return LOWEST_RATE
         overall = self._overall.accepted / self._overall.tried
@@ -235,17 +231,13 @@ class DraftController:
         self._measure(len(running))
         lengths = self._choose(running)
         on = lengths is not None
-        if on != self.on or not running:
-            self._began = (
-                None  # the next step overlaps with only one of its neighbours: do not time it
-            )
+        if on != self.on or not running:  # the next step overlaps with only one neighbour
+            self._began = None  # so do not time it
         self.on = on
         return lengths
 
     def is_gain(self, drafts: Mapping[Request, Sequence[int]], rows: int) -> bool:
-        """Return True if a step of `rows` requests is expected to gain tokens by these drafts (token ids by
-        request).
-        """
+        """Return True if a step of `rows` requests should gain by these drafts (token ids by request)."""
         cost = self.cost(rows)
         gained = sum(gain(self.rate(one), cost.each, len(its)) for one, its in drafts.items())
         return not self.adaptive or gained > cost.fixed * rows
@@ -293,9 +285,8 @@ class DraftController:
             cost.forget_drafts()
             cost.tried_at = self.steps
             self._forget_rates()
-        rates = [self.rate(request) for request in running] or [
-            max(LOWEST_RATE, self.first_rate)
-        ]
+        first = [max(LOWEST_RATE, self.first_rate)]
+        rates = [self.rate(request) for request in running] or first
         fixed = cost.fixed if self.on else cost.fixed + SWITCH
         lengths = choose_lengths(rates, fixed, cost.each, min(self.most, cost.most))
         return None if lengths is None else lengths[:rows]
@@ -333,7 +324,5 @@ class DraftController:
 
 
 def is_decode(work: Work) -> bool:
-    """Return True for a work (one request's tokens in a step) that computes its newest token, and its
-    drafts.
-    """
+    """Return True for a work that computes its request's newest token, and drafts, alone."""
     return work.count == 1 + len(work.drafts) and len(work.sampled_requests) == 1

@@ -28,9 +28,8 @@ class NGramIndex:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.seen = 0  # tokens of the request that were taken in or dropped
-        self._ends: dict[
-            tuple[int, ...], int
-        ] = {}  # n-gram -> place of the token that followed it
+        # n-gram -> place of the token that followed it
+        self._ends = dict[tuple[int, ...], int]()
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add those of a request's tokens that are not in the index yet. tokens: from its first on."""
@@ -50,9 +49,7 @@ class NGramIndex:
             self.seen = len(tokens)
 
     def propose(self, most: int) -> list[int]:
-        """Return at most `most` tokens that followed an earlier occurrence of the longest n-gram at the
-        end.
-        """
+        """Return at most `most` tokens that once followed the longest n-gram that ends the index."""
         for size in NGRAM_SIZES:
             at = self._ends.get(tuple(self.tokens[-size:]))
             if at is not None:

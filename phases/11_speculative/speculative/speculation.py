@@ -119,9 +119,7 @@ class SpeculativeRunner(WaitingDrafter):
 
     @property
     def needs_finished_step(self) -> bool:
-        """Return True while every token must be known before a step is scheduled: drafts are made or
-        compared.
-        """
+        """Return True while every token must be known before a step is scheduled, to draft behind it."""
         return self.control.on
 
     def attach(self, engine: Engine) -> None:
@@ -130,9 +128,7 @@ class SpeculativeRunner(WaitingDrafter):
         self.source.attach(engine)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Make drafts for all running requests whose tokens are known; return True if there are any
-        drafts.
-        """
+        """Make drafts for all running requests whose tokens are known; return True if there are any."""
         self.guesses = {}
         lengths = self.control.decide(running)
         if lengths is None:
@@ -159,9 +155,7 @@ class SpeculativeRunner(WaitingDrafter):
         return any(self.guesses.values())
 
     def _rehearse(self, request: Request) -> None:
-        """Compare a request's earlier drafts with the tokens that came, and draft anew, without
-        verification.
-        """
+        """Compare a request's earlier drafts with the tokens that came, and draft anew."""
         known, drafts = self._rehearsed.get(request, (0, ()))
         came = request.tokens[known:]
         if not (came and is_drafted(request)):
@@ -241,9 +235,7 @@ class Verifier(OutputVerifier):
         for work in works:
             for _ in work.sampled_requests:
                 sampled = list(islice(tokens, len(work.drafts) + 1))
-                right = (
-                    self.agree([token for token, _ in sampled], work.drafts)
-                    if work.drafts
-                    else 0
-                )
+                right = 0
+                if work.drafts:
+                    right = self.agree([token for token, _ in sampled], work.drafts)
                 yield sampled[: right + 1]

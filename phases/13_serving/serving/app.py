@@ -136,9 +136,7 @@ class App:
         await http.json({"status": self.state}, 200 if self.state == "ready" else 503)
 
     async def _models(self, http: HttpRequest) -> None:
-        """Send the description of the served model, alone or in a list of one. Raises `ApiError` (503) before
-        it is ready.
-        """
+        """Send the model's description, alone or in a list; raise `ApiError` (503) before it is ready."""
         card = {
             "id": self.model.name,
             "object": "model",

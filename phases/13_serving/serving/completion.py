@@ -39,6 +39,7 @@ class Choice:
     """One of a request's completions: a `Sink` that makes text of tokens and looks for stop strings.
 
     group: all completions of the request. index: among them. number: the engine's, -1 before it has one.
+    prompt: token ids of the prompt that it continues.
     tokens, texts: each token id, and what it adds to the text; perhaps one more text at the end.
     times, logprobs: when each token came, and log-probabilities of each if they were asked for.
     notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
@@ -51,6 +52,7 @@ class Choice:
         self.group = group
         self.index = index
         self.request = request = group.request
+        self.prompt = request.prompts[index // request.params.n]
         self.number = -1
         self.tokens = list[int]()
         self.texts = list[str]()
@@ -65,15 +67,8 @@ class Choice:
         self.stream = TextStream(tokenizer, request.params, last, request.shown, answer)
 
     @property
-    def prompt(self) -> list[int]:
-        """Return the token ids of the prompt that this completion continues."""
-        return self.request.prompts[self.index // self.request.params.n]
-
-    @property
     def finish_reason(self) -> str | None:
-        """Return why the completion has ended, in the API's words ("tool_calls", "stop", ...); None: it has
-        not.
-        """
+        """Return why the completion has ended, in the API's words, such as "tool_calls"; None: it has not."""
         called = self.reader is not None and self.reader.complete
         return "tool_calls" if called and self.reason == "stop" else self.reason
 
@@ -175,9 +170,7 @@ class ChoiceGroup:
             self._updated.set()
 
     def give_up(self, failure: str, message: str) -> None:
-        """Abort the completions that have not ended, and set `self.failure` to the kind of failure and the
-        message, a sentence. The engine frees them at its next step.
-        """
+        """Set `self.failure` to its kind and a sentence, and abort the completions that have not ended."""
         if self.failure is None and (self.left or failure == "slow"):
             self.failure = failure, message
         self.close()
@@ -193,9 +186,7 @@ class ChoiceGroup:
         self._updated.clear()
 
     def events(self) -> bytes:
-        """Return the bytes of the server-sent events for all text and ends that are unsent, and count them as
-        sent. More tokens may come meanwhile.
-        """
+        """Return the server-sent events for all unsent text and ends; these count as sent from now on."""
         formatter, data = self.request.formatter, b""
         unsent = list[Choice]()
         for choice in self.unsent:
@@ -268,9 +259,7 @@ async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
 
 
 async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
-    """Send the text of a group's completions as server-sent events as it comes. Before the first token
-    nothing is sent, so that errors have a status.
-    """
+    """Send the text of a group as server-sent events. Before the first token, errors have a status."""
     request = group.request
     while group.unsent:
         await group.wait_for_updates()

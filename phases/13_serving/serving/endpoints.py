@@ -82,9 +82,7 @@ class ServedModel:
     defaults: Mapping[str, float] = field(default_factory=dict)
 
     def check(self, name: str | None) -> None:
-        """Raise `ApiError` (404) if `name`, the model that a client asks for, is another one; None is
-        accepted.
-        """
+        """Raise `ApiError` (404) if a client asks for another model by this name; None: it names none."""
         if name is not None and name != self.name:
             words = f"model is {name[:100]!r}, but this is {self.name!r}"
             raise ApiError(404, words, param="model", code="model_not_found")
@@ -217,8 +215,9 @@ class TextEndpoint:
         Raises:
             ApiError: a field asks for what cannot be served.
         """
-        roles = (str(message.get("role")) for message in request.messages)
-        names = set(request.fields).union(roles, *request.messages)
+        names = set(request.fields)
+        for message in request.messages:
+            names.update(message, [str(message.get("role"))])
         for handler in self.handlers:
             if not names.isdisjoint(handler.names):
                 handler.read(convert_fields(handler.fields, request.fields), request)
