@@ -87,23 +87,16 @@ def noise_bits(upper: Tensor, lower: Tensor, ids: Tensor) -> Tensor:
     return x.bitwise_xor_(shifted)
 
 
-def dither(upper: Tensor) -> Tensor:
-    """Return the fraction in (0, 1) that a row adds to all its `noise_bits`: float32, like int32 `upper`.
-
-    The smallest numbers matter most, since they make the rare tokens win. With the fraction they have all of
-    float32's digits instead of being multiples of 2**-31.
-    """
-    return (((upper >> 9) & ((1 << 23) - 1)).float() + 0.5) * 2.0**-23
-
-
 def negative_exponentials(keys: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
     """Return -E for each row and token id, where the E are independent and exponentially distributed.
 
-    E = -log(1 - v) for v = (bits + dither) / 2**31, uniform in (0, 1). -log(E) is a Gumbel number between
-    -2.81 and 38.12.
+    E = -log(1 - v) for v = (bits + fraction) / 2**31, uniform in (0, 1). -log(E) is a Gumbel number between
+    -2.81 and 38.12. The smallest v matter most, since they make the rare tokens win: a fraction for each row
+    gives them all of float32's digits.
 
     keys, steps: int64 [B]; ids: int32 [V]. Returns float32 [B, V], below 0.
     """
     lower, upper = random_words(keys, steps).chunk(2, dim=1)  # each [B, 1]
     bits = noise_bits(upper, lower, ids).float()  # [B, V]
-    return torch.add(dither(upper) * -NOISE_UNIT, bits, alpha=-NOISE_UNIT, out=bits).log1p_()
+    fraction = (((upper >> 9) & ((1 << 23) - 1)).float() + 0.5) * 2.0**-23  # [B, 1], in (0, 1)
+    return torch.add(fraction * -NOISE_UNIT, bits, alpha=-NOISE_UNIT, out=bits).log1p_()

@@ -55,17 +55,13 @@ class Sampled(NamedTuple):
     def logprob(self, place: int) -> Logprob | None:
         """Return the log-probabilities of the row at `place` in the batch, or None if it asked for none.
 
-        Waits for the device; `to_host` does not.
+        Waits for the device; making a `HostSampled` does not.
         """
         if self.wanted is None or self.logprobs is None or (count := self.wanted[place]) < 0:
             return None
         chosen, ids, values = self.logprobs
         top = zip(ids[place, :count].tolist(), values[place, :count].tolist(), strict=True)
         return Logprob(float(chosen[place]), tuple(top))
-
-    def to_host(self) -> HostSampled:
-        """Start copying to the host, and return the copy that is under way (`get` waits for it)."""
-        return HostSampled(self)
 
 
 class TokenBitmask(NamedTuple):
@@ -81,7 +77,7 @@ class TokenBitmask(NamedTuple):
 
 
 class HostSampled:
-    """The tokens and log-probabilities of a `Sampled` on their way to the host; `get` waits for them."""
+    """Copies a step's `Sampled` to the host. The copy is under way once it is made; `get` waits for it."""
 
     def __init__(self, sampled: Sampled) -> None:
         """Queue the copies after the device's work; with CUDA into pinned memory, which does not wait."""

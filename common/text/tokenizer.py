@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, library_errors
+from common.errors import text as valid_text
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.model_templates import ModelTemplates
@@ -126,12 +127,12 @@ class Tokenizer:
         if (guarded, variables) == (conversation, plain):  # the template has written them
             return self._encode(text)
         with library_errors("the conversation"):
-            return self._guard.encode(_unicode(text))
+            return self._guard.encode(valid_text("the conversation", text))
 
     def encode_guarded(self, text: str) -> list[int]:
         """Return the ids of a text that continues a conversation; special tokens in it do not count."""
         with library_errors("the conversation"):
-            return self._guard.encode(_unicode(self._guard.hide(text)))
+            return self._guard.encode(self._guard.hide(valid_text("the conversation", text)))
 
     def _begun(self, ids: list[int]) -> list[int]:
         """Return `ids` with the token that begins a text in front, if the model has one, once."""
@@ -184,17 +185,7 @@ class Tokenizer:
         return ModelTemplates(self.folder, self._config, self._special_tokens)
 
     def _encode(self, text: str, special: bool = False) -> list[int]:
-        batch = [_unicode(text)]
+        batch = [valid_text("the text", text)]
         with library_errors("the text"):
             (found,) = self.backend.encode_batch_fast(batch, add_special_tokens=special)
         return list(found.ids)
-
-
-def _unicode(text: str) -> str:
-    """Return `text` if Rust accepts it. Raises `UserError` if it holds half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        words = f"the text holds {text[error.start]!r} at position {error.start}"
-        raise UserError(f"{words}, which is not valid Unicode") from None
-    return text

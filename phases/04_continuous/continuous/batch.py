@@ -58,7 +58,7 @@ class HostBatch:
             of sampled requests, then of tokens.
         """
         _, row, start, count, drafts, sampled_requests, _ = zip(*works, strict=True)
-        rows, starts, lens = (np.array(column, np.int64) for column in (row, start, count))
+        rows, starts, lens = np.array((row, start, count), np.int64)
         ends = np.cumsum(lens)
         query_starts = np.concatenate(([0], ends))
         contexts = starts + lens

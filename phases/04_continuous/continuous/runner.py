@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 from common.events import Logprob
-from common.request import Request
 from common.sampling.metadata import SamplingMetadata
-from common.sampling.sampler import TORCH, Sampled, Sampler, SamplerBackend, TokenBitmask
+from common.sampling.sampler import (
+    TORCH,
+    HostSampled,
+    Sampled,
+    Sampler,
+    SamplerBackend,
+    TokenBitmask,
+)
 from continuous.batch import Batch, HostBatch
 from continuous.rows import RequestRows
 from continuous.work import Work
@@ -75,7 +81,7 @@ class Pending:
     ) -> None:
         self.works, self.verifier = works, verifier
         # This starts the copy, and does not wait.
-        self._arriving = None if sampled is None else sampled.to_host()
+        self._arriving = None if sampled is None else HostSampled(sampled)
 
     def get(self) -> Results:
         """Wait for the step, and return for each sampled request the list of its tokens."""
@@ -175,19 +181,15 @@ class Runner:
         The drafts of this step's works are written to their rows as well.
         """
         for request in self.rows.upload():
-            self.set_row(request)
+            self.sampler.set_row(
+                request.row,
+                request.params,
+                request.ids(0, request.prompt_len),
+                output_ids=request.ids(request.prompt_len, len(request.tokens)),
+                eos_ids=self.model.config.eos_token_ids,
+                seed=request.seed,
+            )
         self.verifier.write(works)
-
-    def set_row(self, request: Request) -> None:
-        """Copy a request's sampling settings to its row of the sampler."""
-        self.sampler.set_row(
-            request.row,
-            request.params,
-            request.ids(0, request.prompt_len),
-            output_ids=request.ids(request.prompt_len, len(request.tokens)),
-            eos_ids=self.model.config.eos_token_ids,
-            seed=request.seed,
-        )
 
     def prepare(self, works: Sequence[Work]) -> Batch:
         """Return the inputs of a step on the device.

@@ -159,11 +159,6 @@ def is_drafted(request: Request) -> bool:
     return not (request.prefilling or request.siblings or request.params.penalized)
 
 
-def size_of(rows: int) -> int:
-    """Return the batch size under which `rows` requests are counted: the next power of two."""
-    return 1 << max(0, rows - 1).bit_length()
-
-
 class DraftController:
     """Decides before each step whether there are drafts, and how many for each request.
 
@@ -207,7 +202,8 @@ class DraftController:
 
     def cost(self, rows: int) -> StepCost:
         """Return the measured times of steps of about `rows` requests; batch sizes are powers of two."""
-        return self.costs.setdefault(size_of(rows), StepCost(self.steps))
+        size = 1 << max(0, rows - 1).bit_length()
+        return self.costs.setdefault(size, StepCost(self.steps))
 
     def rate(self, request: Request) -> float:
         """Return the estimated chance that a request's draft is accepted, from its drafts and all others."""

@@ -136,6 +136,7 @@ class ChoiceGroup:
     failure: why they cannot be completed (a key of `STATUS`, "slow" or "left"), and a sentence about it; None
         until then.
     unsent: those of a stream whose end has not been sent. prompt_tokens: of all prompts.
+    updated: set when a stream has text to send, and at the last end or a failure.
     """
 
     def __init__(self, app: App, request: ParsedRequest) -> None:
@@ -151,7 +152,7 @@ class ChoiceGroup:
         self.left = len(self.choices)
         self.unsent = self.choices
         self.prompt_tokens = sum(map(len, request.prompts))
-        self._updated = asyncio.Event()
+        self.updated = asyncio.Event()
 
     def submit(self) -> None:
         """Send all completions to the engine, without their stop strings, which are looked for here."""
@@ -167,23 +168,18 @@ class ChoiceGroup:
         """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
         self.left -= ended
         if self.streamed or self.left == 0:
-            self._updated.set()
+            self.updated.set()
 
     def give_up(self, failure: str, message: str) -> None:
         """Set `self.failure` to its kind and a sentence, and abort the completions that have not ended."""
         if self.failure is None and (self.left or failure == "slow"):
             self.failure = failure, message
         self.close()
-        self._updated.set()
+        self.updated.set()
 
     def close(self) -> None:
         """Abort the completions that have not ended; does nothing once all have."""
         self.engine.abort(choice.number for choice in self.choices if choice.reason is None)
-
-    async def wait_for_updates(self) -> None:
-        """Wait until a completion has text to send, or has ended. Only one task may wait."""
-        await self._updated.wait()
-        self._updated.clear()
 
     def events(self) -> bytes:
         """Return the server-sent events for all unsent text and ends; these count as sent from now on."""
@@ -247,7 +243,7 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
 
 async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
     """Wait until all completions of a group have ended, and send them as one response."""
-    await group.wait_for_updates()  # there is none before the last, or a failure
+    await group.updated.wait()  # at the last end, or a failure
     if group.failure is not None:
         return
     write = group.request.formatter.body
@@ -262,7 +258,8 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
     """Send the text of a group as server-sent events. Before the first token, errors have a status."""
     request = group.request
     while group.unsent:
-        await group.wait_for_updates()
+        await group.updated.wait()
+        group.updated.clear()
         if group.failure is not None:
             return
         long = request.details and not http.status  # those of a whole prompt
