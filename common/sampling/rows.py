@@ -146,10 +146,7 @@ class SamplerRows:
             self._edits[row] = edits
         self._history.pop(row, None)
         if params.penalized:
-            self._history[row] = (
-                np.array(prompt_ids, dtype=np.int64),
-                np.array(output_ids, dtype=np.int64),
-            )
+            self._history[row] = np.array(prompt_ids, np.int64), np.array(output_ids, np.int64)
         self._changed.add(row)
         return seed
 
@@ -254,18 +251,14 @@ class SamplerRows:
 
     def _send_history(self) -> None:
         if len(self.counts) == 0:
-            self.in_prompt = torch.zeros(
-                self.rows, self.vocab_size, dtype=torch.bool, device=self.device
-            )
-            self.counts = torch.zeros(
-                self.rows, self.vocab_size, dtype=torch.int32, device=self.device
-            )
+            shape = self.rows, self.vocab_size
+            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
         for row, (prompt, output) in self._history.items():
             self.in_prompt[row].zero_()[self._upload(prompt)] = True
             tokens = self._upload(output)
-            self.counts[row].zero_().scatter_add_(
-                0, tokens, torch.ones_like(tokens, dtype=torch.int32)
-            )
+            one = torch.ones_like(tokens, dtype=torch.int32)
+            self.counts[row].zero_().scatter_add_(0, tokens, one)
         self._history.clear()
 
     def _upload(self, array: NDArray[Any]) -> Tensor:

@@ -84,10 +84,10 @@ class SpecialGuard:
                 code = f"U+{ord(stand_in):04X}"
                 words = f"a message has a special token and {code}, which no text may have"
                 raise UserError(words)
-        return "".join(
-            self._stand_in[char] if place in positions else char
-            for place, char in enumerate(text)
-        )
+        letters = list(text)
+        for place in positions:
+            letters[place] = self._stand_in[letters[place]]
+        return "".join(letters)
 
     def _positions_to_hide(self, text: str, whole: bool) -> set[int]:
         """Return which characters to replace so that no special token, nor half of one, is left in a text.
@@ -102,15 +102,9 @@ class SpecialGuard:
                 at = text.find(token, at + 1)
         if not whole:
             last, first = len(text.rstrip()), len(text) - len(text.lstrip())
-            sizes = range(1, self._longest + 1)
-            positions |= {
-                last - size
-                for size in sizes
-                if size <= last and text[last - size : last] in self._prefixes
-            }
-            positions |= {
-                first + size - 1
-                for size in sizes
-                if text[first : first + size] in self._suffixes
-            }
+            for size in range(1, self._longest + 1):
+                if size <= last and text[last - size : last] in self._prefixes:
+                    positions.add(last - size)
+                if text[first : first + size] in self._suffixes:
+                    positions.add(first + size - 1)
         return positions

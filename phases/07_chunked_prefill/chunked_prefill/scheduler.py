@@ -60,11 +60,9 @@ class ChunkedScheduler(PagedScheduler):
         If the budget has too little for all decodes, those come first that had no turn in the last step.
         """
         prompts = [request for request in running if request.prefilling]
-        decodes = (
-            [request for request in running if not request.prefilling]
-            if prompts
-            else running.copy()
-        )
+        decodes = running.copy()
+        if prompts:
+            decodes = [request for request in running if not request.prefilling]
         kept = max(1, self.step_tokens // 4)
         many = len(decodes) > self.step_tokens - kept
         self._kept = kept if prompts or self._newcomer() else 0
@@ -102,9 +100,8 @@ class ChunkedScheduler(PagedScheduler):
         """
         known = len(request.tokens) + request.placeholders
         behind = known - request.num_computed_tokens
-        count = max(
-            0, min(behind, budget, self.chunk_tokens)
-        )  # drafts in flight may make it negative
+        # Drafts in flight may make it negative.
+        count = max(0, min(behind, budget, self.chunk_tokens))
         if request.siblings and request.in_flight and count == behind:
             return 0  # they fork when all earlier chunks are known to be computed
         if behind == 1 and request.row >= 0:
