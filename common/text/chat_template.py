@@ -123,7 +123,8 @@ class ChatTemplate:
                 checked.setdefault(field, value)
             elif field not in _REASONING:
                 ignored.add(field)
-        for reasoning in (message.get(field) for field in _REASONING):
+        for name_of_it in _REASONING:
+            reasoning = message.get(name_of_it)
             if isinstance(reasoning, str):  # a template reads it by one name or the other
                 checked |= {field: reasoning for field in _REASONING if field in self._named}
                 break

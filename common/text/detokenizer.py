@@ -61,11 +61,6 @@ class TokenBytes(dict[int, bytes]):
         same = self.byte_level or b" " not in found
         return found if same else self._decode(token_id).encode()
 
-    def decoder(self) -> codecs.IncrementalDecoder:
-        """Return an incremental UTF-8 decoder for these bytes; invalid bytes become U+FFFD."""
-        errors = _EACH_BYTE if self.byte_fallback else "replace"
-        return codecs.getincrementaldecoder("utf-8")(errors)
-
     def _bytes(self, token_id: int, token: str) -> bytes:
         if self.byte_level:
             try:
@@ -120,7 +115,8 @@ class Detokenizer:
         """
         self._bytes = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
-        self._utf8 = self._bytes.decoder()
+        errors = _EACH_BYTE if self._bytes.byte_fallback else "replace"
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         self.begins = not middle
         for token in last_visible(after, self._bytes, self._skipped):
             self.push(token)

@@ -74,7 +74,7 @@ class SpecialGuard:
         return BlindTokenizer(self._backend, self._stand_in)
 
     def _hide(self, text: str, whole: bool) -> str:
-        if not any(char in text for char in self._stand_in):
+        if self._stand_in.keys().isdisjoint(text):
             return text
         positions = self._positions_to_hide(text, whole)
         if not positions:

@@ -68,7 +68,7 @@ class HostBatch:
         else:
             token_rows = np.repeat(rows, lens)
             positions = np.arange(tokens) + np.repeat(starts - query_starts[:-1], lens)
-        counts = np.array([len(taking) for taking in sampled_requests], np.int64)  # [B]
+        counts = np.array([*map(len, sampled_requests)], np.int64)  # [B]
         sample_at = ends - 1
         sample_rows = rows
         sample_positions = contexts

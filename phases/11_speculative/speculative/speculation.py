@@ -212,8 +212,11 @@ class Verifier(OutputVerifier):
 
         works: the step's requests and tokens.
         """
-        ends = ((work, work.start + work.count) for work in works if work.drafts)
-        lines = [(work.row, end - len(work.drafts), work.drafts) for work, end in ends]
+        lines = list[tuple[int, int, Sequence[int]]]()
+        for work in works:
+            if work.drafts:
+                first = work.start + work.count - len(work.drafts)
+                lines.append((work.row, first, work.drafts))
         if lines:
             write(self.tokens, lines)
 
