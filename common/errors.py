@@ -21,8 +21,7 @@ class UserError(ValueError):
 class NotANumber(ArithmeticError):
     """Raised for a request whose logits are NaN, so that no token can be chosen.
 
-    It ends that request alone. The cause is a wrong weight, scale or number format, which this prompt makes
-    visible.
+    It ends that request alone. The cause is a wrong weight, scale or format, which this prompt shows.
     """
 
 
@@ -63,12 +62,10 @@ def brief(value: object) -> str:
 def integer(
     name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None
 ) -> int:
-    """Return `value` as an int; numpy's integers are accepted. low, high: limits; None: none. name: of the
-    field, for the error.
+    """Return `value`, which numpy may have made, as an int. low, high: limits, or None. name: for errors.
 
     Raises:
-        UserError: it is not an integer (nor is a bool, since `max_tokens=True` is a mistake), or not in low
-            .. high.
+        UserError: it is no integer (nor is a bool: `max_tokens=True` is a mistake), or not in low .. high.
     """
     if low is None:
         limit = "an integer"

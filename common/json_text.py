@@ -38,8 +38,7 @@ class FieldError(UserError):
 
 
 def check_json(data: bytes, most_parts: int) -> None:
-    """Raise `FieldError` for JSON of too many parts, or nested too deeply, before it is decoded: `data`,
-    UTF-8.
+    """Raise `FieldError` for JSON (`data`, UTF-8) of too many parts, or nested too deeply; decode nothing.
 
     most_parts: values and names allowed in all. Each part costs a microsecond or more in which a server does
     nothing else. What stands in strings does not count.

@@ -34,8 +34,7 @@ _FOREVER = (1 << 63) - 1
 
 
 class SamplerRows:
-    """Settings and token counts of `rows` requests: arrays [rows, ...] on the device, with copies on the
-    host.
+    """Settings and token counts of `rows` requests: arrays [rows, ...] on the device, copied on the host.
 
     `set_row` changes the host's copies only; `plan` sends what has changed, in a fixed number of copies
     however many rows that is (and some more for each row with penalties). The arrays on the device are
@@ -85,8 +84,7 @@ class SamplerRows:
 
     @staticmethod
     def rows_at_once(vocab_size: int, device: torch.device) -> int:
-        """Return how many rows are processed at once where temporary tensors are several times as large as
-        the logits.
+        """Return how many rows are processed at once where temporary tensors are several times the logits.
 
         Two rows of 49,152 fit a CPU's cache, where 16 rows took three to five times as long a row. On a GPU
         this saves memory: 8 million logits fill it, and take 0.4 GB, and histograms of selection by radix
@@ -115,8 +113,7 @@ class SamplerRows:
         sample: int = 0,
         eos_ids: Collection[int] = (),
     ) -> int:
-        """Write a request's settings to `row`, also after a preemption, and return the seed of its random
-        numbers.
+        """Write a request's settings to `row`, also after a preemption; return its seed of random numbers.
 
         prompt_ids, output_ids: its tokens so far, for the penalties; ids must have passed `check_prompt`.
         seed: overrides that of `params`; None: does not. A preempted request that comes back with the seed

@@ -94,8 +94,7 @@ class HostSampled:
     def get(self) -> list[tuple[int, Logprob | None]]:
         """Wait for the copies; return the token and the log-probabilities of each position in the batch.
 
-        The token is `ops.NAN_TOKEN` where the logits are NaN; log-probabilities are None where none were
-        asked for.
+        The token is `ops.NAN_TOKEN` where logits are NaN; log-probabilities are None where none were wanted.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -145,8 +144,7 @@ class SamplerBackend:
         """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
 
         rows, steps: `[B]` int64, each request's row of settings and number of tokens generated before.
-        plan: which positions are drawn at random. masked: True if the step has bitmasks, which are applied
-            already.
+        plan: which positions are drawn at random. masked: True if bitmasks have been applied in this step.
         """
         if not plan.draws:
             return logits.argmax(1)  # of equals the first
@@ -194,8 +192,7 @@ TORCH = SamplerBackend()
 class Sampler(SamplerRows):
     """Chooses the next tokens of a batch of requests whose settings are in the rows of `SamplerRows`.
 
-    The token of a row depends on its logits, its settings and its own past, and on nothing else in the
-    batch.
+    The token of a row depends on its logits, settings and past, and on nothing else in the batch.
 
     sampler_backend: computes the choice; a later phase replaces it by kernels, or by a choice over ranks.
     """
@@ -259,8 +256,7 @@ class Sampler(SamplerRows):
         return Sampled(tokens, (chosen, ids, values), plan.wanted, reported)
 
     def weigh(self, logits: Tensor, rows: Tensor, features: SamplingFlags) -> Tensor:
-        """Return exp((logit - largest) / temperature), or 0 where truncation excludes a token: float32 `[B,
-        V]`.
+        """Return exp((logit - largest) / temperature), 0 where truncation excludes a token: float32 `[B, V]`.
 
         logits: `[B, V]`, in half precision if graphs leave them so. rows: int64 `[B]`, rows of settings.
         features: which truncations to apply.
@@ -281,8 +277,7 @@ class Sampler(SamplerRows):
         return weights
 
     def weights(self, logits: Tensor, largest: Tensor, rows: Tensor) -> Tensor:
-        """Return exp((logit - largest) / temperature), float32 `[B, V]`; NaN for the largest logit of a
-        greedy row.
+        """Return exp((logit - largest) / temperature), float32 `[B, V]`; NaN: the largest of a greedy row.
 
         logits: float32 `[B, V]`. largest: `[B, 1]`, of each row of logits. rows: int64 `[B]`.
         """
@@ -301,8 +296,7 @@ class Sampler(SamplerRows):
         plan: SamplingMetadata,
         allowed: TokenBitmask | None,
     ) -> Tensor:
-        """Return the logits `[B, V]` after mask, bias, min_tokens and penalties; a copy if any row needs
-        changes.
+        """Return the logits `[B, V]` after mask, bias, min_tokens and penalties; a copy if any row has some.
 
         rows, steps: int64 `[B]`, each request's row of settings and number of tokens generated before. plan:
             which edits there are. allowed: bitmasks of allowed tokens; None: all are allowed.

@@ -61,8 +61,7 @@ class ChatTemplate:
         A message keeps the fields of the OpenAI API and those that the template names; the names of others
         that have a value are added to `ignored`. A content that is a list of texts stays a list for a
         template that reads lists; for other templates the texts are joined by newlines. Only a user must have
-        a content. One that is null or missing becomes None; for an assistant without tool calls it becomes an
-        empty text.
+        a content. A null or missing one becomes None, or an empty text for an assistant without tool calls.
 
         Raises:
             UserError: there is no message, or one is not of this form.
@@ -84,8 +83,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         **variables: Any,
     ) -> str:
-        """Return the prompt for the messages that `conversation` returned; special tokens are part of the
-        text.
+        """Return the prompt, special tokens included, for the messages that `conversation` returned.
 
         Args:
             messages: the turns so far.

@@ -21,8 +21,7 @@ class SpecialGuard:
     Tokenizers look for special tokens in the whole rendered conversation, and cannot distinguish a
     template's from a user's. So one character of each special token in a message is replaced by a stand-in
     before the template is rendered; the template treats them like any other text. The rendered text
-    is then encoded by a `BlindTokenizer`, which turns stand-ins back into characters after it has looked for
-    special tokens.
+    is encoded by a `BlindTokenizer`, which looks for special tokens first and turns stand-ins back then.
 
     A message may also end with the first half of a special token where the next begins with the second
     half, so halves at the ends of a text are broken, too. In a role only whole ones are: templates such as

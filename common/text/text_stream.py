@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 class TextStream:
     """The text of one completion in pieces that can be shown as soon as they are returned.
 
-    The end-of-sequence or stop token that ended it is left out, and so is a stop string with what follows
-    it.
+    The end-of-sequence or stop token that ended it is left out; so is a stop string with what follows.
 
     A stop string may be spread over several tokens. Text that may turn out to be the beginning of one is
     held back until it is decided. The string that is completed first counts, and of several completed by
@@ -70,8 +69,7 @@ class TextStream:
     def advance(
         self, token_id: int | None, reason: FinishReason | None
     ) -> tuple[FinishReason | None, str]:
-        """Append the next token (None: there is none) with the reason why it ends the completion (None: it
-        does not).
+        """Append the next token (None: there is none) with the reason why it is the last (None: it is not).
 
         Returns:
             The reason, which is "stop" if the token completes a stop string, and the text that is added.

@@ -52,8 +52,7 @@ class Model(nn.Module, ABC):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits ``[..., V]`` float32 of ``hidden [..., hidden]``: of the rows that are sampled,
-        not of all.
+        """Return the logits ``[..., V]`` float32 of ``hidden [..., hidden]``: of the rows to sample alone.
 
         ``final_soft_cap = c`` replaces each logit ``l`` by ``c * tanh(l / c)``, in float32 too.
         """

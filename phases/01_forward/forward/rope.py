@@ -52,8 +52,7 @@ class Rope(nn.Module):
 
 
 def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Return every head rotated: ``x [..., H, D]`` by ``cos, sin [..., 1, D]`` -> ``[..., H, D]`` in ``x``'s
-    dtype.
+    """Return ``x [..., H, D]`` rotated by ``cos, sin [..., 1, D]``: ``[..., H, D]`` in ``x``'s dtype.
 
     ``(a, b) -> (a cos - b sin, b cos + a sin)``: rolling by half a head gives each number its partner.
     """

@@ -51,8 +51,7 @@ class HostBatch:
 
     @classmethod
     def of(cls, works: Sequence[Work], prompt_lens: Ints) -> HostBatch:
-        """Return the layout of a step, given its works (a work: the tokens of one request) in the order of
-        the batch.
+        """Return the layout of a step, given its works (each the tokens of one request) in batch order.
 
         prompt_lens: `[R]`, prompt tokens of the request in each row. Samples are in the order of works, then
             of sampled requests, then of tokens.
@@ -114,8 +113,7 @@ class Batch:
 
     @classmethod
     def of(cls, host: HostBatch, rows: RequestRows, **more: NDArray[np.integer[Any]]) -> Self:
-        """Return a batch on the device: its layout is copied in one transfer, its tokens are read from the
-        rows.
+        """Return a batch on the device: its layout is copied in one transfer, its tokens read from the rows.
 
         rows: token ids of all running requests. more: fields of a subclass that are on the host as well.
         """
@@ -136,8 +134,7 @@ TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 def upload(
     device: torch.device, arrays: Mapping[str, NDArray[np.integer[Any]]]
 ) -> dict[str, Tensor]:
-    """Copy arrays of int64 and int32, of any shapes, to the device in one transfer, and return a tensor for
-    each, by name.
+    """Copy arrays of int64 and int32, of any shapes, to the device in one transfer; return them by name.
 
     Many small transfers cost far more than one: each has a fixed price of some microseconds. So all of them
     lie in one buffer of bytes, and are views of its copy on the device. Each begins at a multiple of 16

@@ -212,8 +212,7 @@ class Engine:
     # Steps.
 
     def step(self) -> list[Output]:
-        """Run one step for all requests that can take part, and return its outputs (tokens and ends of
-        requests).
+        """Run one step for all requests that can take part; return its outputs (tokens, ends of requests).
 
         Ctrl-C is raised at its end, when no request is half changed; the next step returns these outputs.
         """
@@ -380,8 +379,7 @@ class Engine:
     ) -> None:
         """End a request without a further token: it leaves the scheduler, and its last output has the reason.
 
-        error: stored in the request; None keeps the one that it has. The output has the text that was held
-            back for a stop string.
+        error: stored in the request; None keeps its own. The output has text that a stop string held back.
         """
         request.finish_reason, request.finished = reason, time.perf_counter()
         request.error = error or request.error

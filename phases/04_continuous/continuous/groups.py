@@ -75,8 +75,7 @@ class Group:
     def mask(self, window: int | None, columns: int, device: torch.device) -> Tensor | None:
         """Return the mask `[G, 1, queries, columns]` of visible keys; None if every query sees every key.
 
-        window: tokens that a query sees; None: all. columns: keys. Made once in a step for each sliding
-            window.
+        window: tokens that a query sees; None: all. columns: keys. Made once a step for each window.
         """
         if window not in self.masks:
             contexts = self.host.context_lens[self.members]
@@ -115,8 +114,7 @@ def group(
     """Return requests in groups, each padded to its longest query and context, so that little is padded.
 
     order: indices into the batch, sorted so that neighbours have similar lengths.
-    queries, contexts: `[B]`, numbers of new tokens and of keys. padding: most padded query-key pairs of a
-        group.
+    queries, contexts: `[B]`, numbers of new tokens and of keys. padding: most padded pairs of a group.
     rows: `[B]`, increasing in this order; if given, one view must cover a group's rows, and rows between them
         that no request of the group has are padding too. None: rows do not matter.
 
@@ -180,8 +178,7 @@ def avoid_plans_per_shape() -> None:
 def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:
     """Return the requests without cached tokens in `Group`s of similar length, and the others' indices.
 
-    host: the batch's lengths. A request without cached tokens needs no cache to attend: its keys and
-        values are this step's.
+    host: the batch's lengths. A request without cached tokens attends to this step's keys and values.
     """
     fresh = (host.query_lens == host.context_lens) & (host.query_lens > 1)
     found = np.flatnonzero(fresh)
@@ -193,8 +190,7 @@ def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], I
 def prompt_attention(
     plan: Group, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> None:
-    """Compute attention of one group of prompts from this step's keys and values, and write it to `out [T,
-    H, D]`.
+    """Write the attention of one group of prompts to `out [T, H, D]`, from this step's keys and values.
 
     plan: a group of `prompt_groups`. q: `[T, H, D]`; k and v: `[T, KH, D]`, of the whole batch.
     """

@@ -150,8 +150,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, allowed: TokenBitmask | None = None) -> Pending:
-        """Sample the next tokens from the last hidden states of every request; return the results to wait
-        for.
+        """Sample the next tokens from the last hidden states of every request; return the pending results.
 
         step: what `forward` returned. allowed: bit masks of tokens that may be sampled; None: every token.
         """

@@ -24,8 +24,7 @@ from paged_cache.pool import BlockPool, LayerBlocks, largest
 
 
 def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return keys or values `x [..., KH, D]` as they are stored: divided by `scale [KH]`, within `dtype`'s
-    range.
+    """Return keys or values `x [..., KH, D]` as stored: divided by `scale [KH]`, in the range of `dtype`.
 
     scale: None: only the dtype changes.
     """
@@ -79,8 +78,7 @@ class PagedAttention(ABC):
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
         """Write every token's key and value to its slot in a layer's blocks, in the cache's format.
 
-        cache: the layer's blocks. k, v: `[T, KH, D]`. Slots count the tokens of the whole pool: `block * P
-            + offset`.
+        cache: the layer's blocks. k, v: `[T, KH, D]`. A slot of the pool is `block * P + offset`.
         """
         cache.k.flatten(0, 1)[self.batch.slots] = encode(k, cache.k_scale, cache.k.dtype)
         cache.v.flatten(0, 1)[self.batch.slots] = encode(v, cache.v_scale, cache.v.dtype)
@@ -106,8 +104,7 @@ class PagedAttention(ABC):
 
 
 class TorchPagedAttention(PagedAttention):
-    """Paged attention in plain torch: gather each group's blocks into one padded tensor, then attend with
-    a mask.
+    """Paged attention in plain torch: gather a group's blocks into one padded tensor, attend with a mask.
 
     The gather copies every key and value of every context at every step: the price of paging without a
     kernel that can read through a block table.
@@ -133,8 +130,7 @@ class TorchPagedAttention(PagedAttention):
         ]
 
     def _blocks(self, members: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        """Return the blocks of a group's requests: `[G * blocks]`, as many of each as the longest context
-        has.
+        """Return the blocks of a group's requests: `[G * blocks]`, of each as many as the longest context.
 
         members: `[G]`, indices into the batch.
 
@@ -175,8 +171,7 @@ class TorchPagedAttention(PagedAttention):
     def _gather(numbers: Tensor, blocks: Tensor, plan: Group) -> Tensor:
         """Return the keys or values of a group's contexts, heads first: `[G, KH, blocks * P, D]`.
 
-        numbers: `[N, P, KH, D]`. blocks: `[G * blocks]`, equally many of each request. plan: the group of
-            requests.
+        numbers: `[N, P, KH, D]`. blocks: `[G * blocks]`, equally many of each request. plan: the requests.
         """
         taken = numbers.index_select(0, blocks)  # [G * blocks, P, KH, D], a copy
         return taken.view(len(plan.members), -1, *numbers.shape[2:]).transpose(1, 2)

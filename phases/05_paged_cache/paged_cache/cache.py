@@ -19,8 +19,7 @@ from paged_cache.allocator import BlockAllocator
 
 
 class PagedCache:
-    """The host's side of a paged KV cache: block tables over a free list. Cached blocks end with their
-    request.
+    """The host's side of a paged KV cache: block tables over a free list; no block outlives its request.
 
     Args:
         rows: running requests at most.
@@ -80,8 +79,7 @@ class PagedCache:
         return self.grow(request, upto)
 
     def grow(self, request: Request, upto: int) -> bool:
-        """Take blocks for a request's first `upto` tokens, and copy a shared block that is about to be
-        written.
+        """Take blocks for a request's first `upto` tokens, and copy a shared block that will be written.
 
         The slow path of `reserve`. The device makes the copy before the step's writes.
 
@@ -119,8 +117,7 @@ class PagedCache:
 
         A full block is shared for good. The last, partial one is shared until one of them writes to it: the
         first to do so takes a copy, and the last user keeps the original (copy on write). So from here on
-        neither may write anything without asking `reserve` again. Blocks that the parent has beyond `tokens`
-        stay its own.
+        neither may write without asking `reserve` again. Blocks of the parent beyond `tokens` stay its own.
         """
         blocks = self.blocks_of(parent.row)[: self.blocks_for(tokens)]
         self.allocator.retain(blocks)
@@ -146,8 +143,7 @@ class PagedCache:
         return fresh
 
     def take_moves(self, works: Sequence[Work]) -> Any:
-        """Return which blocks move between groups of layers before a step: None here, with one block table
-        for all.
+        """Return which blocks move between groups of layers before a step: None, with one block table.
 
         Phase 17 overrides it. works: the step's requests and tokens.
         """

@@ -45,8 +45,7 @@ class PagedScheduler(Scheduler):
         """Preempt the last request by rank until `request` has room; it may be `request` itself.
 
         upto: tokens that it needs room for. queue, at: only requests that this step does not serve yet,
-            `queue[at:]`, which is not always in the order of ranks, can lose their blocks; they are
-            removed from it.
+            `queue[at:]`, not always in the order of ranks, can lose their blocks, and their place in it.
 
         Returns:
             False if there is still no room.
@@ -106,8 +105,7 @@ class PagedScheduler(Scheduler):
     def leave(self, request: Request) -> None:
         """Free the blocks and the row of a request that has ended or is preempted.
 
-        Before the fork, siblings have rows but do not run; they leave with the first sample, or by
-        themselves.
+        Before the fork, siblings have rows but do not run; they leave with the first sample, or alone.
         """
         if request.row >= 0 and request.num_computed_tokens == 0:
             self.rows.release(request)

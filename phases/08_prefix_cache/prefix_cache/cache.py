@@ -82,8 +82,7 @@ class PrefixCache(PagedCache):
         """Return how many of a request's tokens are in cached full blocks; always fewer than the request has.
 
         The last token has to be computed, since its logits are wanted. If the last block is full and
-        cached, all of that block is computed: one token alone would be written into a block that others
-        share.
+        cached, all of that block is computed: one token would be written into a block that others share.
         """
         return len(self._match(request).blocks) * self.block_size
 
@@ -102,8 +101,7 @@ class PrefixCache(PagedCache):
         return self._keys[2]
 
     def grow(self, request: Request, upto: int) -> bool:
-        """Reserve blocks for a request's first `upto` tokens; at its first call, attach its cached blocks
-        before.
+        """Reserve blocks for a request's first `upto` tokens; attach its cached blocks at the first call.
 
         Returns:
             False if there are not enough free blocks.

@@ -110,8 +110,7 @@ class StepCost:
     plain: seconds of a step without drafts, measured `samples` times.
     fixed: what a step with any drafts takes longer, in plain steps.
     each: what each draft costs besides, in tokens: the plain steps that one draft of every request adds.
-    most: drafts of a request, twice as many as were tried. drafting: steps with drafts so far, and those put
-        between them.
+    most: drafts of a request, twice what was tried. drafting: steps with drafts so far, and rests between.
     tried_at: number of the last step with drafts.
     """
 
@@ -239,8 +238,7 @@ class DraftController:
         return not self.adaptive or gained > cost.fixed * rows
 
     def add_tries(self, request: Request, drafts: int, accepted: int) -> None:
-        """Count a request's drafts of a step, and how many were accepted; those after the first wrong one
-        were not tried.
+        """Count a request's drafts of a step, and how many were accepted; behind a wrong one none was tried.
 
         No draft at all counts as a wrong one: a drafter that finds nothing gains nothing.
         """

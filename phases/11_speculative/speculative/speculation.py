@@ -71,8 +71,7 @@ class Proposer:
         """Bind to the engine whose tokens are guessed."""
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Learn from a finished step; its hidden states are in the engine's `runner.last` until the next
-        step.
+        """Learn from a finished step; its hidden states are in `runner.last` until the next step.
 
         work: one request's tokens in it. accepted: its drafts that the model confirmed.
         """
@@ -171,8 +170,7 @@ class SpeculativeRunner(WaitingDrafter):
         return self.guesses.get(request, ())[:most]
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Count a request's accepted drafts of a finished step, and let the proposer of drafts learn from the
-        step.
+        """Count a request's accepted drafts of a finished step, and let the proposer learn from the step.
 
         work: the request's tokens in the step. accepted: its drafts that the model confirmed.
         """
@@ -200,8 +198,7 @@ class Verifier(OutputVerifier):
     """Decides which sampled tokens a request with drafts gets: the accepted drafts, and one more.
 
     tokens: `[R, max_len]` int64, the rows of the engine.
-    agree: returns how many drafts are right, given the sampled tokens and them; another rule changes the
-        text.
+    agree: returns how many drafts are right, given the sampled tokens; another rule changes the text.
     """
 
     def __init__(self, tokens: Tensor, agree: Agree = agreeing) -> None:
@@ -225,8 +222,7 @@ class Verifier(OutputVerifier):
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
         """Return for each sampled request its accepted drafts, and the token sampled after them.
 
-        works: the step's requests and tokens. tokens: all that the step has sampled, at each draft's position
-            and after the last.
+        works: the step's requests and tokens. tokens: all samples, at each draft and after the last.
         """
         if not any(work.drafts for work in works):
             return super().accepted(works, tokens)

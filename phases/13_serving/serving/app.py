@@ -186,8 +186,7 @@ class App:
         source: str | None = None,
         threaded: bool = False,
     ) -> T:
-        """Decode and parse the body of `http`; a thread does it unless the body is short, so that no stream
-        waits.
+        """Decode and parse the body of `http`, in a thread unless it is short, so that no stream waits.
 
         parse: returns a value, given the decoded fields and the engine's sizes (`Ready`).
         source: the field that an error is about unless it names one. threaded: always use a thread.

@@ -77,12 +77,10 @@ class Choice:
         self.notes[kind].extend(values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """Append the next token id and its text. A stop string ends the completion here, and aborts it in the
-        engine.
+        """Append the next token id and its text. A stop string ends the completion, and in the engine, too.
 
         reason: why the engine made it the last one; None: it is not. logprob: None unless asked for. With
-            more than `most_unsent` unsent texts of a stream the group gives up ("slow"), and takes no token
-            any more.
+            more than `most_unsent` unsent texts of a stream the group gives up ("slow"), and takes no more.
         """
         group = self.group
         ended, text = self.stream.advance(token, cast("FinishReason | None", reason))
@@ -103,8 +101,7 @@ class Choice:
     def end(self, reason: str, message: str) -> None:
         """Record the end of a completion that gets no further token; a failure ends the whole group.
 
-        reason: "stop", "length", "abort", or of failures "refused", "error", "nan", "died". message: a
-            sentence.
+        reason: "stop", "length", "abort", or a failure: "refused", "error", "nan", "died". message: about it.
         """
         if reason in STATUS:
             self.group.give_up(reason, message)
@@ -119,8 +116,7 @@ class Choice:
         return Piece("".join(self.texts[start:]), start, self.sent)
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Return the parts that the next text adds to a chat message: its reasoning, its content, its tool
-        calls.
+        """Return what the next text adds to a chat message: its reasoning, its content, its tool calls.
 
         last: the completion has ended.
         """
@@ -133,8 +129,7 @@ class ChoiceGroup:
     """The completions (`choices`) of one HTTP request.
 
     most_unsent: unsent texts of a stream after which its reader counts as too slow.
-    failure: why they cannot be completed (a key of `STATUS`, "slow" or "left"), and a sentence about it; None
-        until then.
+    failure: why they cannot be completed (of `STATUS`, "slow", "left"), and a sentence; None until then.
     unsent: those of a stream whose end has not been sent. prompt_tokens: of all prompts.
     updated: set when a stream has text to send, and at the last end or a failure.
     """
@@ -207,8 +202,7 @@ class ChoiceGroup:
 async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     """Run a request for tokens in the engine, and send its whole response, from admission to the last byte.
 
-    A header names the fields that were ignored. However this function is left, the engine drops what is not
-    finished.
+    A header names ignored fields. However this function is left, the engine drops what is not finished.
 
     Raises:
         ApiError: the request cannot be answered, or not in full.

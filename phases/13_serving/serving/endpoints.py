@@ -103,8 +103,7 @@ class ServedModel:
     def check_length(self, characters: int, ready: Ready, param: str) -> None:
         """Raise `ApiError` if a text of so many characters is too long whatever its tokens are.
 
-        It is called before the text is tokenized. ready: the engine's sizes. param: the field that has the
-        text.
+        It is called before tokenizing. ready: the engine's sizes. param: the field that has the text.
         """
         most = self.tokenizer.most_characters(ready.max_len)
         if most is not None and characters > most:
