@@ -236,17 +236,16 @@ class Sampler(SamplerRows):
         """
         if plan is None:
             plan = self.plan(rows_host)
-        logits = self.sampler_backend.whole(self, logits, plan, allowed is not None)
+        backend, masked = self.sampler_backend, allowed is not None
+        logits = backend.whole(self, logits, plan, masked)
         adjusted = self._adjust(logits, rows, steps, plan, allowed)
-        tokens = self.sampler_backend.choose(
-            self, adjusted, rows, steps, plan, allowed is not None
-        )
+        tokens = backend.choose(self, adjusted, rows, steps, plan, masked)
         if SamplingFlags.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
             place = rows * self.vocab_size + tokens
             one = torch.ones_like(place, dtype=torch.int32)
             self.counts.view(-1).scatter_add_(0, place, one)
-        reported = self.sampler_backend.report(adjusted, tokens)
+        reported = backend.report(adjusted, tokens)
         if plan.wanted is None:
             return Sampled(tokens, reported=reported)
         split = (torch.split(of, self.at_once) for of in (logits, tokens))

@@ -137,10 +137,9 @@ class Tokenizer:
     def _begun(self, ids: list[int]) -> list[int]:
         """Return `ids` with the token that begins a text in front, if the model has one, once."""
         bos = self.bos_token_id
-        begins = bos is not None and (
-            self._adds_bos or bool(self._config.get("add_bos_token"))
-        )
-        return [bos, *ids] if begins and ids[:1] != [bos] else ids  # type: ignore[list-item]
+        if bos is None or ids[:1] == [bos]:
+            return ids
+        return [bos, *ids] if self._adds_bos or self._config.get("add_bos_token") else ids
 
     @cached_property
     def _adds_bos(self) -> bool:

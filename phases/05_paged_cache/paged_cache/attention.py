@@ -156,15 +156,13 @@ class TorchPagedAttention(PagedAttention):
         for plan in self._prompts:
             prompt_attention(plan, layer, q, k, v, out)
         for plan, blocks in self._others:
-            keys, values = (
-                self._gather(numbers, blocks, plan).to(q.dtype) for numbers in cache[:2]
-            )
+            keys = self._gather(cache.k, blocks, plan).to(q.dtype)
+            values = self._gather(cache.v, blocks, plan).to(q.dtype)
             mask = plan.mask(layer.sliding_window, keys.shape[2], q.device)
             # A head's scales are factors of all its scores and of all its outputs.
             queries = _scaled(plan.take(q), cache.k_scale)
-            plan.put(
-                out, _scaled(attend_masked(layer, queries, keys, values, mask), cache.v_scale)
-            )
+            seen = attend_masked(layer, queries, keys, values, mask)
+            plan.put(out, _scaled(seen, cache.v_scale))
         return out
 
     @staticmethod
