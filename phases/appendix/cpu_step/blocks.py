@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from paged_cache import EngineBuilder, Feature
-from phases.appendix.cpu_step.feature import CpuStep, call_step, library, whole_tiles
-from phases.appendix.cpu_step.operators import SIDE, Operator, block_fields, make_operator
+from phases.appendix.cpu_step.feature import (
+    SIDE,
+    CpuStep,
+    Operator,
+    block_fields,
+    call_step,
+    library,
+    make_operator,
+    whole_tiles,
+)
 from quant.blocks import BlockLinear
 
 
