@@ -15,16 +15,11 @@ HASH_2 = 0x846CA68B - (1 << 32)
 NOISE_UNIT = 2.0**-31 * (1 - 2.0**-24)
 """The float32 just below 2**-31, so that even the largest of the noise's 31 bits stay below 1."""
 
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+"""The constants of SplitMix64, as int64."""
 _MASK = (1 << 64) - 1
-
-
-def _signed(value: int) -> int:
-    """Return the signed int64 (as an int) that has the lowest 64 bits of `value`."""
-    value &= _MASK
-    return value - (1 << 64) if value >> 63 else value
 
 
 def splitmix64(state: int) -> int:
@@ -45,7 +40,8 @@ def stream_key(seed: int) -> int:
     Output i of SplitMix64 is a function of seed + i * gamma, so two seeds that differ by a multiple of gamma
     share outputs; mixing the seed once makes that a coincidence of one in 2**64 a step.
     """
-    return _signed(splitmix64(seed & _MASK))
+    bits = splitmix64(seed & _MASK)
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
@@ -61,9 +57,9 @@ def random_words(keys: Tensor, steps: Tensor) -> Tensor:
 
     keys, steps: int64 [B]. Returns int32 [B, 2].
     """
-    z = keys + (steps + 1) * _signed(_GOLDEN_GAMMA)
-    z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
-    z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
+    z = keys + (steps + 1) * _GOLDEN_GAMMA
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
     z = z ^ _shift_right(z, 31)
     # The lower half first, as on every machine that torch runs on.
     return z.unsqueeze(1).view(torch.int32)

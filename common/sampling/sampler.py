@@ -34,23 +34,17 @@ _LARGEST = torch.finfo(torch.float32).max
 class Sampled(NamedTuple):
     """The chosen tokens and, if a row asked, log-probabilities before temperature and penalties.
 
-    tokens: int64 [B].
+    tokens: int64 [B], all in the vocabulary, which the device reads.
+    for_host: the same, with `ops.NAN_TOKEN` where logits are NaN.
     logprobs: those of the chosen tokens, float32 [B]; the most likely tokens, best first, int64 [B, N], and
         theirs, float32 [B, N], where N is the largest number that a row asked for.
     wanted: for each position how many top log-probabilities it asked for, -1 for none; None: no row asked.
-    reported: int64 [B], `tokens` with `ops.NAN_TOKEN` where logits are NaN; None: the same. The device
-        reads `tokens`, which are all in the vocabulary.
     """
 
     tokens: Tensor
+    for_host: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
     wanted: tuple[int, ...] | None = None
-    reported: Tensor | None = None
-
-    @property
-    def for_host(self) -> Tensor:
-        """Return the tokens for the host, int64 [B], with `ops.NAN_TOKEN` where logits are NaN."""
-        return self.tokens if self.reported is None else self.reported
 
     def logprob(self, place: int) -> Logprob | None:
         """Return the log-probabilities of the row at `place` in the batch, or None if it asked for none.
@@ -89,7 +83,7 @@ class HostSampled:
                 chosen, ids, values = map(pinned_copy, logprobs)
                 logprobs = chosen, ids, values
             self._arrived = torch.cuda.current_stream(sampled.tokens.device).record_event()
-        self._sampled = Sampled(tokens, logprobs, sampled.wanted)
+        self._sampled = Sampled(tokens, tokens, logprobs, sampled.wanted)
 
     def get(self) -> list[tuple[int, Logprob | None]]:
         """Wait for the copies; return the token and the log-probabilities of each position in the batch.
@@ -159,7 +153,7 @@ class SamplerBackend:
                 tokens[positions] = some.argmax(1)
         return tokens
 
-    def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
+    def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Return `tokens [B]` for the host: `ops.NAN_TOKEN` where the chosen one's logit `[B, V]` is NaN."""
         chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         return tokens.masked_fill(chosen.isnan(), ops.NAN_TOKEN)  # NaN wins every choice
@@ -245,14 +239,14 @@ class Sampler(SamplerRows):
             place = rows * self.vocab_size + tokens
             one = torch.ones_like(place, dtype=torch.int32)
             self.counts.view(-1).scatter_add_(0, place, one)
-        reported = backend.report(adjusted, tokens)
+        for_host = backend.report(adjusted, tokens)
         if plan.wanted is None:
-            return Sampled(tokens, reported=reported)
+            return Sampled(tokens, for_host)
         split = (torch.split(of, self.at_once) for of in (logits, tokens))
         some = [ops.raw_logprobs(*part, max(plan.wanted)) for part in zip(*split, strict=True)]
         parts = zip(*some, strict=True)
         chosen, ids, values = map(torch.cat, parts)
-        return Sampled(tokens, (chosen, ids, values), plan.wanted, reported)
+        return Sampled(tokens, for_host, (chosen, ids, values), plan.wanted)
 
     def weigh(self, logits: Tensor, rows: Tensor, features: SamplingFlags) -> Tensor:
         """Return exp((logit - largest) / temperature), 0 where truncation excludes a token: float32 `[B, V]`.

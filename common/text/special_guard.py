@@ -83,10 +83,10 @@ class SpecialGuard:
                 code = f"U+{ord(stand_in):04X}"
                 words = f"a message has a special token and {code}, which no text may have"
                 raise UserError(words)
-        letters = list(text)
-        for place in positions:
-            letters[place] = self._stand_in[letters[place]]
-        return "".join(letters)
+        return "".join(
+            self._stand_in[char] if place in positions else char
+            for place, char in enumerate(text)
+        )
 
     def _positions_to_hide(self, text: str, whole: bool) -> set[int]:
         """Return which characters to replace so that no special token, nor half of one, is left in a text.

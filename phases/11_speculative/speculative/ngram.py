@@ -78,7 +78,9 @@ class NGrams(Proposer):
         """Return the drafts of each request, at most as many as `lengths` says."""
         found = []
         for request, length in zip(requests, lengths, strict=True):
-            index = self.indexes.setdefault(request, NGramIndex())
+            if request not in self.indexes:
+                self.indexes[request] = NGramIndex()
+            index = self.indexes[request]
             index.extend(request.tokens[: index.seen + MOST_NEW])
             behind = index.seen < len(request.tokens)
             found.append([] if behind else index.propose(length))
