@@ -279,8 +279,8 @@ class DraftController:
             cost.forget_drafts()
             cost.tried_at = self.steps
             self._forget_rates()
-        first = [max(LOWEST_RATE, self.first_rate)]
-        rates = [self.rate(request) for request in running] or first
+        rates = [self.rate(request) for request in running]
+        rates = rates or [max(LOWEST_RATE, self.first_rate)]
         fixed = cost.fixed if self.on else cost.fixed + SWITCH
         lengths = choose_lengths(rates, fixed, cost.each, min(self.most, cost.most))
         return None if lengths is None else lengths[:rows]

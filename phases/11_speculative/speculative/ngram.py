@@ -6,6 +6,7 @@ summarizing, code, questions about a document.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from common.request import Request
@@ -72,14 +73,12 @@ class NGrams(Proposer):
     rehearses = True
 
     def __init__(self) -> None:
-        self.indexes: dict[Request, NGramIndex] = {}
+        self.indexes = defaultdict[Request, NGramIndex](NGramIndex)
 
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
         """Return the drafts of each request, at most as many as `lengths` says."""
         found = []
         for request, length in zip(requests, lengths, strict=True):
-            if request not in self.indexes:
-                self.indexes[request] = NGramIndex()
             index = self.indexes[request]
             index.extend(request.tokens[: index.seen + MOST_NEW])
             behind = index.seen < len(request.tokens)

@@ -209,11 +209,10 @@ class Verifier(OutputVerifier):
 
         works: the step's requests and tokens.
         """
-        lines = list[tuple[int, int, Sequence[int]]]()
+        lines = []
         for work in works:
-            if work.drafts:
-                first = work.start + work.count - len(work.drafts)
-                lines.append((work.row, first, work.drafts))
+            if drafts := work.drafts:
+                lines.append((work.row, work.start + work.count - len(drafts), drafts))
         if lines:
             write(self.tokens, lines)
 
