@@ -242,9 +242,9 @@ class Sampler(SamplerRows):
         for_host = backend.report(adjusted, tokens)
         if plan.wanted is None:
             return Sampled(tokens, for_host)
-        split = (torch.split(of, self.at_once) for of in (logits, tokens))
-        some = [ops.raw_logprobs(*part, max(plan.wanted)) for part in zip(*split, strict=True)]
-        parts = zip(*some, strict=True)
+        size, most = self.at_once, max(plan.wanted)
+        some = zip(torch.split(logits, size), torch.split(tokens, size), strict=True)
+        parts = zip(*[ops.raw_logprobs(*part, most) for part in some], strict=True)
         chosen, ids, values = map(torch.cat, parts)
         return Sampled(tokens, for_host, (chosen, ids, values), plan.wanted)
 

@@ -52,8 +52,9 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x [..., size]`` normalized, in ``x``'s dtype."""
-        weight, bias, shape = self.weight.float(), self.bias.float(), self.normalized_shape
-        return F.layer_norm(x.float(), shape, weight, bias, self.eps).to(x.dtype)
+        weight, bias = self.weight.float(), self.bias.float()
+        normalized = F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps)
+        return normalized.to(x.dtype)
 
 
 class GatedMLP(nn.Module):

@@ -431,7 +431,7 @@ class Engine:
                 if request.finish_reason is None:
                     self.abort(request)
             self.process_inbox()  # this thread runs the steps: what is left can end at once
-            # Nobody will ask this stream for the rest of its outputs.
+            # This stream will not yield the rest of its outputs.
             self.outputs = [o for o in self.outputs if o.request not in own]
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:

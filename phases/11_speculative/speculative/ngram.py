@@ -17,7 +17,7 @@ NGRAM_SIZES = (4, 3, 2)
 MOST_TOKENS = 1 << 15
 """An index that has taken in as many tokens begins anew with the latter half."""
 MOST_NEW = 4096
-"""Tokens that an index takes in during one step: a prompt of 32,768 would delay everybody's step by 40 ms."""
+"""Tokens that an index takes in during one step: a prompt of 32,768 would delay the step of all by 40 ms."""
 
 
 class NGramIndex:
