@@ -110,10 +110,8 @@ class ServedModel:
             context = f"more than a context of {ready.max_len} tokens holds"
             raise wrong(param, f"{param} has {characters:,} characters, {context}")
 
-    def prompts(
-        self, given: Any, ready: Ready, param: str = "prompt", special: bool = True
-    ) -> list[list[int]]:
-        """Return the token ids of each prompt in the field `param`.
+    def prompts(self, given: Any, ready: Ready, special: bool = True) -> list[list[int]]:
+        """Return the token ids of each prompt in the field `prompt`.
 
         given: a text, token ids, or a list of these. ready: the engine's sizes. special: whether the
             tokenizer adds its special tokens to texts.
@@ -124,15 +122,15 @@ class ServedModel:
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
         if not given:
-            raise wrong(param, f"the {param} is empty, but must have at least 1 token")
+            raise wrong("prompt", "the prompt is empty, but must have at least 1 token")
         if len(given) > self.limits.max_choices:
-            raise too_many(param, len(given), self.limits.max_choices, "prompts")
+            raise too_many("prompt", len(given), self.limits.max_choices, "prompts")
         if len({type(item) for item in given}) > 1:
             words = "is a mixed list, but must hold only texts, only token ids, or only lists"
-            raise wrong(param, f"{param} {words}")
+            raise wrong("prompt", f"prompt {words}")
         if not isinstance(given[0], str):
             return given
-        self.check_length(max(map(len, given)), ready, param)
+        self.check_length(max(map(len, given)), ready, "prompt")
         return [self.tokenizer.encode(text, special) for text in given]
 
     def finish(self, request: ParsedRequest, default_tokens: int = MAX_INT) -> None:
@@ -234,7 +232,7 @@ class CompletionEndpoint(TextEndpoint):
         """See `TextEndpoint.fill`: `prompt` is one prompt or several, as text or token ids."""
         self.read_fields(request)
         special = request.generation.add_special_tokens is not False
-        request.prompts = self.model.prompts(given.prompt, request.ready, special=special)
+        request.prompts = self.model.prompts(given.prompt, request.ready, special)
 
 
 class ChatEndpoint(TextEndpoint):
