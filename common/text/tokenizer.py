@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, library_errors
+from common.errors import text as valid_text
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.model_templates import ModelTemplates
@@ -64,10 +65,8 @@ class Tokenizer:
             UserError: `text` is not valid Unicode.
         """
         if not add_special_tokens:
-            return self._encode(text, add_special_tokens=False)
-        ids = self._encode(
-            text, add_special_tokens=self._config.get("add_bos_token") is not False
-        )
+            return self._encode(text)
+        ids = self._encode(text, self._config.get("add_bos_token") is not False)
         twice = self._adds_bos and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if twice else self._begun(ids)
 
@@ -125,36 +124,29 @@ class Tokenizer:
         """
         guarded, variables = self._guard.hide([conversation, plain := variables])
         text = template.render(guarded, **variables)
-        if (guarded, variables) == (conversation, plain):
-            return self._encode(
-                text, add_special_tokens=False
-            )  # the template has written them
+        if (guarded, variables) == (conversation, plain):  # the template has written them
+            return self._encode(text)
         with library_errors("the conversation"):
-            return self._guard.encode(_unicode(text))
+            return self._guard.encode(valid_text("the conversation", text))
 
     def encode_guarded(self, text: str) -> list[int]:
-        """Return the ids of a text that continues a conversation; special tokens in it are ordinary
-        characters.
-        """
+        """Return the ids of a text that continues a conversation; special tokens in it do not count."""
         with library_errors("the conversation"):
-            return self._guard.encode(_unicode(self._guard.hide(text)))
+            return self._guard.encode(self._guard.hide(valid_text("the conversation", text)))
 
     def _begun(self, ids: list[int]) -> list[int]:
-        """Return `ids` with the token that begins a text in front, if the model has one and it is not there
-        yet.
-        """
+        """Return `ids` with the token that begins a text in front, if the model has one, once."""
         bos = self.bos_token_id
-        begins = bos is not None and (
-            self._adds_bos or bool(self._config.get("add_bos_token"))
-        )
-        return [bos, *ids] if begins and ids[:1] != [bos] else ids  # type: ignore[list-item]
+        if bos is None or ids[:1] == [bos]:
+            return ids
+        return [bos, *ids] if self._adds_bos or self._config.get("add_bos_token") else ids
 
     @cached_property
     def _adds_bos(self) -> bool:
         """Return True if `tokenizer.json` puts the token that begins a text before every text."""
         if self.bos_token_id is None or self._config.get("add_bos_token") is False:
             return False
-        return self._encode("", add_special_tokens=True)[:1] == [self.bos_token_id]
+        return self._encode("", True)[:1] == [self.bos_token_id]
 
     def most_characters(self, tokens: int) -> int | None:
         """Return the most characters that `tokens` tokens may stand for; None: there is no such bound.
@@ -164,9 +156,8 @@ class Tokenizer:
         """
         if not (self.token_bytes.byte_level or self.token_bytes.byte_fallback):
             return None
-        return (
-            tokens * self._longest_token * (1 if self.backend.normalizer is None else _JOINED)
-        )
+        joined = 1 if self.backend.normalizer is None else _JOINED
+        return tokens * self._longest_token * joined
 
     @cached_property
     def _longest_token(self) -> int:
@@ -174,9 +165,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Return the ids of the tokens that are left out of a text, such as those that begin and end a
-        turn.
-        """
+        """Return the ids of the tokens that no text shows, such as those that begin and end a turn."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(index for index, token in added.items() if token.special)
 
@@ -194,20 +183,8 @@ class Tokenizer:
         """Return the model's chat templates."""
         return ModelTemplates(self.folder, self._config, self._special_tokens)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, special: bool = False) -> list[int]:
+        batch = [valid_text("the text", text)]
         with library_errors("the text"):
-            (found,) = self.backend.encode_batch_fast(
-                [_unicode(text)], add_special_tokens=add_special_tokens
-            )
+            (found,) = self.backend.encode_batch_fast(batch, add_special_tokens=special)
         return list(found.ids)
-
-
-def _unicode(text: str) -> str:
-    """Return `text` if Rust accepts it. Raises `UserError` if it holds half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"the text holds {text[error.start]!r} at position {error.start}, which is not valid Unicode"
-        ) from None
-    return text

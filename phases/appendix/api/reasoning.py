@@ -117,18 +117,11 @@ class ReasoningReader:
     inner: reads the answer, such as for tool calls; None: all of it is content.
     """
 
-    _reasoning_tokens = 0
-
     def __init__(self, inner: MessageReader | None = None) -> None:
         self._inner = inner
         self._rest = ""
         self._reasoning_parts: list[str] = []
         self.calls = [] if inner is None else inner.calls
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Return how many tokens so far belong to the reasoning, at least in part."""
-        return self._reasoning_tokens
 
     @property
     def complete(self) -> bool:
@@ -247,6 +240,7 @@ class ChannelReader(ReasoningReader):
     inner: finds the calls of tools; None: there are no tools.
     """
 
+    reasoning_tokens = 0
     _state: Literal["start", "head", "analysis", "answer", "call"] = "start"
 
     def answer(self, text: str, last: bool) -> str:
@@ -261,7 +255,7 @@ class ChannelReader(ReasoningReader):
         while self._state != "start" and self._step(answer, last):
             pass
         if before == self._state == "analysis":
-            self._reasoning_tokens += 1
+            self.reasoning_tokens += 1
         return "".join(answer)
 
     def _step(self, answer: list[str], last: bool) -> bool:
