@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, library_errors
 from common.text.chat_template import ChatTemplate, Message
+from common.text.continued import render_continued
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.model_templates import ModelTemplates
 from common.text.special_guard import SpecialGuard
@@ -98,7 +99,8 @@ class Tokenizer:
             add_generation_prompt: whether to end with the words that open the assistant's turn.
             add_special_tokens: add the token that begins a text, if the template has not.
             ignored: gets the names of fields of messages that the template does not read.
-            variables: passed on to the template, such as `tools` or `enable_thinking=False`.
+            variables: passed on to the template, such as `tools` or `enable_thinking=False`; with
+                `continue_final_message=True` the ids end with the last message's content.
 
         Raises:
             UserError: the model has no chat template, or the template does not take these messages, also
@@ -106,7 +108,8 @@ class Tokenizer:
         """
         template = self.templates.tools if variables.get("tools") else self.templates.plain
         conversation = template.conversation(messages, ignored)
-        variables["add_generation_prompt"] = add_generation_prompt
+        continued = variables.get("continue_final_message", False)
+        variables["add_generation_prompt"] = add_generation_prompt and not continued
         try:
             ids = self._render(template, conversation, variables)
         except UserError:
@@ -121,23 +124,20 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation; special tokens count only where the template writes them.
 
-        variables: of the template, besides the conversation.
+        variables: of `chat`.
         """
         guarded, variables = self._guard.hide([conversation, plain := variables])
-        text = template.render(guarded, **variables)
-        if (guarded, variables) == (conversation, plain):
+        unguarded = (guarded, variables) == (conversation, plain)
+        render = template.render
+        if variables.pop("continue_final_message", False):
+            render = partial(render_continued, template)
+        text = render(guarded, **variables)
+        if unguarded:
             return self._encode(
                 text, add_special_tokens=False
             )  # the template has written them
         with library_errors("the conversation"):
             return self._guard.encode(_unicode(text))
-
-    def encode_guarded(self, text: str) -> list[int]:
-        """Return the ids of a text that continues a conversation; special tokens in it are ordinary
-        characters.
-        """
-        with library_errors("the conversation"):
-            return self._guard.encode(_unicode(self._guard.hide(text)))
 
     def _begun(self, ids: list[int]) -> list[int]:
         """Return `ids` with the token that begins a text in front, if the model has one and it is not there

@@ -41,7 +41,7 @@ def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
     """
     first: list[FieldHandler] = [
         SchedulingHandler(),
-        Prefill(tokenizer),
+        Prefill(),
         GrammarHandler(limits),
         ToolHandler(tokenizer, limits),
     ]

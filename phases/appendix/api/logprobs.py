@@ -124,9 +124,10 @@ class CompletionLogprobs:
                     self._top(token, logprob, spell),
                 )
             )
-        before += sum(map(len, choice.texts[: piece.start]))
-        sizes = map(len, choice.texts[piece.start : piece.stop])
-        offsets += list(accumulate(sizes, initial=before))[: len(rows) - len(offsets)]
+        sizes = choice.stream.sizes  # a text may be held back, and be sent with a later token
+        before += sum(sizes[: piece.start])
+        own = accumulate(sizes[piece.start : piece.stop], initial=before)
+        offsets += list(own)[: len(rows) - len(offsets)]
         if not rows:
             return {"logprobs": None}
         texts, values, tops = zip(*rows, strict=True)
