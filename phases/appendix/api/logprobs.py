@@ -81,9 +81,10 @@ class CompletionLogprobs:
         """Set up `request` for `logprobs` and `echo`, and register what adds them to the response."""
         echoed = list[str]()  # the text of each prompt
         if given.echo:
-            decode = self.tokenizer.decode
             request.on_prompt.append(
-                lambda: echoed.extend(decode(prompt) for prompt in request.prompts)
+                lambda: echoed.extend(
+                    self._text(prompt, request) for prompt in request.prompts
+                )
             )
             request.details.append(partial(_with_prompt, echoed))
             if (
@@ -139,6 +140,12 @@ class CompletionLogprobs:
                 "text_offset": offsets,
             }
         }
+
+    def _text(self, prompt: list[int], request: ParsedRequest) -> str:
+        """Return a prompt's text; a character that the output completes is the output's."""
+        decoder = Detokenizer(self.tokenizer)
+        text = "".join(map(decoder.push, prompt))
+        return text + decoder.incomplete() if request.prompt_only else text
 
     def _prompt(self, choice: Choice) -> Iterator[Row]:
         """Yield (text, log-probability, likeliest tokens) of each prompt token; (text, None, None) for
