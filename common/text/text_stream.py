@@ -25,6 +25,7 @@ class TextStream:
     is held back, not to the text before.
 
     begins: the first visible token begins a text, so that some decoders drop its leading space.
+    sizes: characters of each token's own text, wherever it is shown.
     stop: the stop string that has ended it; None: there was none.
     """
 
@@ -52,6 +53,7 @@ class TextStream:
         self._stops, self._exempt = params.stop, params.min_tokens
         self._held = ""
         self._shown: list[str] = []
+        self.sizes: list[int] = []
         self._answer = answer
 
     @property
@@ -74,16 +76,15 @@ class TextStream:
         Returns:
             The reason, which is "stop" if the token completes a stop string, and the text that is added.
         """
-        held, new = self._held, ""
+        new = ""
         if token_id is not None:
-            piece = self._detokenizer.push(token_id)
+            piece = "" if reason == "stop" else self._detokenizer.push(token_id)
+            self.sizes.append(len(piece))
             if self._answer is not None:
-                piece = self._answer("" if reason == "stop" else piece, reason is not None)
+                piece = self._answer(piece, reason is not None)
             new, stopped = self._search(piece)
             if stopped:
                 reason = "stop"
-            elif reason == "stop" and self._answer is None:  # so the token itself ended it
-                new, self._held = held, ""
         elif self._answer is not None:
             new, _ = self._search(self._answer("", True))
         if reason is not None:

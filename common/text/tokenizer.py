@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, library_errors
 from common.errors import text as valid_text
 from common.text.chat_template import ChatTemplate, Message
+from common.text.continued import render_continued
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.model_templates import ModelTemplates
 from common.text.special_guard import SpecialGuard
@@ -97,7 +98,8 @@ class Tokenizer:
             add_generation_prompt: whether to end with the words that open the assistant's turn.
             add_special_tokens: add the token that begins a text, if the template has not.
             ignored: gets the names of fields of messages that the template does not read.
-            variables: passed on to the template, such as `tools` or `enable_thinking=False`.
+            variables: passed on to the template, such as `tools` or `enable_thinking=False`; with
+                `continue_final_message=True` the ids end with the last message's content.
 
         Raises:
             UserError: the model has no chat template, or the template does not take these messages, also
@@ -105,7 +107,8 @@ class Tokenizer:
         """
         template = self.templates.tools if variables.get("tools") else self.templates.plain
         conversation = template.conversation(messages, ignored)
-        variables["add_generation_prompt"] = add_generation_prompt
+        continued = variables.get("continue_final_message", False)
+        variables["add_generation_prompt"] = add_generation_prompt and not continued
         try:
             ids = self._render(template, conversation, variables)
         except UserError:
@@ -120,19 +123,18 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation; special tokens count only where the template writes them.
 
-        variables: of the template, besides the conversation.
+        variables: of `chat`.
         """
         guarded, variables = self._guard.hide([conversation, plain := variables])
-        text = template.render(guarded, **variables)
-        if (guarded, variables) == (conversation, plain):  # the template has written them
+        unguarded = (guarded, variables) == (conversation, plain)
+        render = template.render
+        if variables.pop("continue_final_message", False):
+            render = partial(render_continued, template)
+        text = render(guarded, **variables)
+        if unguarded:  # the template has written the special tokens
             return self._encode(text)
         with library_errors("the conversation"):
             return self._guard.encode(valid_text("the conversation", text))
-
-    def encode_guarded(self, text: str) -> list[int]:
-        """Return the ids of a text that continues a conversation; special tokens in it do not count."""
-        with library_errors("the conversation"):
-            return self._guard.encode(self._guard.hide(valid_text("the conversation", text)))
 
     def _begun(self, ids: list[int]) -> list[int]:
         """Return `ids` with the token that begins a text in front, if the model has one, once."""

@@ -34,6 +34,7 @@ RESERVED = {
     "messages",
     "add_generation_prompt",
     "add_special_tokens",
+    "continue_final_message",
     "ignored",
     "tools",
     "self",

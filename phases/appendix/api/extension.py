@@ -45,7 +45,7 @@ def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
     """
     return [
         SchedulingHandler(),
-        Prefill(tokenizer),
+        Prefill(),
         GrammarHandler(limits),
         ToolHandler(tokenizer, limits),
         ChatLogprobs(tokenizer),
