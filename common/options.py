@@ -10,15 +10,39 @@ from dataclasses import field, fields
 from difflib import get_close_matches
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, boolean, choice, integer, number
 
 
-def option(default: Any, help: str) -> Any:
+def option(default: Any, help: str, **limits: Any) -> Any:
     """Return a dataclass field with a default and a help text.
 
-    help: one line, in the words of a user who wants to set it.
+    help: one line, in the words of a user who wants to set it. limits: `choices` of a text; or `low`, `high`
+        and `above_low` of a number, as for `common.errors.integer` and `number`.
     """
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help, **limits})
+
+
+def check_options(options: Any) -> None:
+    """Check each field of a dataclass of options: its limits, or that it is True or False. None is a value
+    where it is the default.
+
+    Raises:
+        UserError: a value is of another kind, or out of its limits.
+    """
+    for item in fields(options):
+        name, value = item.name, vars(options)[item.name]
+        limits = {key: limit for key, limit in item.metadata.items() if key != "help"}
+        kind = str(item.type).partition(" ")[0]
+        if value is None and item.default is None:
+            continue
+        if "choices" in limits:
+            choice(name, value, limits["choices"])
+        elif kind == "bool":
+            boolean(name, value)
+        elif kind == "int":
+            object.__setattr__(options, name, integer(name, value, **limits))
+        elif kind == "float":
+            number(name, value, **limits)
 
 
 def names(kind: type) -> tuple[str, ...]:

@@ -50,8 +50,6 @@ class Phase:
     title: str
     summary: str
     """What this phase adds, in one line."""
-    needs: str = ""
-    """"cuda" if the phase runs natively on CUDA only; empty if it runs on every device."""
 
     @property
     def name(self) -> str:
@@ -142,11 +140,7 @@ _CONTENTS = (
     ),
 )
 """Package, title and summary of each phase, in order."""
-_NEEDS = {6: "cuda"}
-"""Number of a phase -> its `Phase.needs`, if any."""
-PHASES = tuple(
-    Phase(n, *names, _NEEDS.get(n, "")) for n, names in enumerate(_CONTENTS, start=1)
-)
+PHASES = tuple(Phase(n, *names) for n, names in enumerate(_CONTENTS, start=1))
 """The phases, in order."""
 
 
@@ -210,13 +204,13 @@ def first_phases() -> dict[str, int]:
     return {flag.name: flag.first for flag in flags() if flag.first}
 
 
-def check_phase(phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]) -> None:
+def check_phase(phase: Phase, options: Mapping[str, Any]) -> None:
     """Raise `UserError` if an option given to a phase's engine belongs to a later phase, even a switch
     set to False.
 
     options: name -> value, as given.
-    first: name of an option -> number of the first phase that has it.
     """
+    first = first_phases()
     for name, value in options.items():
         if first.get(name, 0) > phase.number:
             flag = ("--no-" if value is False else "--") + name.replace("_", "-")

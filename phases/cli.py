@@ -9,11 +9,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -24,7 +24,7 @@ from common.interrupts import INTERRUPTED
 from common.neighbours import usage
 from phases import EXTRAS, find_phase, flags, need_checkout
 from phases.commands import arguments as a
-from phases.commands.arguments import PHASE_HELP, flag
+from phases.commands.arguments import PHASE_HELP, asking, drawing, flag, masking, printing
 from phases.process import exit_code
 
 BEGUN = usage()
@@ -51,12 +51,13 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def whole(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="print versions and exit", is_eager=True, callback=_print_version
-        ),
-    ] = False,
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="print versions and exit",
+        is_eager=True,
+        callback=_print_version,
+    ),
 ) -> None:
     """A language model inference engine in runnable phases."""
 
@@ -125,7 +126,7 @@ def command(
 
 @command("phases.commands.plain:list_phases")
 def list_(
-    names: Annotated[bool, flag("only the names, one a line", "--names")] = False,
+    names: bool = flag(False, "only the names, one a line", "--names"),
 ) -> None:
     """List the phases, with measured gains where there is evidence."""
 
@@ -139,85 +140,64 @@ def doctor() -> None:
 
 @command("phases.commands.plain:fetch")
 def fetch(
-    model: Annotated[
-        str, typer.Argument(metavar="[smollm2|gemma3-270m|HUB_ID]", help=a.MODEL_HELP)
-    ] = "smollm2",
+    model: str = typer.Argument(
+        "smollm2", metavar="[smollm2|gemma3-270m|HUB_ID]", help=a.MODEL_HELP
+    ),
 ) -> None:
     """Download a model (and convert it, if it is one of the bundled two)."""
-
-
-asking = partial(flag, panel="What to complete")
-drawing = partial(flag, panel="How tokens are chosen")
-masking = partial(flag, panel="What the output may be, from phase 12 on")
-printing = partial(flag, panel="What is printed")
 
 
 @command("phases.commands.run:run")
 def run(
     phase: a.PhaseName,
     model: a.Model = "smollm2",
-    prompt: Annotated[
-        list[str] | None,
-        asking("question or text; repeat the option for several requests", metavar="TEXT"),
-    ] = None,
-    prompts_file: Annotated[Path | None, asking("file with one prompt a line")] = None,
-    chat: Annotated[
-        bool | None,
-        asking(
-            "prompts are questions of a chat, or text to continue; by default a chat if the model has a "
-            "chat template",
-            "--chat/--no-chat",
-            show_default=False,
-        ),
-    ] = None,
-    max_tokens: Annotated[int, drawing("most tokens to generate")] = 128,
-    temperature: Annotated[
-        float | None,
-        drawing("randomness of the choice; 0: always the most likely token", show_default="0"),
-    ] = None,
-    top_k: Annotated[
-        int | None, drawing("sample among the k most likely tokens; 0: all", show_default="0")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        drawing(
-            "sample among the most likely tokens whose probabilities reach this sum",
-            show_default="1",
-        ),
-    ] = None,
-    generation_config: Annotated[str, drawing(a.DEFAULTS_HELP)] = "neutral",
-    seed: Annotated[
-        int | None,
-        drawing("seed of the random numbers, which makes sampling repeatable; -1: none"),
-    ] = None,
-    json_schema: Annotated[
-        Path | None, masking("file with a JSON schema that the output must obey")
-    ] = None,
-    regex: Annotated[
-        str | None, masking("regular expression that the whole output must match")
-    ] = None,
-    choice: Annotated[
-        list[str] | None,
-        masking(
-            "texts with commas between them, of which the output is one; may be repeated",
-            metavar="TEXTS",
-        ),
-    ] = None,
-    grammar: Annotated[
-        Path | None, masking("file with a Lark or GBNF grammar of the output")
-    ] = None,
-    trace: Annotated[
-        bool, masking("show each step's mask, and the model's most likely tokens", "--trace")
-    ] = False,
+    prompt: list[str] | None = asking(
+        None, "question or text; repeat the option for several requests", metavar="TEXT"
+    ),
+    prompts_file: Path | None = asking(None, "file with one prompt a line"),
+    chat: bool | None = asking(
+        None,
+        "prompts are questions of a chat, or text to continue; by default a chat if the model has a "
+        "chat template",
+        "--chat/--no-chat",
+        show_default=False,
+    ),
+    max_tokens: int = drawing(128, "most tokens to generate"),
+    temperature: float | None = drawing(
+        None, "randomness of the choice; 0: always the most likely token", show_default="0"
+    ),
+    top_k: int | None = drawing(
+        None, "sample among the k most likely tokens; 0: all", show_default="0"
+    ),
+    top_p: float | None = drawing(
+        None,
+        "sample among the most likely tokens whose probabilities reach this sum",
+        show_default="1",
+    ),
+    generation_config: str = drawing("neutral", a.DEFAULTS_HELP),
+    seed: int | None = drawing(
+        None, "seed of the random numbers, which makes sampling repeatable; -1: none"
+    ),
+    json_schema: Path | None = masking(
+        None, "file with a JSON schema that the output must obey"
+    ),
+    regex: str | None = masking(None, "regular expression that the whole output must match"),
+    choice: list[str] | None = masking(
+        None,
+        "texts with commas between them, of which the output is one; may be repeated",
+        metavar="TEXTS",
+    ),
+    grammar: Path | None = masking(None, "file with a Lark or GBNF grammar of the output"),
+    trace: bool = masking(
+        False, "show each step's mask, and the model's most likely tokens", "--trace"
+    ),
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
-    as_json: Annotated[bool, printing("one JSON object instead of text", "--json")] = False,
-    stats: Annotated[
-        bool, printing("also how many drafts were accepted, from phase 11 on", "--stats")
-    ] = False,
-    verbose: Annotated[
-        bool, printing("also how the memory is divided", "--verbose", "-v")
-    ] = False,
+    as_json: bool = printing(False, "one JSON object instead of text", "--json"),
+    stats: bool = printing(
+        False, "also how many drafts were accepted, from phase 11 on", "--stats"
+    ),
+    verbose: bool = printing(False, "also how the memory is divided", "--verbose", "-v"),
     **options: Any,
 ) -> None:
     """Generate text with one phase."""
@@ -225,49 +205,40 @@ def run(
 
 @command("phases.commands.serve:run")
 def serve(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help=f"{a.MODEL_HELP}, or random:SHAPE")
-    ] = "smollm2",
-    host: Annotated[str, flag("address to listen on; 0.0.0.0: all")] = "127.0.0.1",
-    port: Annotated[int, flag("port to listen on; 0: any that is free")] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        flag(
-            "key that clients must send; several with commas; LADDER_API_KEY is not shown by ps",
-            metavar="KEY",
-        ),
-    ] = None,
-    name: Annotated[str | None, flag("name by which clients call the model")] = None,
-    allowed_origins: Annotated[
-        list[str] | None,
-        flag(
-            "origin whose web pages may send requests, such as https://example.org; several with commas; "
-            "*: any",
-            metavar="ORIGIN",
-        ),
-    ] = None,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        flag(
-            "names of this server beside localhost, --host and addresses, which alone are answered "
-            "without a key; several with commas; *: any",
-            metavar="HOST",
-        ),
-    ] = None,
-    access_log: Annotated[
-        str,
-        flag("file that gets a line of JSON for each request; -: standard output; or none"),
-    ] = "-",
-    generation_config: Annotated[str, flag(a.DEFAULTS_HELP)] = "model",
-    phase: Annotated[str, flag(f"phase of the engine, from 04 on: {PHASE_HELP}")] = "13",
+    model: str = typer.Argument(
+        "smollm2", metavar="MODEL", help=f"{a.MODEL_HELP}, or random:SHAPE"
+    ),
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0: all"),
+    port: int = flag(8000, "port to listen on; 0: any that is free"),
+    api_key: list[str] | None = flag(
+        None,
+        "key that clients must send; several with commas; LADDER_API_KEY is not shown by ps",
+        metavar="KEY",
+    ),
+    name: str | None = flag(None, "name by which clients call the model"),
+    allowed_origins: list[str] | None = flag(
+        None,
+        "origin whose web pages may send requests, such as https://example.org; several with commas; "
+        "*: any",
+        metavar="ORIGIN",
+    ),
+    allowed_hosts: list[str] | None = flag(
+        None,
+        "names of this server beside localhost, --host and addresses, which alone are answered "
+        "without a key; several with commas; *: any",
+        metavar="HOST",
+    ),
+    access_log: str = flag(
+        "-", "file that gets a line of JSON for each request; -: standard output; or none"
+    ),
+    generation_config: str = flag("model", a.DEFAULTS_HELP),
+    phase: str = flag("13", f"phase of the engine, from 04 on: {PHASE_HELP}"),
     device: a.DeviceName = "auto",
-    prefill_device: Annotated[
-        str | None,
-        flag(
-            "device of a second engine that computes prompts, from phase 19 on; their blocks go through "
-            "--disk-folder"
-        ),
-    ] = None,
+    prefill_device: str | None = flag(
+        None,
+        "device of a second engine that computes prompts, from phase 19 on; their blocks go through "
+        "--disk-folder",
+    ),
     dtype: a.DtypeName = "auto",
     **options: Any,
 ) -> None:
@@ -276,31 +247,27 @@ def serve(
 
 @command("benchmarks.loadtest.command:run", checkout=True)
 def load(
-    url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
-    users: Annotated[
-        list[str] | None,
-        flag("number of users, each with one request at a time; several numbers with commas"),
-    ] = None,
-    rate: Annotated[
-        float | None, flag("requests a second, sent without waiting for responses")
-    ] = None,
-    workload: Annotated[
-        str, flag("name of the workload; see benchmarks/workloads.py")
-    ] = "continuous_batching-small",
-    requests: Annotated[
-        int | None,
-        flag("number of requests; by default all of the workload, or twice the users"),
-    ] = None,
-    vocab: Annotated[int, flag("token ids of the prompts are below this")] = 10_000,
-    processes: Annotated[int, flag("client processes")] = 4,
-    api_key: Annotated[str, flag("the server's key")] = "",
-    first_ms: Annotated[
-        float, flag("milliseconds within which a good request's first token comes")
-    ] = 2000.0,
-    gap_ms: Annotated[
-        float, flag("milliseconds that 99 % of a good request's token gaps do not exceed")
-    ] = 100.0,
-    json: Annotated[Path | None, flag("file for the results, as JSON", "--json")] = None,
+    url: str = typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000"),
+    users: list[str] | None = flag(
+        None, "number of users, each with one request at a time; several numbers with commas"
+    ),
+    rate: float | None = flag(None, "requests a second, sent without waiting for responses"),
+    workload: str = flag(
+        "continuous_batching-small", "name of the workload; see benchmarks/workloads.py"
+    ),
+    requests: int | None = flag(
+        None, "number of requests; by default all of the workload, or twice the users"
+    ),
+    vocab: int = flag(10_000, "token ids of the prompts are below this"),
+    processes: int = flag(4, "client processes"),
+    api_key: str = flag("", "the server's key"),
+    first_ms: float = flag(
+        2000.0, "milliseconds within which a good request's first token comes"
+    ),
+    gap_ms: float = flag(
+        100.0, "milliseconds that 99 % of a good request's token gaps do not exceed"
+    ),
+    json: Path | None = flag(None, "file for the results, as JSON", "--json"),
 ) -> None:
     """Send a server the requests of many users, and print how long they had to wait."""
 
@@ -314,20 +281,17 @@ def demo(
 
 @command("benchmarks.bench_command:bench", checkout=True)
 def bench(
-    what: Annotated[
-        str,
-        typer.Argument(metavar="PHASE", help=f"{PHASE_HELP}; beside the phases {EXTRAS_HELP}"),
-    ],
-    quick: Annotated[
-        bool, flag("a short look: one sample on smaller workloads", "--quick")
-    ] = False,
-    record: Annotated[
-        bool, flag("replace the repository's evidence and figure; else: the cache", "--record")
-    ] = False,
+    what: str = typer.Argument(
+        metavar="PHASE", help=f"{PHASE_HELP}; beside the phases {EXTRAS_HELP}"
+    ),
+    quick: bool = flag(False, "a short look: one sample on smaller workloads", "--quick"),
+    record: bool = flag(
+        False, "replace the repository's evidence and figure; else: the cache", "--record"
+    ),
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
     model: a.AnyModel = None,
-    repeats: Annotated[int | None, flag("timed samples of each variant")] = None,
+    repeats: int | None = flag(None, "timed samples of each variant"),
 ) -> None:
     """Measure a phase against the one before it, beside the recorded evidence; write evidence and figure."""
 
@@ -338,24 +302,19 @@ def profile(
     model: a.AnyModel = None,
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
-    batch: Annotated[int | None, flag("prompts at a time")] = None,
-    context: Annotated[int | None, flag("tokens of each prompt")] = None,
-    steps: Annotated[int | None, flag("decode steps after the prefill")] = None,
-    output: Annotated[
-        Path | None, flag("folder for the trace; by default build/profile")
-    ] = None,
+    batch: int | None = flag(None, "prompts at a time"),
+    context: int | None = flag(None, "tokens of each prompt"),
+    steps: int | None = flag(None, "decode steps after the prefill"),
+    output: Path | None = flag(None, "folder for the trace; by default build/profile"),
 ) -> None:
     """Show the kernels of a phase's steps, and write a trace for chrome://tracing or Perfetto."""
 
 
 @command("benchmarks.bench_command:plot", checkout=True)
 def plot(
-    what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PHASE]", help=f"only the figures of this phase, or of {EXTRAS_HELP}"
-        ),
-    ] = None,
+    what: str | None = typer.Argument(
+        None, metavar="[PHASE]", help=f"only the figures of this phase, or of {EXTRAS_HELP}"
+    ),
 ) -> None:
     """Draw all figures and fill in all tables again, from the evidence alone."""
 

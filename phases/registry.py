@@ -30,9 +30,12 @@ LOADS = {"model", "device", "dtype", "tokenizer"}
 """Parameters of every phase's `load` that are not options."""
 ROWS = 4
 BLOCKS = 5
+KERNELS = 6
 QUANT = 10
 STATES = 17
-"""First phases with rows of requests, with blocks and features, with quantized weights, and with states."""
+"""First phases with rows of requests, with blocks and features, with quantized weights, and with states; and
+the phase that only CUDA runs natively.
+"""
 BLOCKS_FOLDER = "blocks"
 """Beside a model's floats: its weights as a GGUF file has them; see `common.models.gguf_import`."""
 NEEDS_FLOATS = {
@@ -41,7 +44,6 @@ NEEDS_FLOATS = {
     "group_size",
     "tensor_parallel",
     "draft_model",
-    "active_experts",
     "batch_invariant",
 }
 """Options that say how weights are kept, and features that read weights or an embedding of floats."""
@@ -56,7 +58,7 @@ def import_phase(phase: Phase) -> ModuleType:
 
 def missing_for(phase: Phase, device: torch.device) -> str:
     """Return what `phase` needs and this machine lacks, such as "a CUDA device"; "" if it runs natively."""
-    if phase.needs == "cuda" and device.type != "cuda":
+    if phase.number == KERNELS and device.type != "cuda":
         return "a CUDA device" if not torch.cuda.is_available() else "--device cuda"
     return ""
 
@@ -99,7 +101,7 @@ def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device
     Raises:
         UserError: an option is unknown, out of its limits, or of a later phase.
     """
-    check_phase(phase, options, first_phases())
+    check_phase(phase, options)
     own = dict(options)
     if phase.number >= BLOCKS:
         chosen = preset(phase).choose(own, device, features(phase))
@@ -169,12 +171,11 @@ def default_weights(options: Checked, model: str, device: torch.device, dtype: s
         dtype: as on the command line, such as "auto".
     """
     blocks = Path(model) / BLOCKS_FOLDER
-    floats = (
-        options.phase.number < QUANT
-        or dtype not in ("auto", "float32")
-        or not NEEDS_FLOATS.isdisjoint([*options.own, *_switched_on(options)])
-    )
-    if options.chosen is None or floats or device.type != "cpu" or not blocks.is_dir():
+    if options.chosen is None or options.phase.number < QUANT or not blocks.is_dir():
+        return model
+    names = [*options.own, *(feature.name for feature in options.chosen.features)]
+    floats = dtype not in ("auto", "float32") or not NEEDS_FLOATS.isdisjoint(names)
+    if floats or device.type != "cpu":
         return model
     from phases.appendix.cpu_step.blocks import CpuBlocks
     from phases.appendix.cpu_step.feature import library
@@ -183,10 +184,6 @@ def default_weights(options: Checked, model: str, device: torch.device, dtype: s
     kinds = {type(feature) for feature in options.chosen.features}
     compiled = {CpuBlocks, Quant} <= kinds and library() is not None
     return str(blocks) if compiled else model
-
-
-def _switched_on(options: Checked) -> list[str]:
-    return [] if options.chosen is None else [one.name for one in options.chosen.features]
 
 
 def load_engine(

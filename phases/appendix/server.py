@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from common.http.limits import Limits
 from common.text.tokenizer import Tokenizer
-from phases.appendix.access.cors import ANY
+from phases.appendix.access.options import ANY
 from phases.appendix.access.policy import AccessPolicy
 from phases.appendix.api.extension import Document, chat_handlers, completion_handlers
 from phases.appendix.embeddings.endpoint import Embeddings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -14,13 +15,19 @@ course_app = typer.Typer(
 """Its commands are added by `phases.commands.course`, which is imported when one of them is called."""
 
 
-def flag(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
-    """Return a Typer option with a help text.
+def flag(default: Any, help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """Return a Typer option with a default and a help text.
 
     names: its spellings; without them it is spelled as its parameter. panel: heading in the help under which
     it stands. more: further arguments of `typer.Option`.
     """
-    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+    return typer.Option(default, *names, help=help, rich_help_panel=panel, **more)
+
+
+asking = partial(flag, panel="What to complete")
+drawing = partial(flag, panel="How tokens are chosen")
+masking = partial(flag, panel="What the output may be, from phase 12 on")
+printing = partial(flag, panel="What is printed")
 
 
 def joined(values: Iterable[str] | None) -> str | None:
@@ -34,7 +41,7 @@ DEFAULTS_HELP = (
 )
 PHASE_HELP = "1, 01, forward or 01_forward"
 PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help=PHASE_HELP)]
-Model = Annotated[str, flag(MODEL_HELP)]
-AnyModel = Annotated[str | None, flag(f"{MODEL_HELP}, or random:SHAPE")]
-DeviceName = Annotated[str, flag("auto, cpu, cuda, cuda:INDEX or mps")]
-DtypeName = Annotated[str, flag("auto, float32, bfloat16 or float16")]
+Model = Annotated[str, typer.Option(help=MODEL_HELP)]
+AnyModel = Annotated[str | None, typer.Option(help=f"{MODEL_HELP}, or random:SHAPE")]
+DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:INDEX or mps")]
+DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]

@@ -37,18 +37,18 @@ ExerciseId = Annotated[str, typer.Argument(metavar="EXERCISE", help="such as 05.
 
 @course_app.command()
 def make(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="an empty folder, or one that is not there")
-    ],
-    phases: Annotated[
-        str | None, typer.Option(help="such as 05, 02-05 or 02,05-07; by default all")
-    ] = None,
+    folder: Path = typer.Argument(
+        metavar="DIR", help="an empty folder, or one that is not there"
+    ),
+    phases: str | None = typer.Option(
+        None, help="such as 05, 02-05 or 02,05-07; by default all"
+    ),
 ) -> int:
     """Make a working copy with blank functions, the lessons, and the tests that are shown."""
     copy = making.make(folder, of_phases(phases))
     place = escape(str(folder))
     out.print(
-        f"{len(copy.exercises)} exercises in {place}, and {len(copy.questions)} questions."
+        f"{len(copy.exercises)} exercises in {place}, and {len(making.about(copy.exercises)[1])} questions."
     )
     out.print(f"Next: cd {place}, read README.md, and run `ladder course check`.")
     return 0
@@ -56,9 +56,9 @@ def make(
 
 @course_app.command()
 def check(
-    exercise: Annotated[
-        str | None, typer.Argument(metavar="[EXERCISE]", help="such as 05.3, or 05")
-    ] = None,
+    exercise: str | None = typer.Argument(
+        None, metavar="[EXERCISE]", help="such as 05.3, or 05"
+    ),
 ) -> int:
     """Show the state of each exercise, and the first case or test that fails in one."""
     copy = making.around(Path.cwd())
@@ -118,14 +118,13 @@ def lines_about(failure: Failure) -> list[str]:
 @course_app.command()
 def hint(
     exercise: ExerciseId,
-    level: Annotated[
-        int | None,
-        typer.Option(help="1: what must hold; 2: an example; 3: pseudocode; else the next"),
-    ] = None,
+    level: int | None = typer.Option(
+        None, help="1: what must hold; 2: an example; 3: pseudocode; else the next"
+    ),
 ) -> int:
     """Show an exercise's next hint, or that of a level, and log it for the grade."""
     copy = making.around(Path.cwd())
-    (one,) = _chosen(copy, exercise)[:1]
+    one = _chosen(copy, exercise)[0]
     if level is None:
         seen = {entry.get("level") for entry in hints.logged(copy.folder, one.id, "hint")}
         level = min(hints.LEVELS, 1 + len(seen))
@@ -140,7 +139,7 @@ def hint(
 def solution(exercise: ExerciseId) -> int:
     """Show the reference's functions as a difference to yours, and log that for the grade."""
     copy = making.around(Path.cwd())
-    (one,) = _chosen(copy, exercise)[:1]
+    one = _chosen(copy, exercise)[0]
     source = ""
     with suppress(OSError, UnicodeDecodeError):  # then all of the reference is shown
         source = making.text_in(copy.folder, one.file)
@@ -154,11 +153,10 @@ def solution(exercise: ExerciseId) -> int:
 
 @course_app.command()
 def answer(
-    name: Annotated[str, typer.Argument(metavar="QUESTION", help="such as 05.p1 or 05.m1")],
-    value: Annotated[
-        float | None,
-        typer.Argument(metavar="[NUMBER]", help="without it, the question is shown"),
-    ] = None,
+    name: str = typer.Argument(metavar="QUESTION", help="such as 05.p1 or 05.m1"),
+    value: float | None = typer.Argument(
+        None, metavar="[NUMBER]", help="without it, the question is shown"
+    ),
 ) -> int:
     """Check a number against what was measured, and log it; without a number, show the question."""
     question = find_question(name)
@@ -221,21 +219,17 @@ def _saved(copy: making.Copy) -> dict[str, int]:
 
 @course_app.command()
 def grade(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a working copy")],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="everything, as one JSON object")
-    ] = False,
-    phases: Annotated[
-        str | None,
-        typer.Option(help="what was asked for, such as 02-05; by default all of the copy"),
-    ] = None,
-    key: Annotated[
-        bool,
-        typer.Option("--key", help="print the right number of each question, for a teacher"),
-    ] = False,
-    gradescope: Annotated[
-        bool, typer.Option("--gradescope", help="as a results.json of Gradescope's autograder")
-    ] = False,
+    folder: Path = typer.Argument(metavar="DIR", help="a working copy"),
+    as_json: bool = typer.Option(False, "--json", help="everything, as one JSON object"),
+    phases: str | None = typer.Option(
+        None, help="what was asked for, such as 02-05; by default all of the copy"
+    ),
+    key: bool = typer.Option(
+        False, "--key", help="print the right number of each question, for a teacher"
+    ),
+    gradescope: bool = typer.Option(
+        False, "--gradescope", help="as a results.json of Gradescope's autograder"
+    ),
 ) -> int:
     """Score a working copy with all tests, hidden ones included."""
     if as_json and gradescope:

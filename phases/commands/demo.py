@@ -55,16 +55,14 @@ CHUNKED = 7
 
 @dataclass(frozen=True)
 class Show:
-    """Text and options of the demo for one phase.
+    """Text of the demo for one phase.
 
     why: what the phase adds, in a sentence.
     count: the entry of `COUNTS` that shows it; empty: none.
-    option: name and value of an engine's option that makes it visible, or None.
     """
 
     why: str
     count: str = ""
-    option: tuple[str, Any] | None = None
 
 
 SHOWS = {
@@ -85,12 +83,8 @@ SHOWS = {
     9: Show(
         "The next step is scheduled while this one runs. With CUDA, a step is one launch: see its speed."
     ),
-    10: Show("Weights and keys may have 8 or 4 bits.", "weights", ("quantization", "int8")),
-    11: Show(
-        "Tokens are guessed and checked in one step; the text stays the same.",
-        "steps",
-        ("speculate", True),
-    ),
+    10: Show("Weights and keys may have 8 or 4 bits; here weights have 8.", "weights"),
+    11: Show("Tokens are guessed and checked in one step; the text stays the same.", "steps"),
 }
 """Number of a phase -> what the demo shows of it. Phases for which questions show nothing are missing."""
 ROUNDS = 10
@@ -135,9 +129,8 @@ def run(given: SimpleNamespace) -> int:
         if missing := missing_for(phase, where):
             out.print(f"[dim]{phase.name} is left out: it needs {missing}[/dim]")
             continue
-        made_with = f" (here with {show.option[0]} {show.option[1]})" if show.option else ""
         out.print(Rule(f"{phase.name}: {phase.title}", align="left", style="dim"))
-        out.print(f"[dim]{show.why}{made_with}[/dim]")
+        out.print(f"[dim]{show.why}[/dim]")
         engine = load(phase, loaded)
         # The first steps pay for allocations and compilation. Reversed: no prefix cache finds it later.
         serve(engine, tokenizer, [prompts[0][::-1]], SamplingParams(max_tokens=2))
@@ -194,8 +187,7 @@ def load(phase: Phase, model: Model) -> Any:
 
     model: the loaded model.
     """
-    option = SHOWS[phase.number].option
-    options: dict[str, Any] = {} if option is None else dict([option])
+    options: dict[str, Any] = {"quantization": "int8"} if phase.number == ROUNDS else {}
     if phase.number == ROWS - 1:
         options["batch_size"] = MEMORY_ROWS
     if phase.number >= ROWS:

@@ -23,7 +23,7 @@ from common.neighbours import MOST, processors, share, usage
 from common.paths import cache_home
 from common.roofline import probe_matmul, probe_read
 from phases import PHASES
-from phases.appendix.cpu_step.feature import instructions
+from phases.appendix.cpu_step.feature import library
 from phases.registry import missing_for
 
 WAIT = 0.5
@@ -58,10 +58,10 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     yield "dtype", f"{_short(pick_dtype('auto', device))} by default", ""
     cores = f"cores: {len(processors())}, threads: {torch.get_num_threads()}"
     yield "Processor", f"{device_name(torch.device('cpu'))}, {cores}", ""
-    compiled = instructions()
+    compiled = library() is not None
     yield (
         "Decode steps in C++",
-        compiled or "no",
+        torch.backends.cpu.get_cpu_capability() if compiled else "no",
         "" if compiled else "install g++, or set CXX",
     )
     yield "Neighbours", *_neighbours()

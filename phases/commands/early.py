@@ -9,7 +9,7 @@ from common.errors import UserError, choice, integer
 from common.models.hub import RANDOM, local
 from common.sampling.defaults import MODEL, NEUTRAL
 from common.sampling.params import SamplingParams
-from phases import check_phase, first_phases, phase_named
+from phases import check_phase, phase_named
 from phases.commands.arguments import joined
 
 FIRST_STEPS = 4
@@ -52,7 +52,7 @@ def check(given: SimpleNamespace) -> None:
                 f"model is {model!r}, but `ladder run` needs a model with a tokenizer"
             )
     if phase is not None and asked.get("options"):
-        check_phase(phase, given.options, first_phases())
+        check_phase(phase, given.options)
 
 
 def _read(given: SimpleNamespace) -> None:

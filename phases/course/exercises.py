@@ -30,16 +30,26 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Exercise:
+class Task:
+    """Work that a student gets points for: an exercise (`05.3`) or a question (`05.p1`)."""
+
+    id: str
+    points: int
+
+    @property
+    def phase(self) -> Phase:
+        """Return the phase whose lesson this task belongs to."""
+        return PHASES[int(self.id[:2]) - 1]
+
+
+@dataclass(frozen=True)
+class Exercise(Task):
     """An exercise of the course: functions of one file that a student writes, and what judges them.
 
     It has worked cases, pytest tests (shown, hidden, and of later phases), three hints, and points.
     """
 
-    id: str
-    """Phase and number: `05.3`."""
     title: str
-    points: int
     file: str
     """Relative to the checkout."""
     functions: tuple[str, ...]
@@ -63,25 +73,18 @@ class Exercise:
     """Hint 2 where no case is short enough to be one."""
 
     @property
-    def phase(self) -> Phase:
-        """Return the phase whose lesson this exercise belongs to."""
-        return PHASES[int(self.id[:2]) - 1]
-
-    @property
     def path(self) -> Path:
         """Return the path of the exercise's file in this checkout, with the reference's functions."""
         return ROOT / self.file
 
 
 @dataclass(frozen=True)
-class Question:
+class Question(Task):
     """A question for a number that a student predicts (`05.p1`) or measures (`05.m1`).
 
     A reply is right within `tolerance` of a value in the recorded evidence.
     """
 
-    id: str
-    points: int
     question: str
     evidence: str
     """`h200/05_paged_cache.json` below benchmarks/results."""
@@ -94,11 +97,6 @@ class Question:
     """How far off an answer may be, as a fraction."""
     why: str = ""
     """The explanation for a student who has found it."""
-
-    @property
-    def phase(self) -> Phase:
-        """Return the phase whose lesson this question belongs to."""
-        return PHASES[int(self.id[:2]) - 1]
 
 
 @cache

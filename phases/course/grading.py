@@ -72,9 +72,18 @@ def grade(
         if state == "fails":
             reason = f"{answer:g} is not within {question.tolerance:.0%} of the evidence"
             reason += f" ({truth(question):.3g})" if key else ""
-        points = question.points * right
-        facts = (question.id, question.question, points, question.points, state, reason)
-        scores.append(Score(*facts, guesses=len(guesses)))
+        points, most = question.points * right, question.points
+        scores.append(
+            Score(
+                question.id,
+                question.question,
+                points,
+                most,
+                state,
+                reason,
+                guesses=len(guesses),
+            )
+        )
     return scores
 
 
@@ -87,15 +96,16 @@ def score(copy: Copy, exercise: Exercise, server: ForkServer) -> Score:
     shown = logged(copy.folder, exercise.id, "solution")
     verdict = check_file(copy.folder, exercise, server, hidden=True)
     points = exercise.points * EARNED.get(verdict.state, 0.0)
-    facts = (
+    return Score(
         exercise.id,
         exercise.title,
         points,
         exercise.points,
         verdict.state,
         reason_of(verdict),
+        len({str(one.get("level")) for one in hints}),
+        bool(shown),
     )
-    return Score(*facts, len({str(one.get("level")) for one in hints}), bool(shown))
 
 
 def reason_of(verdict: Verdict) -> str:

@@ -24,11 +24,10 @@ LARGEST = 1 << 22
 
 @dataclass(frozen=True)
 class Copy:
-    """A student's working copy on disk: its folder, and the exercises and questions of its phases."""
+    """A student's working copy on disk: its folder, and the exercises of its phases."""
 
     folder: Path
     exercises: tuple[Exercise, ...]
-    questions: tuple[Question, ...]
     made_from: str
     """`fingerprint` of what it was made from: every exercise of its phases, with all texts."""
 
@@ -171,7 +170,7 @@ def opened(folder: Path) -> Copy:
             f"{folder} is no working copy: `ladder course make DIR` makes one"
         ) from None
     chosen = tuple(exercise for exercise in exercises() if exercise.phase.number in numbers)
-    return Copy(folder, chosen, about(chosen)[1], made_from)
+    return Copy(folder, chosen, made_from)
 
 
 def around(folder: Path) -> Copy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.layers import LatencyBlock, LatencyKernel
 from phases.appendix.latency.layers import install as latency
 from phases.appendix.latency.output_projection import project_heads
-from phases.appendix.latency.single_request import attend_single_request
+from phases.appendix.latency.single_request import attend_step
 from phases.appendix.latency.tables import SingleRequestConfig
 from tests.head_sizes import HEADS, KV_HEADS, angles, by_torch, each_size
 from tests.paged_batches import (
@@ -51,6 +52,12 @@ def engine_of(model: Model, **options: Any) -> PagedEngine:
     made = registry.load_engine(phase_named("09"), model, **own, **options)
     assert isinstance(made, PagedEngine)
     return made
+
+
+def attention_over(batch: Any, cache: LayerBlocks, slots: torch.Tensor) -> Any:
+    """Return what `attend_step` reads of an engine's attention: a layer's blocks and slots, and a batch."""
+    seen = SimpleNamespace(block_tables=batch.tables, context_lens=batch.context_lens)
+    return SimpleNamespace(place=lambda layer: (cache, slots), batch=seen)
 
 
 @pytest.mark.parametrize(
@@ -95,15 +102,12 @@ def test_attention_of_a_lone_token(
     wanted = attended.flatten(1) @ weight.t() + bias + residual
     workspace = Workspace(400, d, DEVICE)
     config = SingleRequestConfig(block_n=16, splits=4)
-    parts = attend_single_request(
+    parts = attend_step(
+        attention_over(batch, cache, slots),
+        layer,
         qkv,
         (cos, sin),
         norms,
-        layer,
-        cache,
-        batch.tables,
-        batch.context_lens,
-        slots,
         workspace=workspace,
         config=config,
         wait_for_all_splits=wait_for_all_splits,
@@ -153,15 +157,12 @@ def test_a_lone_token_with_heads_of_each_size(
     inside = HeadNorms(
         walled(norms.q_weight), walled(norms.k_weight), norms.eps, norms.one_plus
     )
-    parts = attend_single_request(
+    parts = attend_step(
+        attention_over(batch, cache, slots),
+        layer,
         walled(qkv),
         (walled(cos), walled(sin)),
         inside,
-        layer,
-        cache,
-        batch.tables,
-        batch.context_lens,
-        slots,
         workspace=workspace,
         config=SingleRequestConfig(block_n=16, splits=4),
         wait_for_all_splits=wait_for_all_splits,

@@ -31,6 +31,7 @@ from continuous.batch import HostBatch
 from continuous.rows import RequestRows
 from continuous.runner import Forwarded
 from continuous.work import Work
+from cuda_graphs.batch import fixed_batch
 from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.chunk_graph import Layout
 from cuda_graphs.overlap import OverlappedLoop
@@ -134,18 +135,16 @@ def test_a_step_reads_its_inputs_from_rows_and_positions() -> None:
         torch.tensor([3, 0, 1, 0], device=device),
         torch.tensor([9, 0, 4, -1], device=device),
     )
-    made = {
-        name: torch.full((4,), -7, device=device) for name in ("ids", "positions", "slots")
-    }
-    made["contexts"] = torch.full((4,), -7, dtype=torch.int32, device=device)
-    made["batch_tables"] = torch.full((4, 3), -7, dtype=torch.int32, device=device)
-    gather_inputs(rows, at, tokens, tables, 4, **made)
+    batch = fixed_batch(4, 3, device)
+    written = ("input_ids", "positions", "slots", "context_lens", "block_tables")
+    made = {name: vars(batch)[name].fill_(-7) for name in written}
+    gather_inputs(rows, at, tokens, tables, 4, batch, decodes=True)
     wanted: dict[str, list[Any]] = {
-        "ids": [39, 0, 14, 0],
+        "input_ids": [39, 0, 14, 0],
         "positions": [9, 0, 4, 0],
         "slots": [6 * 4 + 1, 3 * 4, 0, -1],
-        "contexts": [10, 1, 5, 0],
-        "batch_tables": [[5, 4, 6], [3, -7, -7], [2, 0, -7], [-7, -7, -7]],
+        "context_lens": [10, 1, 5, 0],
+        "block_tables": [[5, 4, 6], [3, -7, -7], [2, 0, -7], [-7, -7, -7]],
     }
     for name, want in wanted.items():
         got = made[name].tolist()
@@ -477,8 +476,8 @@ def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kernels": False}, "graphs is True"),
-        ({"kernels": "torch"}, "graphs is True"),
+        ({"kernels": False}, "graphs is on, but needs kernels"),
+        ({"kernels": "torch"}, "graphs is on, but needs kernels"),
         ({"graph_rows": 0}, "graph_rows is 0"),
         ({"graph_tokens": -1}, "graph_tokens is -1"),
         ({"max_rows": 0}, "max_rows is 0"),

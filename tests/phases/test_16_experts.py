@@ -404,29 +404,3 @@ def test_rows_that_a_step_multiplies(moe: Model, monkeypatch: pytest.MonkeyPatch
     generate(experts.load(moe, **SMALL), *work())
     assert seen and all(tokens > 1 for tokens, _ in seen), "a token alone needs no sorting"
     assert all(rows == 3 * tokens for tokens, rows in seen)
-
-
-def test_active_experts_replaces_the_model_s_number(moe: Model) -> None:
-    engine = experts.load(moe, active_experts=2, **SMALL)
-    layer = engine.runner.model.get_submodule("layers.0.mlp")
-    assert isinstance(layer, Experts) and layer.facts.top_k == 2 and layer.facts.count == 7
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        (
-            "random:tiny",
-            {"active_experts": 4},
-            "active_experts is 4, but the model has no experts",
-        ),
-        ("random:tiny-moe", {"active_experts": 0}, "active_experts is 0"),
-        ("random:tiny-moe", {"active_experts": 8}, "active_experts is 8, but a layer has 7"),
-        ("random:tiny-moe", {"active_experts": 4, "experts": False}, "experts is off"),
-    ],
-)
-def test_numbers_of_active_experts_that_are_refused(
-    name: str, options: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(UserError, match=says):
-        experts.load(name, device="cpu", dtype="float32", **options, **SMALL)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from common.errors import UserError, choice, integer
-from common.options import option
+from common.errors import UserError
+from common.options import check_options, option
 from continuous.policies import POLICIES
 from forward.model import Model
 
@@ -22,28 +21,23 @@ class Sizes:
         UserError: a value is out of its limits.
     """
 
-    LIMITS: ClassVar[dict[str, tuple[int, int | None]]] = {
-        "max_rows": (1, MOST_ROWS),
-        "max_len": (2, MOST_TOKENS),
-        "step_tokens": (1, MOST_TOKENS),
-        "cache_bytes": (0, None),
-    }
-
-    max_rows: int | None = option(None, "requests that run at a time")
-    max_len: int | None = option(None, "most tokens of a request, prompt and output")
-    step_tokens: int | None = option(None, "most tokens computed in a step")
-    policy: str = option("fcfs", "which request is first: fcfs, shortest_first or priority")
-    cache_bytes: int | None = option(None, "bytes of the KV cache")
+    max_rows: int | None = option(None, "requests that run at a time", low=1, high=MOST_ROWS)
+    max_len: int | None = option(
+        None, "most tokens of a request, prompt and output", low=2, high=MOST_TOKENS
+    )
+    step_tokens: int | None = option(
+        None, "most tokens computed in a step", low=1, high=MOST_TOKENS
+    )
+    policy: str = option(
+        "fcfs",
+        "which request is first: fcfs, shortest_first or priority",
+        choices=POLICIES,
+    )
+    cache_bytes: int | None = option(None, "bytes of the KV cache", low=0)
 
     def __post_init__(self) -> None:
-        """Check the values that can be checked without a model; raise `UserError` for one out of its
-        limits.
-        """
-        for name, (low, high) in self.LIMITS.items():
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, integer(name, value, low=low, high=high))
-        choice("policy", self.policy, POLICIES)
+        """Raise `UserError` for a value out of its limits."""
+        check_options(self)
 
     def context(self, model: Model, default: int | None = None) -> int:
         """Return the most tokens of a request: `max_len`, else the smaller of `default` and the model's

@@ -184,6 +184,9 @@ def build(recipe: Recipe) -> PagedEngine:
     """
     builder = EngineBuilder(recipe)
     for feature in builder.recipe.features:
+        for kind in feature.needs:
+            if builder.feature(kind) is None:
+                raise UserError(f"{feature.name} is on, but needs {kind.name}, which is off")
         feature.configure_load(builder)
     return builder.assemble.part(builder)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from common.errors import boolean, number
-from common.options import option
+from common.errors import boolean
+from common.options import check_options, option
 from common.text.tokenizer import Tokenizer
 from continuous.sizes import Sizes
 from forward.model import Model
@@ -28,28 +28,16 @@ if TYPE_CHECKING:
 class PagedSizes(Sizes):
     """Sizes of an engine with a paged KV cache, as options: those of `Sizes`, and of blocks and memory."""
 
-    LIMITS: ClassVar[dict[str, tuple[int, int | None]]] = {
-        **Sizes.LIMITS,
-        "block_size": (1, 1 << 16),
-    }
-
-    block_size: int | None = option(None, "tokens in a block of the cache")
-    gpu_memory_utilization: float = option(
-        0.9, "share of a GPU's memory to fill, unless cache_bytes is given"
+    block_size: int | None = option(
+        None, "tokens in a block of the cache", low=1, high=1 << 16
     )
-
-    def __post_init__(self) -> None:
-        """Check the values that can be checked without a model; raise `UserError` for one out of its
-        limits.
-        """
-        super().__post_init__()
-        number(
-            "gpu_memory_utilization",
-            self.gpu_memory_utilization,
-            low=0.0,
-            high=1.0,
-            above_low=True,
-        )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share of a GPU's memory to fill, unless cache_bytes is given",
+        low=0.0,
+        high=1.0,
+        above_low=True,
+    )
 
 
 class Feature(ABC):
@@ -60,6 +48,7 @@ class Feature(ABC):
     without: options that say in its own words what an engine does that lacks it. Giving one of these values
         asks for nothing.
     for_draft_models: a smaller model that drafts for an engine with this feature has it as well.
+    needs: features without which it cannot be on.
     on_with, on_device: by default it is on with all of these features, and on this kind of device ("cpu" or
         "cuda"; None: on any).
     """
@@ -68,8 +57,13 @@ class Feature(ABC):
     phase: ClassVar[int]
     without: ClassVar[Mapping[str, Any]] = {}
     for_draft_models: ClassVar[bool] = False
+    needs: ClassVar[Sequence[type[Feature]]] = ()
     on_with: ClassVar[Sequence[type[Feature]]] = ()
     on_device: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` for an option out of its limits."""
+        check_options(self)
 
     def configure_load(self, builder: EngineBuilder) -> None:  # noqa: B027  # most features change no loading
         """Change how the model is loaded; `builder.model` is not there yet."""

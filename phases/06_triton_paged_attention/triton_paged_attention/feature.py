@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -22,9 +22,9 @@ CUDA_BLOCK_SIZE = 64
 class Kernels(Feature):
     """Compute attention, norms, RoPE and gates by "triton" or by "torch"; the tokens are the same."""
 
-    name: ClassVar[str] = "kernels"
-    phase: ClassVar[int] = 6
-    for_draft_models: ClassVar[bool] = True
+    name = "kernels"
+    phase = 6
+    for_draft_models = True
 
     @classmethod
     def switched_on(cls, value: Any) -> bool:

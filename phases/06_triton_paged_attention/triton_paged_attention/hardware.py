@@ -17,11 +17,14 @@ def at_least(device: torch.device, capability: tuple[int, int]) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= capability
 
 
-def dependent_launch(device: torch.device) -> bool:
-    """Return True if a device can start a kernel while the one before it runs (programmatic dependent
-    launch).
+def dependent_launch(device: torch.device, wanted: bool = True) -> dict[str, bool]:
+    """Return the launch options of a kernel that starts while the one before it runs (programmatic dependent
+    launch), if that is `wanted` and the device can; else the same options with False.
+
+    Returns: the kernel's constant `PDL`, and Triton's own `launch_pdl`.
     """
-    return at_least(device, HOPPER)
+    early = wanted and at_least(device, HOPPER)
+    return {"PDL": early, "launch_pdl": early}
 
 
 @cache

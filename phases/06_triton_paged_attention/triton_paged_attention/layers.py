@@ -19,11 +19,7 @@ from forward.rope import Rope
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm
 from triton_paged_attention.kernels.rope import FusedRope, HeadNorms, ProductScales, norm_rope
-from triton_paged_attention.linear import (
-    KINDS,
-    Concatenable,
-    join,
-)
+from triton_paged_attention.linear import KINDS, Concatenable, join
 
 
 class Stream(NamedTuple):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from chunked_prefill.scheduler import ChunkedScheduler
-from common.errors import integer
 from common.options import option
 from paged_cache import EngineBuilder, Feature
 
@@ -21,13 +20,8 @@ class Chunked(Feature):
     phase = 7
 
     chunk_tokens: int | None = option(
-        None, "most tokens of one prompt in a step, if not all of it"
+        None, "most tokens of one prompt in a step, if not all of it", low=1
     )
-
-    def __post_init__(self) -> None:
-        """Check the options; raise `UserError` for a value out of its limits."""
-        if self.chunk_tokens is not None:
-            integer("chunk_tokens", self.chunk_tokens, low=1)
 
     def install(self, builder: EngineBuilder) -> None:
         """Replace the scheduler by one that splits prompts, and lower the default of tokens a step."""

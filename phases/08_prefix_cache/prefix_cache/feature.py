@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.errors import choice
 from common.options import option
 from paged_cache import EngineBuilder, Feature
 from prefix_cache.cache import PrefixCache
@@ -26,12 +25,10 @@ class Prefix(Feature):
     phase = 8
 
     index: str = option(
-        "radix", "how blocks are found again: radix (a tree) or hash (a chain of hashes)"
+        "radix",
+        "how blocks are found again: radix (a tree) or hash (a chain of hashes)",
+        choices=INDEXES,
     )
-
-    def __post_init__(self) -> None:
-        """Check the options; raise `UserError` for an unknown index."""
-        choice("index", self.index, INDEXES)
 
     def install(self, builder: EngineBuilder) -> None:
         """Replace the cache by a `PrefixCache`."""

@@ -21,6 +21,7 @@ from continuous.batch import HostBatch, Ints
 from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import GraphContext
+from cuda_graphs.step_kernels import gather_inputs
 from paged_cache.attention import PagedBatch
 from triton_paged_attention.attention import TritonPagedAttention
 
@@ -147,7 +148,10 @@ class ChunkGraph:
         on = self.machine
         batch = self.batch
         given = self.inputs
-        on.gather(given["token_rows"], given["positions"], batch, drafts=given.get("drafts"))
+        gather_inputs(
+            given["token_rows"], given["positions"], on.rows.tokens, on.tables.data, on.block_size, batch,
+            drafts=given.get("drafts"),
+        )  # fmt: skip
         sizes = [self.layout.sizes[name] for name in NARROW]
         query_starts, context_lens, members, tiles = torch.split(self._narrow.int(), sizes)
         block_tables = on.tables.data[given["rows"]]  # [requests + 1, max_blocks]

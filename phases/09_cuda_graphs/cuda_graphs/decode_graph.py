@@ -43,27 +43,6 @@ class GraphContext:
     tables: DeviceTables
     block_size: int
 
-    def gather(
-        self,
-        rows: Tensor,
-        at: Tensor,
-        batch: PagedBatch,
-        decodes: bool = False,
-        drafts: Tensor | None = None,
-    ) -> None:
-        """Fill in `batch` on the device, in place, from each token's row and position.
-
-        rows, at: `[T]`, row and position; position -1: padding. decodes: every token is a request of its
-            own, so context lengths and block tables are filled in, too. drafts: `[T]`, tokens that are in no
-            row yet, -1: none there; None: no drafts.
-        """
-        gather_inputs(
-            rows, at, self.rows.tokens, self.tables.data, self.block_size,
-            ids=batch.input_ids, positions=batch.positions, slots=batch.slots, drafts=drafts,
-            contexts=batch.context_lens if decodes else None,
-            batch_tables=batch.block_tables if decodes else None,
-        )  # fmt: skip
-
 
 def narrow_logits(model: Model, hidden: Tensor) -> Tensor:
     """Return logits `[S, V]` of `hidden [S, hidden]` in the model's own precision, unless the model caps
@@ -127,7 +106,15 @@ class DecodeGraph:
         captured.
         """
         on, batch = self.machine, self.batch
-        on.gather(self.rows, self.at, batch, decodes=True)
+        gather_inputs(
+            self.rows,
+            self.at,
+            on.rows.tokens,
+            on.tables.data,
+            on.block_size,
+            batch,
+            decodes=True,
+        )
         on.attention.begin(batch)
         self.hidden = on.model(
             batch.input_ids, batch.positions, on.attention

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, get_args
 
-from common.errors import UserError, choice, integer
 from common.options import option
 from cuda_graphs.overlap import OverlappedLoop
 from paged_cache import EngineBuilder, Feature
@@ -22,28 +21,22 @@ class Graphs(Feature):
     phase = 9
     for_draft_models = True
     without: ClassVar[Mapping[str, str]] = {"sampling": "torch"}
-    on_with = (Kernels,)
+    # Torch's attention chooses its calls by the lengths of the requests, which a graph cannot.
+    needs = on_with = (Kernels,)
     on_device = "cuda"
 
-    graph_rows: int = option(256, "requests in the largest decode step that has a graph")
-    graph_tokens: int = option(
-        1024, "tokens in the largest mixed step that has a graph; 0: none has"
+    graph_rows: int = option(
+        256, "requests in the largest decode step that has a graph", low=1
     )
-    sampling: Backend = option("triton", "the choice of tokens: by a kernel, or by torch")
-
-    def __post_init__(self) -> None:
-        """Check the options; raise `UserError` for a value out of its limits."""
-        integer("graph_rows", self.graph_rows, low=1)
-        integer("graph_tokens", self.graph_tokens, low=0)
-        choice("sampling", self.sampling, get_args(Backend))
+    graph_tokens: int = option(
+        1024, "tokens in the largest mixed step that has a graph; 0: none has", low=0
+    )
+    sampling: Backend = option(
+        "triton", "the choice of tokens: by a kernel, or by torch", choices=get_args(Backend)
+    )
 
     def install(self, builder: EngineBuilder) -> None:
         """Replace the runner by one with graphs, of decodes and of chunks, and the sampler by kernels."""
-        if builder.feature(Kernels) is None:
-            raise UserError(
-                "graphs is True, but must be False without the kernels' attention: torch's attention chooses "
-                "its calls by the lengths of the requests, which a graph cannot"
-            )
         from cuda_graphs.executors import ChunkGraphExecutor, DecodeGraphExecutor
         from cuda_graphs.memory import graph_bytes
         from cuda_graphs.runner import GraphRunner

@@ -190,20 +190,6 @@ def report_kernel(reported, tokens, logits, row_stride, token_stride, NAN_TOKEN:
     tl.store(reported + row, tl.where(x == x, token, NAN_TOKEN))
 
 
-def reported_rows(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the tokens `[B]` with a special number in place of those whose logit is NaN, in one kernel.
-
-    logits: `[B, V]`. The special number is `NAN_TOKEN`.
-    """
-    reported = torch.empty_like(tokens)
-    if len(tokens):
-        strides = logits.stride(0), logits.stride(1)
-        report_kernel[(len(tokens),)](
-            reported, tokens, logits, *strides, NAN_TOKEN=NAN_TOKEN, num_warps=1
-        )
-    return reported
-
-
 class DrawSettings(NamedTuple):
     """Settings of a draw of tokens.
 
@@ -276,18 +262,12 @@ def best_of_rows(found: BestTokens, draw: DrawSettings | None = None) -> Tensor:
     return tokens
 
 
-def argmax_rows(logits: Tensor) -> Tensor:
-    """Return the argmax of each row of `logits [B, V]`: `[B]` int64; of equals the first, and NaN is
-    the largest.
-    """
-    return best_of_rows(best_of_chunks(logits))
+def draw_rows(logits: Tensor, draw: DrawSettings | None = None) -> Tensor:
+    """Return one token per row, `[B]` int64, drawn from all tokens with a logit above -inf.
 
-
-def draw_rows(logits: Tensor, draw: DrawSettings) -> Tensor:
-    """Return one sampled token per row, `[B]` int64, drawn from all tokens with a logit above -inf.
-
-    logits: `[B, V]`, after edits and penalties. A row whose temperature is 0, or whose largest logit is
-        not finite, gets its argmax.
+    logits: `[B, V]`, after edits and penalties. draw: settings of the draw. Without them each row gets its
+        argmax (of equals the first; NaN is the largest), and so does a row whose temperature is 0, or whose
+        largest logit is not finite.
     """
     return best_of_rows(best_of_chunks(logits, draw), draw)
 
@@ -314,16 +294,20 @@ class TritonSamplerBackend(SamplerBackend):
         Without truncation the logits may have the model's own dtype.
         """
         if not plan.draws:
-            return argmax_rows(logits)
+            return draw_rows(logits)
         if plan.features & TRUNCATION:
             return super().choose(sampler, logits, rows, steps, plan, masked)
         return draw_rows(logits, DrawSettings(rows, steps, sampler.floats, sampler.ints))
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Return `tokens [S]` with a special number in place of those whose logit is NaN; logits: `[S,
-        V]`.
-        """
-        return reported_rows(logits, tokens)
+        """Return `tokens [S]` with `NAN_TOKEN` in place of those whose logit is NaN; logits: `[S, V]`."""
+        reported = torch.empty_like(tokens)
+        if len(tokens):
+            strides = logits.stride(0), logits.stride(1)
+            report_kernel[(len(tokens),)](
+                reported, tokens, logits, *strides, NAN_TOKEN=NAN_TOKEN, num_warps=1
+            )
+        return reported
 
     def draw(
         self,

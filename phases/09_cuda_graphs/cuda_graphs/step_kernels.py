@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paged_cache import PagedBatch
+
 
 @triton.jit
 def gather_kernel(
@@ -50,27 +52,23 @@ def gather_inputs(
     tokens: Tensor,  # [R, max_len] int64
     tables: Tensor,  # [R, max_blocks] int32
     block_size: int,
+    batch: PagedBatch,
     *,
-    ids: Tensor,  # [T] int64, and so the next two
-    positions: Tensor,
-    slots: Tensor,
-    contexts: Tensor | None = None,  # [T] int32
-    batch_tables: Tensor | None = None,  # [T, max_blocks] int32
+    decodes: bool = False,
     drafts: Tensor | None = None,  # [T] int64
 ) -> None:
-    """Write a step's inputs on the device, given each token's row and position.
+    """Fill in `batch` on the device, in place, from each token's row and position.
 
     rows, at: `[T]` int64, row and position; -1: padding, which reads as token 0 of its row at position 0, is
         stored nowhere (slot -1) and has no context.
     tokens: `[R, max_len]`, tables: `[R, max_blocks]`, tokens and block tables of all rows.
-    ids, positions, slots: `[T]` int64, written. block_size: tokens in a block.
-    contexts, batch_tables: `[T]`, `[T, max_blocks]`, written if every token is a request of its own; else
-        None.
+    block_size: tokens in a block. decodes: every token is a request of its own, so context lengths and block
+        tables of the batch are filled in, too.
     drafts: `[T]`, tokens that are in no row yet; -1: the row's own; None: no drafts.
     """
-    decodes = contexts is not None and batch_tables is not None
+    ids = batch.input_ids
     gather_kernel[(len(rows),)](
-        ids, positions, slots, contexts if decodes else ids, batch_tables if decodes else ids,
+        ids, batch.positions, batch.slots, batch.context_lens, batch.block_tables,
         rows, at, tokens, tables, ids if drafts is None else drafts, tokens.shape[1],
         tables.shape[1],
         P=block_size, TABLES=decodes, DRAFTS=drafts is not None, BLOCK=128, num_warps=1,

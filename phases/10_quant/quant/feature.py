@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from common.errors import choice, integer
 from common.options import option
 from forward.loading import WeightLoader
 from paged_cache import EngineBuilder, Feature
@@ -47,24 +46,25 @@ class Quant(Feature):
         None,
         f"make the weights {', '.join(SCHEMES)} while loading; none: leave them, also on a CPU where "
         "commands take the blocks of a GGUF file by default; a quantized checkpoint needs nothing",
+        choices=[PLAIN, *SCHEMES],
     )
     group_size: int = option(
         128, "inputs that share a scale in int4, less where that does not divide them"
     )
     head: str = option(
-        AUTO, "the head's weights: auto, none (they stay as they are), or as quantization"
+        AUTO,
+        "the head's weights: auto, none (they stay as they are), or as quantization",
+        choices=[AUTO, PLAIN, *SCHEMES],
     )
     kv_cache: str = option(
-        PLAIN, "keys and values: fp8, int8, or none (they stay as they are)"
+        PLAIN,
+        "keys and values: fp8, int8, or none (they stay as they are)",
+        choices=[PLAIN, *KV_DTYPES],
     )
 
     def __post_init__(self) -> None:
         """Check the options; raise `UserError` for a format that does not exist or does not fit another."""
-        if self.quantization is not None:
-            choice("quantization", self.quantization, [PLAIN, *SCHEMES])
-        choice("head", self.head, [AUTO, PLAIN, *SCHEMES])
-        choice("kv_cache", self.kv_cache, [PLAIN, *KV_DTYPES])
-        integer("group_size", self.group_size)
+        super().__post_init__()
         INT4.with_group(self.group_size)
 
     def configure_load(self, builder: EngineBuilder) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from common.errors import UserError, boolean, choice, integer
+from common.errors import UserError, choice
 from common.options import option
 from cuda_graphs import Graphs
 from forward.loading import load_model
@@ -40,7 +40,9 @@ class Speculate(Feature):
     without: ClassVar[Mapping[str, Any]] = {"drafter": "none"}
 
     drafter: str = option("ngram", "the drafter: ngram, model, head or none")
-    draft_length: int | None = option(None, "most tokens to guess for a request in a step")
+    draft_length: int | None = option(
+        None, "most tokens to guess for a request in a step", low=1, high=MOST_DRAFTS
+    )
     draft_adaptive: bool = option(
         True, "guess only as many as pay; without it always the most"
     )
@@ -48,10 +50,8 @@ class Speculate(Feature):
 
     def __post_init__(self) -> None:
         """Check the options; raise `UserError` for a value out of its limits."""
+        super().__post_init__()
         choice("drafter", self.drafter, (*DRAFTERS, "none"))
-        if self.draft_length is not None:
-            integer("draft_length", self.draft_length, low=1, high=MOST_DRAFTS)
-        boolean("draft_adaptive", self.draft_adaptive)
         if self.drafter == "model" and self.draft_model is None:
             raise UserError(
                 "drafter is 'model', so draft_model must name a model with the same tokenizer"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from common.errors import integer, number
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from paged_cache import EngineBuilder, Feature
@@ -23,15 +22,16 @@ class Structured(Feature):
     name = "structured"
     phase = 12
 
-    grammar_seconds: float = option(2.0, "most seconds that a grammar may take to compile")
-    grammar_cache_bytes: int = option(
-        256 << 20, "bytes of compiled grammars that are kept while no request uses them"
+    grammar_seconds: float = option(
+        2.0,
+        "most seconds that a grammar may take to compile",
+        low=0.0,
+        high=600.0,
+        above_low=True,
     )
-
-    def __post_init__(self) -> None:
-        """Check the options; raise `UserError` for a value out of its limits."""
-        number("grammar_seconds", self.grammar_seconds, low=0.0, high=600.0, above_low=True)
-        integer("grammar_cache_bytes", self.grammar_cache_bytes, low=0)
+    grammar_cache_bytes: int = option(
+        256 << 20, "bytes of compiled grammars that are kept while no request uses them", low=0
+    )
 
     def install(self, builder: EngineBuilder) -> None:
         """Replace the engine's grammar manager, which masks nothing, by one that follows grammars.

@@ -136,9 +136,7 @@ class App:
         await http.json({"status": self.state}, 200 if self.state == "ready" else 503)
 
     async def _models(self, http: HttpRequest) -> None:
-        """Send the description of the served model, alone or in a list of one. Raises `ApiError` (503) before
-        it is ready.
-        """
+        """Send the model's description, alone or in a list; raise `ApiError` (503) before it is ready."""
         card = {
             "id": self.model.name,
             "object": "model",
@@ -188,8 +186,7 @@ class App:
         source: str | None = None,
         threaded: bool = False,
     ) -> T:
-        """Decode and parse the body of `http`; a thread does it unless the body is short, so that no stream
-        waits.
+        """Decode and parse the body of `http`, in a thread unless it is short, so that no stream waits.
 
         parse: returns a value, given the decoded fields and the engine's sizes (`Ready`).
         source: the field that an error is about unless it names one. threaded: always use a thread.

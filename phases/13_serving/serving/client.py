@@ -49,8 +49,7 @@ class Sink(Protocol):
 
 
 class EngineClient:
-    """Sends requests to an engine and gives the tokens to their sinks. A subclass starts and watches the
-    engine.
+    """Sends requests to an engine and gives the tokens to their sinks. A subclass runs the engine.
 
     state: of the engine; only at "ready" it takes completions.
     ready, stats: the engine's sizes, and its statistics after the last step.
@@ -119,9 +118,7 @@ class EngineClient:
             self.tell(AbortRequests(mine))
 
     def tell(self, command: Command) -> None:
-        """Send a command to the engine. Commands given in one turn of the event loop travel in one
-        message.
-        """
+        """Send a command to the engine; those given in one turn of the event loop travel in one message."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(command)
@@ -140,8 +137,7 @@ class EngineClient:
 
         A sink takes first what was noted, then its tokens in their order. An end with a token arrives with
         the token, another afterwards. A sink that ends or leaves is called no more, and is not in flight when
-        it gets its end. The hooks come last. Sinks may abort completions, their own and others, while this
-        runs.
+        it gets its end. The hooks come last. Sinks may abort completions, any of them, while this runs.
         """
         self.stats, sinks = step.stats, self._sinks
         for number, kind, values in step.notes:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from serving.completion import Choice, ChoiceGroup, Piece
 
+DEFAULTS = SamplingParams()
 Delta = dict[str, Any]
 """An addition to a message: `reasoning_content`, `content`, or `tool_calls` with a call or a part of one."""
 
@@ -105,7 +106,7 @@ class ParsedRequest:
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: SamplingParams = DEFAULTS
     options: dict[str, Any] = field(default_factory=dict)
     seconds: float = inf
     names: dict[str, str] = field(default_factory=dict)

@@ -115,9 +115,7 @@ class Worker:
             self.turn()
 
     def turn(self) -> None:
-        """Carry out all commands that have come, run a step if the engine has requests, and send a report if
-        needed.
-        """
+        """Carry out all commands that have come, run a step if there are requests, and report it."""
         for command in self.channel.receive(IDLE_SECONDS if self.engine.idle else 0.0):
             self.obey(command)
         if self._stopped:
@@ -130,9 +128,7 @@ class Worker:
             self.channel.send(self._report(outputs, started))
 
     def obey(self, command: Command) -> None:
-        """Carry out one command. An error in a request is reported to its sender and harms no other
-        request.
-        """
+        """Carry out one command. An error in a request is reported to its sender and harms no other."""
         match command:
             case AddRequest():
                 self._add(command)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from common.device import pick_device
-from common.errors import UserError, integer
+from common.errors import UserError
 from common.options import option
 from cuda_graphs import Graphs
 from forward.loading import config_of
@@ -39,12 +39,11 @@ class Parallel(Feature):
     phase = 14
 
     tensor_parallel: int = option(
-        1, "GPUs (or processes) that share the model's heads, MLP and vocabulary"
+        1,
+        "GPUs (or processes) that share the model's heads, MLP and vocabulary",
+        low=1,
+        high=MOST_RANKS,
     )
-
-    def __post_init__(self) -> None:
-        """Check the options; raise `UserError` for a value out of its limits."""
-        integer("tensor_parallel", self.tensor_parallel, low=1, high=MOST_RANKS)
 
     def configure_load(self, builder: EngineBuilder) -> None:
         """Let each of several ranks build an engine of its own, by changing `builder`; do nothing for one

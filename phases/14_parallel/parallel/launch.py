@@ -47,7 +47,7 @@ def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
     joining: set[int] = set()
     # Only here can the wait for a rank end with its process; inside the library it cannot.
     while len(joining) < workers.size - 1:
-        replies = workers.collect_replies(wait=0.05)
+        replies = workers.collect_replies()
         joining |= {rank for rank, reply in replies if isinstance(reply, Joining)}
         workers.check()
     ranks = Ranks(0, workers.size, device, open_store(path, workers.size))
@@ -92,7 +92,7 @@ def together(
             )
             results = {0: function(ranks, *given)}
         while len(results) < size:
-            results |= dict(workers.collect_replies(wait=0.05))
+            results |= dict(workers.collect_replies())
             workers.check()
     except BaseException as error:
         if not isinstance(error, WorkerLostError):

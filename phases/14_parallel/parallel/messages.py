@@ -1,10 +1,7 @@
-"""Messages from rank 0 to the other ranks, their replies, and the channel that they come by, pickled."""
+"""Messages from rank 0 to the other ranks, and their replies; each is sent pickled."""
 
 from __future__ import annotations
 
-import os
-import pickle
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,21 +105,3 @@ class RunFunction(NamedTuple):
 
 class Closed(NamedTuple):
     """Rank 0's message: the engine and the process group are not needed any more."""
-
-
-class BroadcastChannel:
-    """A worker's connection to rank 0, over which it receives messages and sends replies."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-
-    def receive(self) -> Any:
-        """Return rank 0's next message. Ends this process if rank 0 has ended."""
-        try:
-            return pickle.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            os._exit(0)
-
-    def send(self, message: Any) -> None:
-        """Send a message to rank 0."""
-        self.connection.send_bytes(pickle.dumps(message))

@@ -19,7 +19,6 @@ from common.errors import UserError
 from parallel.broadcast import StepWorker
 from parallel.feature import rank_engine
 from parallel.messages import (
-    BroadcastChannel,
     Build,
     Closed,
     ForwardMessage,
@@ -40,7 +39,7 @@ def main(descriptor: int, rank: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with, args=(descriptor,), daemon=True).start()
     try:
-        serve(BroadcastChannel(Connection(descriptor)), rank)
+        serve(Connection(descriptor), rank)
     except UserError:
         os._exit(2)  # rank 0 has found the same error and reports it
     except BaseException:
@@ -49,42 +48,36 @@ def main(descriptor: int, rank: int) -> None:
         os._exit(1)  # an ordinary exit would wait for NCCL, which waits for the others
 
 
-def serve(channel: BroadcastChannel, rank: int) -> NoReturn:
-    """Receive rank 0's messages from `channel` and carry out each of them; never returns, the process ends
-    with rank 0.
+def serve(connection: Connection, rank: int) -> NoReturn:
+    """Receive rank 0's messages from `connection` and carry out each of them: build an engine, run halves of
+    its steps, run a function. Never returns: the process ends with rank 0.
     """
-    ranks: Ranks | None = None
+    ranks: Any = None
+    worker: Any = None
     while True:
-        message = channel.receive()
-        if isinstance(message, Join):
-            channel.send(Joining())
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        if isinstance(message, ForwardMessage):
+            worker.forward(message)
+        elif isinstance(message, SampleMessage):
+            worker.sample(message)
+        elif isinstance(message, Join):
+            connection.send(Joining())
             torch.set_num_threads(message.threads)
             store = open_store(message.path, message.size)
             ranks = Ranks(rank, message.size, device_of(message.device, rank), store)
         elif isinstance(message, Build):
-            assert ranks is not None
-            run_steps(message, ranks, channel)
-            ranks.close()
+            runner: Any = rank_engine(message.recipe, ranks).runner
+            worker = StepWorker(runner, runner.cache)
         elif isinstance(message, RunFunction):
-            channel.send(resolve_function(message)(ranks, *message.given))
+            connection.send(resolve_function(message)(ranks, *message.given))
         elif isinstance(message, Closed) and ranks is not None:
+            if worker is not None:
+                worker.runner.release()
+                worker = runner = None
             ranks.close()
-
-
-def run_steps(message: Build, ranks: Ranks, channel: BroadcastChannel) -> None:
-    """Build an engine by the message's recipe, and run the halves of steps that come, until rank 0 closes it.
-
-    ranks: this rank of the process group. channel: the connection to rank 0.
-    """
-    runner: Any = rank_engine(message.recipe, ranks).runner
-    worker = StepWorker(runner, runner.cache)
-    while not isinstance(step := channel.receive(), Closed):
-        if isinstance(step, ForwardMessage):
-            worker.forward(step)
-        else:
-            assert isinstance(step, SampleMessage), f"rank {ranks.rank} received {step!r}"
-            worker.sample(step)
-    runner.release()
 
 
 def resolve_function(call: RunFunction) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ PROGRAM = (
 )
 LOSS_SECONDS = 2.0
 """Most seconds from the moment that a process's connections break until the system reports its end."""
+REPLY_SECONDS = 0.05
 LAST_RESORT = 8.0
 """Seconds after a loss when rank 0 ends its own process if that still waits on a device for the lost rank."""
 
@@ -101,16 +102,16 @@ class WorkerGroup:
             with suppress(OSError):
                 member.connection.send_bytes(data)
 
-    def collect_replies(self, *, wait: float = 0.0) -> list[tuple[int, Any]]:
+    def collect_replies(self) -> list[tuple[int, Any]]:
         """Return the ranks' replies that have come, as (rank, reply) pairs; possibly none.
 
-        wait: seconds to wait for a reply of each rank, until the first has come.
+        It waits `REPLY_SECONDS` for a reply of each rank, until the first has come.
         """
         found: list[tuple[int, Any]] = []
         for member in self.members:
             with suppress(OSError, EOFError):  # see `broadcast`
-                while member.connection.poll(wait if not found else 0.0):
-                    found.append((member.rank, pickle.loads(member.connection.recv_bytes())))
+                while member.connection.poll(0.0 if found else REPLY_SECONDS):
+                    found.append((member.rank, member.connection.recv()))
         return found
 
     def lose(self, reason: str) -> None:

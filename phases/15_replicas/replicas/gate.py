@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 KEY = "ladder"
 """Of what travels in a request's scope."""
+NOTES: dict[str, Any] = {"number": -1, "chain": [], "body": b"", "wanted": "", "avoid": []}
+"""What travels there: the proxy's number of the request, hashes of its beginnings, its body, the name of the
+replica to be asked, and of those to be avoided."""
 NAME = b"x-ladder-replica"
 """Header of an answer: the replica that gave it. Of a GET: the one that is asked."""
 LIMITS = "LADDER_LIMITS"
@@ -69,8 +72,7 @@ class Gate:
                 raise ConnectionError("the reader is too slow") from None
 
         number = next(self._numbers)
-        said: dict[str, Any] = {"number": number, "chain": [], "body": b""}
-        said |= {"wanted": "", "avoid": []}
+        said = NOTES | {"number": number, "avoid": []}
         try:
             most = self.limits.max_header_bytes  # Ray's server has no limit of its own
             if head_bytes(scope) > most:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from common.errors import UserError, choice, integer, number
-from common.options import option
+from common.errors import UserError, integer
+from common.options import check_options, option
 
 ROUTES = ("prefix", "least-loaded", "round-robin")
 MOST_REPLICAS = 1024
+POSITIVE = {"low": 0.0, "high": 1e6, "above_low": True}
 
 
 @dataclass(frozen=True)
@@ -21,20 +22,28 @@ class ReplicaOptions:
     """
 
     replicas: int = option(
-        0, "copies of the server, run by Ray Serve; 0: one server, without Ray"
+        0,
+        "copies of the server, run by Ray Serve; 0: one server, without Ray",
+        low=0,
+        high=MOST_REPLICAS,
     )
     max_replicas: int | None = option(
         None, "most replicas; they are added while requests queue"
     )
-    queue: float = option(16.0, "requests per replica above which another replica is added")
+    queue: float = option(
+        16.0, "requests per replica above which another replica is added", **POSITIVE
+    )
     patience: float = option(
-        30.0, "seconds of high or low load before replicas are added or removed"
+        30.0, "seconds of high or low load before replicas are added or removed", **POSITIVE
     )
     route: Literal["prefix", "least-loaded", "round-robin"] = option(
-        "prefix", "how a request's replica is chosen"
+        "prefix", "how a request's replica is chosen", choices=ROUTES
     )
     imbalance: int = option(
-        8, "requests that the replica with the prefix may have more than the least loaded"
+        8,
+        "requests that the replica with the prefix may have more than the least loaded",
+        low=0,
+        high=1 << 20,
     )
     cluster: str | None = option(
         None, "address of a Ray cluster of several machines; none: this machine alone"
@@ -42,7 +51,7 @@ class ReplicaOptions:
 
     def __post_init__(self) -> None:
         """Raise `UserError` for a value out of its limits."""
-        integer("replicas", self.replicas, low=0, high=MOST_REPLICAS)
+        check_options(self)
         if self.max_replicas is not None:
             integer(
                 "max_replicas",
@@ -50,10 +59,6 @@ class ReplicaOptions:
                 low=max(1, self.replicas),
                 high=MOST_REPLICAS,
             )
-        number("queue", self.queue, low=0.0, high=1e6, above_low=True)
-        number("patience", self.patience, low=0.0, high=1e6, above_low=True)
-        choice("route", self.route, ROUTES)
-        integer("imbalance", self.imbalance, low=0, high=1 << 20)
         for item in fields(self):
             if not self.replicas and getattr(self, item.name) != item.default:
                 raise UserError(

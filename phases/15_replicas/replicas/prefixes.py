@@ -28,17 +28,9 @@ class PromptFields(Struct):
     cache_salt: Raw = Raw(b"")
 
 
-class PreviousResponse(Struct):
-    """The request's field `previous_response_id`, set if it goes on from a stored conversation."""
-
-    previous_response_id: str = ""
-
-
 _decoder = msgspec.json.Decoder(PromptFields)
-_previous = msgspec.json.Decoder(PreviousResponse)
-UNREADABLE = (msgspec.DecodeError, RecursionError)
-"""What a body raises that is no JSON, or too deep; its replica refuses it."""
-_KEEPER = re.compile(r"resp_([^_]+)_")
+_KEEPER = re.compile(rb'"previous_response_id"\s*:\s*"resp_([^_"]+)_')
+"""Finds the field of a request that goes on from a stored conversation; quotes inside a text are escaped."""
 
 
 def keeper_of(body: bytes) -> str:
@@ -48,13 +40,8 @@ def keeper_of(body: bytes) -> str:
     body: of the request, JSON. The id of a previous response begins with the name of the replica that has
         made it.
     """
-    if b"previous_response_id" not in body:
-        return ""
-    try:
-        found = _KEEPER.match(_previous.decode(body).previous_response_id)
-    except UNREADABLE:
-        return ""
-    return found[1] if found else ""
+    found = _KEEPER.search(body)
+    return found[1].decode(errors="replace") if found else ""
 
 
 def chain_of(body: bytes) -> list[int]:
@@ -66,7 +53,10 @@ def chain_of(body: bytes) -> list[int]:
     """
     try:
         found = _decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (
+        msgspec.DecodeError,
+        RecursionError,
+    ):  # no JSON, or too deep: its replica refuses it
         return []
     parts = [bytes(found.tools), *map(bytes, found.messages), bytes(found.prompt)]
     text = b"".join(parts)[: BLOCK * LONGEST]

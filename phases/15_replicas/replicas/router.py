@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from replicas import heartbeats  # Ray copies what else this file names, but not a module
-from replicas.gate import KEY
+from replicas.gate import KEY, NOTES
 from replicas.routing import InFlight, Policy, make_policy
 
 
@@ -127,4 +127,4 @@ def routing_fields(request: PendingRequest) -> dict[str, Any]:
     said: dict[str, Any] | None = None
     if request.args and isinstance(request.args[0], bytes):
         said = pickle.loads(request.args[0]).asgi_scope.get(KEY)
-    return said or {"number": -1, "chain": [], "body": b"", "wanted": "", "avoid": []}
+    return said or NOTES

@@ -102,14 +102,13 @@ class PrefixAware(Policy):
 
     imbalance: the bound: no request goes to a replica that has more than so many requests over the least
         loaded one.
-    capacity: blocks that each replica is assumed to hold.
 
     The bound keeps a prefix that all requests share from making one replica do all the work. Beyond it the
     request goes elsewhere, and from then on two replicas know the prefix.
     """
 
-    def __init__(self, imbalance: int = 8, capacity: int = CAPACITY) -> None:
-        self.imbalance, self.capacity = imbalance, capacity
+    def __init__(self, imbalance: int = 8) -> None:
+        self.imbalance = imbalance
         self._memory: dict[str, Memory] = {}
         self._idle = LeastLoaded()
 
@@ -144,7 +143,7 @@ class PrefixAware(Policy):
 
     def memory(self, replica: str) -> Memory:
         """Return the blocks that the replica of this name is assumed to hold."""
-        return self._memory.setdefault(replica, Memory(self.capacity))
+        return self._memory.setdefault(replica, Memory(CAPACITY))
 
 
 def make_policy(route: str, imbalance: int) -> Policy:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-from common.errors import UserError, integer
-from common.options import option
 from experts.grouped_experts import GroupedExperts, group_experts
 from experts.layer import Experts
-from forward.loading import facts_of
 from forward.model import Model
 from paged_cache import EngineBuilder, Feature
 from quant.linear import QuantLinear
@@ -24,26 +21,8 @@ class MixtureOfExperts(Feature):
     name = "experts"
     phase = 16
 
-    active_experts: int | None = option(
-        None, "experts that a token goes through, instead of as many as the model says"
-    )
-
-    def __post_init__(self) -> None:
-        """Check the options; raise `UserError` for a value out of range."""
-        if self.active_experts is not None:
-            integer("active_experts", self.active_experts, low=1)
-
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Let `builder` group the experts of each layer in two tensors when the model is loaded.
-
-        Raises:
-            UserError: the options ask for more experts than a layer has.
-        """
-        count = self.active_experts
-        facts = facts_of(builder.recipe.model).experts if count is not None else None
-        if count is not None and (facts is None or count > facts.count):
-            has = "the model has no experts" if facts is None else f"a layer has {facts.count}"
-            raise UserError(f"active_experts is {count}, but {has}")
+        """Let `builder` group the experts of each layer in two tensors when the model is loaded."""
         builder.surgeries.append(self._group)
 
     def _group(self, builder: EngineBuilder) -> None:
@@ -57,13 +36,7 @@ class MixtureOfExperts(Feature):
             return
         kernels = builder.feature(Kernels) is not None
         model = builder.own_model()
-        if self.active_experts is not None:
-            assert model.config.experts is not None
-            facts = replace(model.config.experts, top_k=self.active_experts)
-            model.config = replace(model.config, experts=facts)
         for layer in expert_layers(model):
-            assert model.config.experts is not None
-            layer.facts = model.config.experts
             quantized = any(isinstance(part, QuantLinear) for part in layer.experts.modules())
             if kernels or not quantized:
                 layer.experts = group_experts(layer.experts, model.config.activation)

@@ -104,7 +104,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map hidden states `[..., hidden]` to the experts' outputs, same shape and dtype."""
         flat = x.flatten(0, -2)  # [T, hidden]
-        weights, chosen = self.choose(flat)
+        weights, chosen = self.route(
+            self.gate(flat), self.facts.top_k, self.facts.normalize
+        )  # [T, k] each
         total: Tensor = self.experts(
             flat, weights, chosen - self.first if self.first else chosen
         )
@@ -114,9 +116,3 @@ class Experts(nn.Module):
             gate = torch.sigmoid(self.shared_expert_gate(flat))
             total = total + gate * self.shared_expert(flat)
         return total.to(x.dtype).view(x.shape)
-
-    def choose(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the router's weights `[T, k]` float32 and numbers of experts `[T, k]` int64 for the hidden
-        states `flat [T, hidden]`.
-        """
-        return self.route(self.gate(flat), self.facts.top_k, self.facts.normalize)

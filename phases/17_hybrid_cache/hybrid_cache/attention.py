@@ -12,7 +12,21 @@ from paged_cache.attention import TorchPagedAttention
 from paged_cache.pool import LayerBlocks
 
 
-class GroupedTorch(TorchPagedAttention, Mixer):
+class PoolMixer(Mixer):
+    """A `Mixer` over the states that lie in the pool of an attention object."""
+
+    pool: HybridPool
+
+    def mix(self, inputs: DeltaInputs) -> Tensor:
+        """Return the outputs `[T, H, Dv]` of a Gated DeltaNet layer, and update its states in the pool.
+
+        inputs: queries, keys, values, decays and weights of the layer for `T` tokens.
+        """
+        assert self.pool.states is not None
+        return self.pool.states.mix(inputs)
+
+
+class GroupedTorch(TorchPagedAttention, PoolMixer):
     """Paged attention in plain torch for several KV cache groups: each has its own block tables and slots.
 
     A block that a sliding window has freed reads as zeros, from the null block; the mask excludes it anyway.
@@ -39,11 +53,3 @@ class GroupedTorch(TorchPagedAttention, Mixer):
         group = self.pool.group_of[layer.index]
         self.batch, self._others = self.batches[group], self._tables[group]
         return self.pool.layers[layer.index], self.batch.slots
-
-    def mix(self, inputs: DeltaInputs) -> Tensor:
-        """Return the outputs `[T, H, Dv]` of a Gated DeltaNet layer, and update its states in the pool.
-
-        inputs: queries, keys, values, decays and weights of the layer for `T` tokens.
-        """
-        assert self.pool.states is not None
-        return self.pool.states.mix(inputs)

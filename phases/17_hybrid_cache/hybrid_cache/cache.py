@@ -62,7 +62,7 @@ class HybridCache(PrefixCache):
     """The scheduler's KV cache for models whose layers differ: full attention, sliding windows, states.
 
     rows, max_len: most running requests, and most tokens of each. index: finds cached prefixes; None: there
-        is none. block_size: tokens of a page. watermark: share of blocks that admission leaves free.
+        is none. block_size: tokens of a page.
     blocks: number of blocks of the pool, of one group's layers each, the null block included.
     layout: groups of layers. step_tokens: most tokens of one request in a step.
 
@@ -87,12 +87,9 @@ class HybridCache(PrefixCache):
         layout: LayerGroups,
         *,
         step_tokens: int,
-        watermark: float = 0.01,
     ) -> None:
         pages = page_count(layout, blocks, rows, -(-max_len // block_size))
-        super().__init__(
-            rows, max_len, pages, block_size, index or RadixIndex(), watermark=watermark
-        )
+        super().__init__(rows, max_len, pages, block_size, index or RadixIndex())
         self._keeps = index is not None
         self.allocator = PageAllocator(pages, self._evict_page)
         self.block_pool = LruPool(blocks - 1)

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from continuous.batch import Batch
 from forward.attention import LayerSpec
-from hybrid_cache.attention import GroupedTorch
+from hybrid_cache.attention import GroupedTorch, PoolMixer
 from hybrid_cache.pool import HybridPool
-from hybrid_cache.states.mixer import DeltaInputs, Mixer
 from paged_cache.attention import PagedBatch
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.attention import TritonPagedAttention
 
 
-class GroupedTriton(TritonPagedAttention, Mixer):
+class GroupedTriton(TritonPagedAttention, PoolMixer):
     """Paged attention by Triton for several KV cache groups: planned once a step, with each group's tables
     and slots.
 
@@ -60,11 +59,3 @@ class GroupedTriton(TritonPagedAttention, Mixer):
         """
         self.batch = self.batches[self.pool.group_of[layer.index]]
         return self.pool.layers[layer.index], self.batch.slots
-
-    def mix(self, inputs: DeltaInputs) -> Tensor:
-        """Return the outputs `[T, H, Dv]` of a Gated DeltaNet layer, and update its states in the pool.
-
-        inputs: queries, keys, values, decays and weights of the layer for `T` tokens.
-        """
-        assert self.pool.states is not None
-        return self.pool.states.mix(inputs)

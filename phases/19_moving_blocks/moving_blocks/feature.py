@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.device import free_memory
-from common.errors import UserError, choice, integer, number, text
+from common.errors import UserError, text
 from common.options import option
 from hybrid_cache import Hybrid, LayerGroups
 from moving_blocks.admission import AdmissionGate, ConnectorLoop
@@ -31,6 +31,8 @@ from prefix_cache import INDEXES, Prefix
 HOST_BYTES = {"cuda": 4 << 30, "cpu": 1 << 28, "mps": 1 << 28}
 """The second tier, unless the caller says otherwise, or a quarter of the free memory is less."""
 
+RATE = {"low": 0.0, "high": 1e12, "above_low": True}
+
 
 @dataclass(frozen=True)
 class MovingBlocks(Feature):
@@ -39,35 +41,33 @@ class MovingBlocks(Feature):
     name = "moving_blocks"
     phase = 19
 
-    host_bytes: int | None = option(None, "bytes of host memory for blocks of the cache")
+    host_bytes: int | None = option(
+        None, "bytes of host memory for blocks of the cache", low=1
+    )
     disk_folder: str | None = option(
         None, "folder of files with blocks, which a restarted server finds; none by default"
     )
-    disk_bytes: int = option(4 << 30, "most bytes of these files; the oldest go first")
+    disk_bytes: int = option(4 << 30, "most bytes of these files; the oldest go first", low=1)
     offload: str = option(
         "auto",
         "when a block goes to host memory: evicted, computed, or auto (computed if there is a disk_folder, "
         "or if host memory is as large as a GPU's cache)",
+        choices=("auto", "evicted", "computed"),
     )
     prefill_rate: float | None = option(
         None,
         "tokens a second of a short prompt, to choose load or recompute; measured by default",
+        **RATE,
     )
     load_rate: float | None = option(
-        None, "gigabytes a second from host memory; measured by default"
+        None, "gigabytes a second from host memory; measured by default", **RATE
     )
 
     def __post_init__(self) -> None:
         """Check the options; raise `UserError` for a value out of its limits."""
-        if self.host_bytes is not None:
-            integer("host_bytes", self.host_bytes, low=1)
+        super().__post_init__()
         if self.disk_folder is not None and not text("disk_folder", self.disk_folder):
             raise UserError("disk_folder is '', but must name a folder")
-        integer("disk_bytes", self.disk_bytes, low=1)
-        choice("offload", self.offload, ("auto", "evicted", "computed"))
-        for name, rate in (("prefill_rate", self.prefill_rate), ("load_rate", self.load_rate)):
-            if rate is not None:
-                number(name, rate, low=0.0, high=1e12, above_low=True)
 
     def install(self, builder: EngineBuilder) -> None:
         """Replace the builder's cache, grammar manager and loop by those that move blocks, and attach host

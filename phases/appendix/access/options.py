@@ -6,8 +6,8 @@ import re
 import socket
 
 from common.errors import UserError
-from phases.appendix.access.cors import ANY
 
+ANY = "*"
 HOST = r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?"
 ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+"
 

@@ -17,6 +17,7 @@ class CustomAllReduce(Feature):
 
     name = "own_sums"
     phase = 14
+    needs = (Kernels,)
     on_with = (Parallel, Kernels)
     on_device = "cuda"
 
@@ -27,8 +28,8 @@ class CustomAllReduce(Feature):
         split = builder.feature(Split)
         if split is None:
             return
-        if builder.model.device.type != "cuda" or builder.feature(Kernels) is None:
-            raise UserError("own_sums is on, but sums by kernels need kernels on a GPU")
+        if builder.model.device.type != "cuda":
+            raise UserError("own_sums is on, but sums by kernels need a GPU")
         # Triton comes with it.
         from phases.appendix.all_reduce.symmetric import OtherRanks, SymmetricMemoryReducer
 

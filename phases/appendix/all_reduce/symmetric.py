@@ -108,16 +108,15 @@ class SymmetricMemoryReducer(Reducer):
         rows, size = part.numel() // self.hidden, self.hidden
         out = torch.empty_like(part)
         padded = triton.next_power_of_2(size)
-        early = rows <= DEPENDENT_ROWS and dependent_launch(part.device)
         all_reduce_kernel[(min(rows, PROGRAMS),)](
             out, part, part if residual is None else residual,
             self.shared.table, self.barriers_passed, self.shared.stop, rows,
             RANK=ranks.rank, RANKS=ranks.size, RANKS_PAD=triton.next_power_of_2(ranks.size),
             SIZE=size, SIZE_PAD=padded, SLOT=self.place, HALF=self.half,
             COUNTERS=2 * self.half,
-            ADD=residual is not None, PDL=early,
+            ADD=residual is not None,
             num_warps=min(16, max(1, padded // 256)),
-            **({"launch_pdl": True} if early else {}),
+            **dependent_launch(part.device, rows <= DEPENDENT_ROWS),
         )  # fmt: skip
         return out
 

@@ -14,12 +14,14 @@ from msgspec import Struct
 
 from common.errors import UserError
 from common.text.tokenizer import Tokenizer
+from phases.appendix.tools.described import text_of
 from phases.appendix.tools.formats import HERMES, OPENING
 from phases.appendix.tools.reader import decided_length, settled
 from serving.parsed import Delta, MessageReader, ParsedRequest
 
 BEGIN, END = "<think>", "</think>"
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+RECIPIENT = "to=functions."
 ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 """Marks of gpt-oss's format behind a message: https://github.com/openai/harmony."""
 TAIL = 8
@@ -81,6 +83,9 @@ class Reasoning:
             within = opened(tokenizer, request.prompts[0])
             if within is None:
                 return
+            if request.variables.get("continue_final_message"):
+                said = text_of(request.messages[-1]["content"])
+                within = within or said.rfind(BEGIN) > said.rfind(END)
             request.reader = lambda: ThinkReader(within, inner and inner())
             marks = [BEGIN, END]
         ids = {tokenizer.backend.token_to_id(mark) for mark in marks}
@@ -117,18 +122,11 @@ class ReasoningReader:
     inner: reads the answer, such as for tool calls; None: all of it is content.
     """
 
-    _reasoning_tokens = 0
-
     def __init__(self, inner: MessageReader | None = None) -> None:
         self._inner = inner
         self._rest = ""
         self._reasoning_parts: list[str] = []
         self.calls = [] if inner is None else inner.calls
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Return how many tokens so far belong to the reasoning, at least in part."""
-        return self._reasoning_tokens
 
     @property
     def complete(self) -> bool:
@@ -247,6 +245,7 @@ class ChannelReader(ReasoningReader):
     inner: finds the calls of tools; None: there are no tools.
     """
 
+    reasoning_tokens = 0
     _state: Literal["start", "head", "analysis", "answer", "call"] = "start"
 
     def answer(self, text: str, last: bool) -> str:
@@ -254,14 +253,15 @@ class ChannelReader(ReasoningReader):
         self._rest += text
         before, answer = self._state, list[str]()
         if self._state == "start":
-            if CHANNEL.startswith(self._rest[: len(CHANNEL)]) and not last:
-                self._state = "start" if len(self._rest) < len(CHANNEL) else "head"
-            else:
-                self._state = "head" if self._rest.startswith(CHANNEL) else "answer"
+            heads = (CHANNEL, " " + RECIPIENT)
+            if any(self._rest.startswith(head) for head in heads):
+                self._state = "head"
+            elif last or not any(head.startswith(self._rest) for head in heads):
+                self._state = "answer"
         while self._state != "start" and self._step(answer, last):
             pass
         if before == self._state == "analysis":
-            self._reasoning_tokens += 1
+            self.reasoning_tokens += 1
         return "".join(answer)
 
     def _step(self, answer: list[str], last: bool) -> bool:
@@ -298,9 +298,10 @@ class ChannelReader(ReasoningReader):
 
         head: what stands between the marks of channel and message, such as `final`.
         """
-        channel, _, to = head.rpartition(CHANNEL)[2].strip().partition(" ")
-        name = to.strip().removeprefix("to=functions.").partition(" ")[0].partition("<")[0]
-        if self._inner is not None and to.strip().startswith("to=functions."):
+        channel = head.rpartition(CHANNEL)[2].strip().partition(" ")[0]
+        _, called, name = head.partition(RECIPIENT)  # behind the role or behind the channel
+        name = name.partition(" ")[0].partition("<")[0]
+        if self._inner is not None and called:
             self._state = "call"
             return (
                 HERMES.trigger

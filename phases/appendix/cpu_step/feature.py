@@ -198,9 +198,7 @@ class OneCall:
         )
         return [
             self.norm(ADD, block.input_layernorm),
-            *self.products(
-                attention, self.h, self.projected, "qkv_proj", "q_proj", "k_proj", "v_proj"
-            ),
+            *self.products(attention, self.h, self.projected, "q_proj", "k_proj", "v_proj"),
             self.operator(TURN, self.projected, self.projected, turns, **heads, **norms),
             self.operator(
                 ATTEND, self.projected, self.mixed, spec.num_heads, factor=spec.scale, **heads
@@ -208,9 +206,7 @@ class OneCall:
             *self.products(attention, self.mixed, self.y, "o_proj"),
             *([self.norm(NORM, block.post_attention_layernorm)] if self.gemma else []),
             self.norm(ADD, before),
-            *self.products(
-                block.mlp, self.h, self.projected, "gate_up_proj", "gate_proj", "up_proj"
-            ),
+            *self.products(block.mlp, self.h, self.projected, "gate_proj", "up_proj"),
             self.operator(
                 gate, self.projected, self.projected, inputs=config.intermediate_size
             ),
@@ -224,10 +220,10 @@ class OneCall:
         Args:
             owner: the module with the layers.
             x, y: columns of the workspace for the input and for the first output.
-            names: of children of `owner`; those that it does not have are skipped.
+            names: of children of `owner`.
         """
-        children = dict[str, Any](owner.named_children())
-        for layer in (children[name] for name in names if name in children):
+        for name in names:
+            layer: Any = owner.get_submodule(name)
             fields = self.product_fields(layer)
             bias = None if layer.bias is None else layer.bias.float()
             yield self.operator(x=x, y=y, bias=bias, **fields)
@@ -353,14 +349,6 @@ def one_call(runner: PagedRunner) -> OneCall | None:
         with suppress(NotImplementedError):
             return OneCall(compiled, runner)
     return None
-
-
-def instructions() -> str:
-    """Return the name of the vector instructions that compiled steps use here; "" without a compiler."""
-    compiled = library()
-    if compiled is None:
-        return ""
-    return {16: "AVX-512", 8: "AVX2"}.get(compiled.register_width(), "registers of 16 bytes")
 
 
 @cache

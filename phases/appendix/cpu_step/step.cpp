@@ -323,8 +323,6 @@ struct Step {
   }
 };
 
-extern "C" Int register_width() { return WIDTH; }
-
 extern "C" void run(const Operator *operators, float *workspace, const Int *positions, const int32_t *tables, Int count,
                     Int T, Int width, Int columns, Int half, Int threads) {
   Step step{operators, workspace, positions, tables, count, T, width, columns, half};

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from common.errors import UserError
 from hybrid_cache import Hybrid
 from paged_cache import EngineBuilder, Feature, PagedAttention
 from triton_paged_attention import Kernels
@@ -20,14 +19,13 @@ class DeltaLayers(Feature):
 
     name = "delta_layers"
     phase = 17
-    on_with = (Hybrid, Kernels)
+    needs = on_with = (Hybrid, Kernels)
 
     def configure_load(self, builder: EngineBuilder) -> None:
         """Let the loader replace Qwen3.5's layers by fused ones, before other features replace their
         products.
         """
-        if builder.feature(Kernels) is not None:
-            builder.surgeries.append(_fuse)
+        builder.surgeries.append(_fuse)
 
     def install(self, builder: EngineBuilder) -> None:
         """Let one kernel look up KV blocks and state slots of each step, instead of many operations of
@@ -35,10 +33,6 @@ class DeltaLayers(Feature):
         """
         if builder.model.config.delta is None:
             return
-        if builder.feature(Hybrid) is None or builder.feature(Kernels) is None:
-            raise UserError(
-                "delta_layers is on, but hybrid_cache is off, or layers are left to torch"
-            )
         builder.attention.decorate(self, lambda made: partial(_attention, made))
 
 

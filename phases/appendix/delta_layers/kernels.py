@@ -219,55 +219,15 @@ def scan_kernel(
         tl.store(states + into * size + place, state, mask=mask)
         values = 2 * KH * DK + head * DV
         shift(
-            row,
-            kept,
-            source,
-            boundary,
-            into,
-            cut,
-            count,
-            values,
-            C,
-            W,
-            W_PAD,
-            WIDTH,
-            DV,
-            DV_PAD,
-        )
+            row, kept, source, boundary, into, cut, count, values,
+            C, W, W_PAD, WIDTH, DV, DV_PAD,
+        )  # fmt: skip
         if head % GROUPS == 0:
-            queries, keys = key_head * DK, (KH + key_head) * DK
-            shift(
-                row,
-                kept,
-                source,
-                boundary,
-                into,
-                cut,
-                count,
-                queries,
-                C,
-                W,
-                W_PAD,
-                WIDTH,
-                DK,
-                DK_PAD,
-            )
-            shift(
-                row,
-                kept,
-                source,
-                boundary,
-                into,
-                cut,
-                count,
-                keys,
-                C,
-                W,
-                W_PAD,
-                WIDTH,
-                DK,
-                DK_PAD,
-            )
+            for part in tl.static_range(2):  # queries, keys
+                shift(
+                    row, kept, source, boundary, into, cut, count, (part * KH + key_head) * DK,
+                    C, W, W_PAD, WIDTH, DK, DK_PAD,
+                )  # fmt: skip
 
 
 def scan(
@@ -322,11 +282,10 @@ def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Ten
         "C": layer.channels, "W": layer.conv_width, "W_PAD": triton.next_power_of_2(layer.conv_width),
         "WIDTH": x.shape[1],
     }  # fmt: skip
-    early = len(x) == 1 and dependent_launch(x.device)
-    how = {"PDL": early, "num_warps": 8, **({"launch_pdl": True} if early else {})}
     step_kernel[pool.step.shape[1], layer.key_heads](
-        *given(out, pool, weights, x), **sizes, **how
-    )
+        *given(out, pool, weights, x), **sizes, num_warps=8,
+        **dependent_launch(x.device, len(x) == 1),
+    )  # fmt: skip
     if not decodes:
         scan(out, pool, weights, x, sizes)
     return out.view(len(x), -1)
@@ -358,10 +317,9 @@ def apply_gate_kernel(
 def apply_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Return `x * sigmoid(gate)`, both `[T, N]`; the rows of `gate` may have any stride."""
     out, size = torch.empty_like(x), x.shape[-1]
-    early = len(x) == 1 and dependent_launch(x.device)
     apply_gate_kernel[len(x), triton.cdiv(size, 1024)](
         out, x, gate, gate.stride(0),
-        SIZE=size, BLOCK=1024, PDL=early, **({"launch_pdl": True} if early else {}),
+        SIZE=size, BLOCK=1024, **dependent_launch(x.device, len(x) == 1),
     )  # fmt: skip
     return out
 

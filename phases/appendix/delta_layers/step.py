@@ -189,8 +189,11 @@ def step_kernel(
             state = tl.load(
                 states + source * size + place, mask=mask & (group + 1 < GROUPS), other=0.0
             )
-        shift(row, kept, source, -1, into, 0, 1, queries, C, W, W_PAD, WIDTH, DK, DK_PAD)
-        shift(row, kept, source, -1, into, 0, 1, keys, C, W, W_PAD, WIDTH, DK, DK_PAD)
+        for part in tl.static_range(2):  # queries, keys
+            shift(
+                row, kept, source, -1, into, 0, 1, (part * KH + key_head) * DK,
+                C, W, W_PAD, WIDTH, DK, DK_PAD,
+            )  # fmt: skip
 
 
 class DeltaWeights(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from common.errors import UserError, boolean
+from common.errors import UserError
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
@@ -28,13 +28,9 @@ class Guidance(Feature):
 
     name = "guidance"
     phase = 12
-    on_with = (Structured,)
+    needs = on_with = (Structured,)
 
     jump_forward: bool = option(True, "tokens that a grammar forces are drafted")
-
-    def __post_init__(self) -> None:
-        """Raise `UserError` for an option outside its range."""
-        boolean("jump_forward", self.jump_forward)
 
     def install(self, builder: EngineBuilder) -> None:
         """Replace phase 12's grammar manager by one with llguidance, and wrap the drafter in a
@@ -43,10 +39,7 @@ class Guidance(Feature):
         The library is imported, and the tokenizer prepared, when the first grammar comes.
         """
         plain = builder.grammar_manager.part
-        if not isinstance(plain, AutomataGrammarManager):
-            raise UserError(
-                "guidance is on, but structured is off: switch it on with structured=True"
-            )
+        assert isinstance(plain, AutomataGrammarManager)
         config, on_cpu = builder.model.config, builder.model.device.type == "cpu"
         pool = GrammarPool(
             partial(

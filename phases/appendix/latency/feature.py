@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.errors import UserError
 from cuda_graphs import Graphs
 from paged_cache import EngineBuilder, Feature
 from triton_paged_attention import Kernels
@@ -17,14 +16,11 @@ class Latency(Feature):
     name = "latency"
     phase = 9
     for_draft_models = True
+    needs = (Kernels,)
     on_with = (Graphs, Kernels)
 
     def install(self, builder: EngineBuilder) -> None:
         """Add one-token kernels to the linear layers of phase 06, and a kernel to each of its blocks."""
-        if builder.feature(Kernels) is None:
-            raise UserError(
-                "latency is True, but must be False without the kernels' layers and attention"
-            )
         from phases.appendix.latency.layers import install
 
         install(builder.own_model())

@@ -142,15 +142,14 @@ def launch(
     gate, dtype = operators.get("gate"), operators.get("out_dtype") or x.dtype
     out = torch.empty(*x.shape[:-1], rows, dtype=dtype, device=x.device)
     norm_weight, eps, one_plus = norm or (x, 0.0, False)
-    early = dependent_launch(x.device)
     kernel[(programs,)](
         out, x, *weights, norm_weight, x if bias is None else bias,
         x if residual is None else residual,
         eps, rows,
         NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None,
         ADD=residual is not None,
-        GATED=gate is not None, KIND=0 if gate is None else KINDS[gate], PDL=early, **more,
-        **({"launch_pdl": True} if early else {}),
+        GATED=gate is not None, KIND=0 if gate is None else KINDS[gate], **more,
+        **dependent_launch(x.device),
     )  # fmt: skip
     return out
 

@@ -18,7 +18,6 @@ from phases.appendix.latency.single_request import (
     SingleRequestSplits,
     attend_step,
     single_request_workspace,
-    starts_early,
 )
 from phases.appendix.latency.tables import fused_heads_are_faster
 from triton_paged_attention.attention import TritonPagedAttention
@@ -95,7 +94,7 @@ def add_kernels(
     writes float32 logits, so none are converted afterwards. skip: `FusedLinear`s that stay as they are.
     """
     early = {
-        block.self_attn.qkv_proj: starts_early(block.self_attn.spec)
+        block.self_attn.qkv_proj: block.self_attn.spec.index > 0  # see `attend_step`
         for block in model.modules()
         if isinstance(block, FusedBlock) and isinstance(block.self_attn, FusedAttention)
     }

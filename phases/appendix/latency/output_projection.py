@@ -155,7 +155,7 @@ def project_heads(
 
     residual: `[1, N]`. weight: `[N, H D]`. bias: `[N]`, or None. scale: of each row of a quantized weight,
         `[N]`.
-    parts: what `attend_single_request` returned; its splits are still in its workspace.
+    parts: what `attend_step` returned; its splits are still in its workspace.
     rows: outputs of a program. chunk: splits that are combined at a time.
     rounding: of attention's output before the product; None: it is not rounded.
     """
@@ -169,10 +169,7 @@ def project_heads(
     assert workspace.rows >= config.splits * heads * 2, (
         f"the workspace has {workspace.rows} rows only"
     )
-    early, (function, largest, whole, hardware) = (
-        dependent_launch(residual.device),
-        rounding or Rounding(),
-    )
+    function, largest, whole, hardware = rounding or Rounding()
     heads_kernel[(triton.cdiv(size, rows),)](
         out, workspace.partial.view(residual.dtype), workspace.lse, parts.context_lens, weight,
         residual if scale is None else scale, residual if bias is None else bias, residual,
@@ -183,6 +180,6 @@ def project_heads(
         CHUNK=min(chunk, config.splits), ROWS=rows, BIAS=bias is not None,
         SCALED=scale is not None, ROUND=function, LARGEST=largest, WHOLE=whole,
         HARDWARE=hardware,
-        PDL=early, num_warps=8, **({"launch_pdl": True} if early else {}),
+        num_warps=8, **dependent_launch(residual.device),
     )  # fmt: skip
     return out

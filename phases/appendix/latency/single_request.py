@@ -24,7 +24,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forward.attention import LayerSpec
-from paged_cache.pool import LayerBlocks
 from phases.appendix.latency.tables import SingleRequestConfig, single_request_default
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.decode import Workspace
@@ -84,29 +83,6 @@ def norm_and_turn(
         x = apply_norm_weight(x, scale, w_x, ONE_PLUS)
         y = apply_norm_weight(y, scale, w_y, ONE_PLUS)
     return rotate(x, y, cos, sin)
-
-
-@triton.jit
-def wait_for_all_splits(
-    out, partial, lse, kv_head, used,
-    H: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Combine the `used` splits of the query heads of one key/value head, and write them to `out [H, D]`.
-
-    Called by the program of the split that ends last. partial: `[splits, H, D_PAD]` float32, outputs of the
-        splits. lse: `[splits, H]`, log2 of the splits' softmax sums.
-    kv_head: number of the key/value head. GROUP: number of its query heads.
-    """
-    d = tl.arange(0, D_PAD)
-    member = tl.arange(0, GROUP_PAD)
-    head = kv_head * GROUP + member
-    split = tl.arange(0, SPLITS)
-    filled = (split < used)[:, None] & (member < GROUP)[None, :]
-    mixed = combine(partial, lse, split[:, None] * H + head[None, :], filled, d, D, D_PAD)
-    keep = (member < GROUP)[:, None] & (d < D)[None, :]
-    tl.store(out + head[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -235,19 +211,15 @@ def single_request_attention_kernel(
             tl.debug_barrier()  # all threads' stores first, then one release
             if tl.atomic_add(arrived + kv_head, 1, sem="acq_rel") == used - 1:
                 tl.store(arrived + kv_head, 0)  # ready for the next launch
-                wait_for_all_splits(
-                    out, partial, lse, kv_head, used,
-                    H=H, GROUP=GROUP, GROUP_PAD=GROUP_PAD, D=D, D_PAD=D_PAD, SPLITS=SPLITS,
-                )  # fmt: skip
-
-
-def starts_early(layer: LayerSpec) -> bool:
-    """Return True if attention of a layer may start before the QKV projection has ended.
-
-    Attention reads the KV cache and the step's lengths before it waits for the projection, so these must be
-    complete. After the first layer they are, since the first layer's attention lets no kernel start early.
-    """
-    return layer.index > 0
+                # Only the program of the split that ends last comes here: it combines all.
+                member = tl.arange(0, GROUP_PAD)
+                every = tl.arange(0, SPLITS)
+                filled = (every < used)[:, None] & (member < GROUP)[None, :]
+                at_splits = every[:, None] * H + (kv_head * GROUP + member)[None, :]
+                mixed = combine(partial, lse, at_splits, filled, d, D, D_PAD)
+                at_out = (kv_head * GROUP + member)[:, None] * D + d[None, :]
+                keep = (member < GROUP)[:, None] & (d < D)[None, :]
+                tl.store(out + at_out, mixed.to(out.dtype.element_ty), mask=keep)
 
 
 class SingleRequestSplits(NamedTuple):
@@ -280,53 +252,23 @@ def attend_step(
     *,
     workspace: Workspace,
     wait_for_all_splits: bool,
+    config: SingleRequestConfig | None = None,
 ) -> SingleRequestSplits:
     """Return attention's output for a step with one token, over the engine's KV cache; store its key and
     value.
 
-    qkv: `[1, (H + 2 KH) D]`. cos_sin: RoPE's. norms: of queries and keys, or None. layer: sizes and index.
-    workspace: memory for splits. wait_for_all_splits: True: the output is complete; False: it stays in
-        splits.
+    qkv: `[1, (H + 2 KH) D]`, the projection's output. cos_sin: RoPE's, `[D]` float32 each.
+    norms: of queries and keys, or None. layer: sizes and index.
+    workspace: memory for splits. wait_for_all_splits: True: `out` is complete; False: the splits stay in the
+        workspace for `project_heads`.
+    config: block sizes; None: the default.
+
+    Launch it after a `gemv` with `trigger_early=False`, unless all that attention reads before it waits for
+    the projection is complete: the KV cache and the step's lengths. After the first layer they are, since its
+    attention lets no kernel start early.
     """
     cache, slots = attention.place(layer)
     batch = attention.batch
-    return attend_single_request(
-        qkv,
-        cos_sin,
-        norms,
-        layer,
-        cache,
-        batch.block_tables,
-        batch.context_lens,
-        slots,
-        workspace=workspace,
-        wait_for_all_splits=wait_for_all_splits,
-    )
-
-
-def attend_single_request(
-    qkv: Tensor,  # [1, (H + 2 KH) D], the projection's output
-    cos_sin: tuple[Tensor, Tensor],  # D numbers each, float32
-    norms: HeadNorms | None,
-    layer: LayerSpec,
-    cache: LayerBlocks,  # the new key and value are stored here
-    block_tables: Tensor,  # [1, max_blocks] int32; other rows are not read
-    context_lens: Tensor,  # [1] int32, the new token included
-    slots: Tensor,  # [1] int64; negative: not stored
-    *,
-    workspace: Workspace,
-    wait_for_all_splits: bool,
-    config: SingleRequestConfig | None = None,
-) -> SingleRequestSplits:
-    """Compute attention of one request's one token, and store its key and value in the cache.
-
-    qkv: `[1, (H + 2 KH) D]`. cos_sin: RoPE's. norms: of queries and keys, or None. cache: the layer's blocks.
-    block_tables: `[1, max_blocks]`. context_lens: `[1]`, with the new token. slots: `[1]`, of the new token.
-    wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace for `project_heads`.
-    config: block sizes; None: the default.
-
-    Launch it after a `gemv` with `trigger_early=False`, unless `starts_early` is True for the layer.
-    """
     assert not cache.scaled, "new keys and values are stored by a kernel that knows no scales"
     heads = layer.num_heads
     kv_heads = layer.num_kv_heads
@@ -337,19 +279,18 @@ def attend_single_request(
     )
     out = torch.empty(1, heads * d, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps, one_plus = norms or (qkv, qkv, 0.0, False)
-    early = dependent_launch(qkv.device)
     partial = workspace.partial if wait_for_all_splits else workspace.partial.view(qkv.dtype)
     group = triton.next_power_of_2(heads // kv_heads)
     single_request_attention_kernel[(kv_heads, config.splits)](
-        out, qkv, *cos_sin, q_weight, k_weight, cache.k, cache.v, block_tables, context_lens,
-        slots,
+        out, qkv, *cos_sin, q_weight, k_weight, cache.k, cache.v, batch.block_tables,
+        batch.context_lens, slots,
         partial, workspace.lse, workspace.arrived,
         eps, layer.scale, *cache.k.stride()[:3],
         H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad,
         P=cache.k.shape[1], WINDOW=layer.sliding_window or 0,
         NORM=norms is not None, ONE_PLUS=one_plus, BLOCK_M=max(16, group), GROUP_PAD=group,
         BLOCK_N=config.block_n, SPLITS=config.splits,
-        WAIT_FOR_SPLITS=wait_for_all_splits, PDL=early, num_warps=4, num_stages=1,
-        **({"launch_pdl": True} if early else {}),
+        WAIT_FOR_SPLITS=wait_for_all_splits, num_warps=4, num_stages=1,
+        **dependent_launch(qkv.device),
     )  # fmt: skip
-    return SingleRequestSplits(out, layer, context_lens, workspace, config)
+    return SingleRequestSplits(out, layer, batch.context_lens, workspace, config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.errors import UserError
 from cuda_graphs import Graphs
 from paged_cache import EngineBuilder, Feature
 from structured import Structured
@@ -21,17 +20,12 @@ class MaskedGraphs(Feature):
 
     name = "masked_graphs"
     phase = 12
-    on_with = (Structured, Kernels)
+    needs = on_with = (Structured, Kernels)
 
     def install(self, builder: EngineBuilder) -> None:
         """Let a kernel apply grammar masks; with CUDA graphs, add an executor that samples masked steps
         by graphs.
-
-        Raises:
-            UserError: the feature `kernels` or `structured` is off.
         """
-        if builder.feature(Structured) is None or builder.feature(Kernels) is None:
-            raise UserError("masked_graphs is on, but kernels or structured is off")
         from phases.appendix.masked_graphs.kernel import Forbids, with_kernel
 
         builder.sampler_backend.decorate(self, with_kernel)

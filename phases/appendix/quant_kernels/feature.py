@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.errors import UserError
 from cuda_graphs import Graphs
 from paged_cache import EngineBuilder, Feature
 from triton_paged_attention import Kernels
@@ -19,15 +18,12 @@ class QuantKernels(Feature):
     name = "quant_kernels"
     phase = 10
     for_draft_models = True
+    needs = (Kernels,)
     on_with = (Graphs, Kernels)
     on_device = "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
         """Add kernels to quantized layers, and lay out the values of an fp8 cache in pairs."""
-        if builder.feature(Kernels) is None:
-            raise UserError(
-                "quant_kernels is True, but must be False without the kernels' layers"
-            )
         from phases.appendix.quant_kernels.layers import install
         from phases.appendix.quant_kernels.pairs import PAIRS
         from quant.kernel_layers import KernelLinear

@@ -146,16 +146,12 @@ class Rehearsal(Feature):
     name = "rehearsal"
     phase = 6
     for_draft_models = True
-    on_with = (Kernels,)
+    needs = on_with = (Kernels,)
     on_device = "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
         """Have `rehearse` called when the engine is complete, so that its kernels are compiled before a
         request comes.
         """
-        if builder.feature(Kernels) is None:
-            raise UserError(
-                "rehearsal is for kernels, which are off: switch them on with kernels=True"
-            )
         if builder.model.device.type == "cuda":
             builder.warmups.append(rehearse)

@@ -68,12 +68,11 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, norm: NormWeights) -> tuple[Te
     out = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     padded = triton.next_power_of_2(size)
-    # One token: its neighbours start early, too.
-    early = x.numel() == size and dependent_launch(x.device)
     rms_norm_kernel[(x.numel() // size,)](
         out, x, total, x if delta is None else delta.contiguous(), norm.weight, norm.eps,
         SIZE=size, SIZE_PAD=padded, ADD=delta is not None, ONE_PLUS=norm.one_plus,
-        PDL=early, launch_pdl=early, num_warps=min(8, max(1, padded // 256)),
+        num_warps=min(8, max(1, padded // 256)),
+        **dependent_launch(x.device, x.numel() == size),  # one token: its neighbours start early, too
     )  # fmt: skip
     return total, out
 

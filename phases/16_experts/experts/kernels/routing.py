@@ -10,8 +10,6 @@ tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -53,13 +51,6 @@ def route_kernel(
     tl.store(chosen + token * TOP_K + e, E_PAD - 1 - (keys & 0xFFFFFFFF), mask=e < TOP_K)
 
 
-def early(device: torch.device) -> dict[str, Any]:
-    """Return launch options (programmatic dependent launch) that start a kernel while the one before still
-    runs, where the device can; else none.
-    """
-    return {"PDL": True, "launch_pdl": True} if dependent_launch(device) else {"PDL": False}
-
-
 def route_at_once(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """Return each token's `top_k` experts and their weights, chosen in one kernel.
 
@@ -74,7 +65,7 @@ def route_at_once(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, 
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     route_kernel[(tokens,)](
         weights, chosen, logits.contiguous(), E=count, E_PAD=triton.next_power_of_2(count),
-        TOP_K=top_k, NORMALIZE=normalize, num_warps=1, **early(logits.device),
+        TOP_K=top_k, NORMALIZE=normalize, num_warps=1, **dependent_launch(logits.device),
     )  # fmt: skip
     return weights, chosen
 

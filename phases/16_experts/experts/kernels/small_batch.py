@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.grouped_experts import GroupedExperts
 from experts.kernels.grouped import finish_sums, gated_unit, product_arguments
-from experts.kernels.routing import early
+from triton_paged_attention.hardware import dependent_launch
 
 Shape = tuple[int, int, int]
 """Outputs of a program, inputs it reads at a time, and warps."""
@@ -150,7 +150,7 @@ def gathered(
         small_batch_expert_kernel[(programs, triton.cdiv(n, block_n))](
             out, *tensors, weights, chosen, len(experts.data), **constants, BLOCK_N=block_n,
             BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps,
-            **early(x.device),
+            **dependent_launch(x.device),
         )  # fmt: skip
         x = out
     return x

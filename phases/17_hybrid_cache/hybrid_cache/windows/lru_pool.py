@@ -16,7 +16,7 @@ class LruPool:
     A block is free, pinned (a running request needs it), or idle (cached for a prefix hit until its memory
     is needed).
 
-    count: number of blocks. watermark: share of them that admission leaves free.
+    count: number of blocks.
     allocator: the free list.
     null: number of the null block, which is all zeros and stands for a block that was freed.
     pinned: number of pinned blocks.
@@ -25,8 +25,8 @@ class LruPool:
     fresh: blocks that got a new owner since the runner asked last.
     """
 
-    def __init__(self, count: int, *, watermark: float = 0.01) -> None:
-        self._reserve = int(watermark * count)
+    def __init__(self, count: int) -> None:
+        self._reserve = count // 100  # the watermark
         self.allocator = BlockAllocator(count)
         self.null, self.pinned = count, 0
         self.skipped: dict[tuple[SingleTypeManager, int], None] = {}
