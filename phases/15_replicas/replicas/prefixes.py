@@ -53,10 +53,8 @@ def chain_of(body: bytes) -> list[int]:
     """
     try:
         found = _decoder.decode(body)
-    except (
-        msgspec.DecodeError,
-        RecursionError,
-    ):  # no JSON, or too deep: its replica refuses it
+    except (msgspec.DecodeError, RecursionError):
+        # No JSON, or too deep: its replica refuses it.
         return []
     parts = [bytes(found.tools), *map(bytes, found.messages), bytes(found.prompt)]
     text = b"".join(parts)[: BLOCK * LONGEST]
