@@ -39,8 +39,8 @@ from common.neighbours import processors
 
 MODEL = "smollm2"
 REPEATS, LONGEST_START = 3, 120.0
-OURS, PEER = "13_serving", "llama-cpp-python"
-PORTS = {OURS: 18901, PEER: 18902}
+PEER = "llama-cpp-python"
+PORTS = (18901, 18902)
 WORDS = "river stone window garden market letter winter doctor paper silver".split()
 
 
@@ -60,7 +60,7 @@ def ask(port: int, prompts: Sequence[str], tokens: int) -> list[Outcome]:
     return found
 
 
-def streams(port: int, count: int, tokens: int, number: int) -> Sample:
+def streams(count: int, tokens: int, port: int, number: int) -> Sample:
     """Ask for `count` stories at once; returns tokens a second, and the median time to a first token."""
     said = "Chapter {}. Once upon a time there was a"
     found = ask(port, [said.format(97 * number + at) for at in range(count)], tokens)
@@ -79,20 +79,21 @@ def prompt_of_500(port: int, number: int) -> Sample:
 
 
 def commands(python: str, gguf: str) -> dict[str, list[str]]:
-    """Return how each server is started: with its model, a port, and a context of 8,192 tokens."""
+    """Return how each server is started: with its model, and a context of 8,192 tokens."""
+    code = "import llama_cpp; print(llama_cpp.__version__)"
+    version = subprocess.check_output([python, "-c", code], text=True).strip()
     ours = [sys.executable, "-m", "phases", "serve", MODEL, "--access-log", "none"]
     said = f"--n_ctx 8192 --model_alias {MODEL} --n_threads {len(processors())}"
     peer = [python, "-m", "llama_cpp.server", "--model", gguf, "--interrupt_requests", "false"]
-    peer += said.split()
-    begun = {OURS: ours, PEER: peer}
-    return {name: [*each, "--port", str(PORTS[name])] for name, each in begun.items()}
+    return {"13_serving": ours, f"{PEER} {version}": [*peer, *said.split()]}
 
 
 @contextmanager
-def server(command: list[str], port: int) -> Iterator[Sample]:
+def server(port: int, command: list[str]) -> Iterator[Sample]:
     """Start a server; yields its seconds until it has answered a request, and then its memory in MB."""
     begun = time.perf_counter()
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = [*command, "--port", str(port)]
     process = subprocess.Popen(command, **quiet)  # type: ignore[call-overload]
     try:
         while True:
@@ -122,20 +123,16 @@ def memory(pid: int) -> float:
 
 def measure(python: str, gguf: str) -> Evidence:
     """Return the evidence."""
-    begun: dict[str, list[str]] = commands(python, gguf)
-    code = "import llama_cpp; print(llama_cpp.__version__)"
-    version = subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    names = {name: name for name in begun} | {PEER: f"{PEER} {version}"}
+    servers = commands(python, gguf)
+    ports = dict(zip(servers, PORTS, strict=True))
 
     def started(name: str, number: int) -> Sample:
-        with server(begun[name], PORTS[name]) as found:
+        with server(ports[name], servers[name]) as found:
             return dict(found)
 
     works: dict[str, Callable[[int, int], Sample]] = {
-        "one stream of 96": lambda port, number: streams(port, 1, 96, number),
-        "eight streams of 64": lambda port, number: streams(port, 8, 64, number),
+        "one stream of 96": partial(streams, 1, 96),
+        "eight streams of 64": partial(streams, 8, 64),
         "prompt of 500": prompt_of_500,
     }
     runs = []
@@ -147,16 +144,18 @@ def measure(python: str, gguf: str) -> Evidence:
         digest = hashlib.sha256(work.encode()).hexdigest()
         for name, samples in kept.items():
             metrics = sample_metrics(samples.kept)
-            facts = (names[name], work, digest, MODEL, "real", "q4_1", metrics, about)
+            facts = (name, work, digest, MODEL, "real", "q4_1", metrics, about)
             runs.append(Run(*facts, noise=samples.noise()))
 
-    keep("start", {name: partial(started, name) for name in begun})
+    keep("start", {name: partial(started, name) for name in servers})
     with ExitStack() as stack:
-        for name, command in begun.items():
-            stack.enter_context(server(command, PORTS[name]))
+        for name, port in ports.items():
+            stack.enter_context(server(port, servers[name]))
         for work, busy in (*((work, 0) for work in works), ("one stream of 96", 1)):
-            keep(work, {name: partial(works[work], PORTS[name]) for name in begun}, busy)
+            asked = {name: partial(works[work], port) for name, port in ports.items()}
+            keep(work, asked, busy)
     found = collect("peers", runs, torch.device("cpu"))
+    version = [*servers][1].removeprefix(PEER).strip()
     return replace(found, versions={**found.versions, PEER: version})
 
 
