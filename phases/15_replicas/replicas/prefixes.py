@@ -53,10 +53,7 @@ def chain_of(body: bytes) -> list[int]:
     """
     try:
         found = _decoder.decode(body)
-    except (
-        msgspec.DecodeError,
-        RecursionError,
-    ):  # no JSON, or too deep: its replica refuses it
+    except (msgspec.DecodeError, RecursionError):
         return []
     parts = [bytes(found.tools), *map(bytes, found.messages), bytes(found.prompt)]
     text = b"".join(parts)[: BLOCK * LONGEST]
