@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from phases.appendix.latency.layers import (
     add_kernels,
 )
 from phases.appendix.latency.output_projection import Rounding, project_heads
-from phases.appendix.latency.single_request import SingleRequestSplits
 from phases.appendix.latency.tables import fused_heads_are_faster
 from phases.appendix.quant_kernels.gemv import gemv8
 from phases.appendix.quant_kernels.gemv4 import gemv4
@@ -75,20 +73,15 @@ class QuantLatencyKernel(LatencyKernel):
         known = linear.scheme.scales == "channel" and linear.order is None
         if not known or not fused_heads_are_faster(*linear.shape):
             return None
-        return partial(_combine, linear)
-
-
-def _combine(linear: KernelLinear, parts: SingleRequestSplits, residual: Tensor) -> Tensor:
-    stored = linear.stored
-    kind = linear.scheme.activations
-    hardware = hardware_rounds(residual.device)
-    rounding = (
-        Rounding(round_vector, LARGEST[kind], kind == "int8", hardware) if kind else None
-    )
-    return project_heads(
-        residual, stored.data, linear.bias, parts,
-        rows=16, scale=stored.scale, rounding=rounding,  # twice as many rows, of half the bytes
-    )  # fmt: skip
+        stored, kind = linear.stored, linear.scheme.activations
+        hardware = hardware_rounds(stored.data.device)
+        rounding = (
+            Rounding(round_vector, LARGEST[kind], kind == "int8", hardware) if kind else None
+        )
+        return lambda parts, residual: project_heads(
+            residual, stored.data, linear.bias, parts,
+            rows=16, scale=stored.scale, rounding=rounding,  # twice as many rows, of half the bytes
+        )  # fmt: skip
 
 
 @dataclass(eq=False)
