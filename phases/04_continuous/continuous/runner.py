@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from common.sampling.sampler import (
     SamplerBackend,
     TokenBitmask,
 )
+from continuous.attention import BatchAttention
 from continuous.batch import Batch, HostBatch
 from continuous.rows import RequestRows
 from continuous.work import Work
-from forward.attention import LayerSpec
 from forward.model import Model
 
 _by_row = attrgetter("row")
@@ -32,19 +31,6 @@ Token = tuple[int, Logprob | None]
 """A sampled token, and its log-probabilities if they were asked for."""
 Results = Sequence[Sequence[Token]]
 """The tokens of a step: for each sampled request of each work, in order, a list of tokens."""
-
-
-class BatchAttention(Protocol):
-    """Interface of the attention that a model calls once a layer; it is given the batch once a step."""
-
-    def begin(self, batch: Batch) -> None:
-        """Prepare masks and indices for a step; all layers' calls then use `batch`."""
-
-    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store `k` and `v [T, KH, D]`, and return attention of `q [T, H, D]`: `[T, H, D]`."""
-
-    def wipe(self, row: int) -> None:
-        """Overwrite a row's keys and values, which may be NaN: no later request may read them."""
 
 
 class OutputVerifier:

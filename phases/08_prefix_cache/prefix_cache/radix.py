@@ -70,7 +70,7 @@ class RadixIndex:
 
         A node that is matched in part is split, so that pins are exact.
         """
-        node = self._root(salt)
+        node = self._roots.setdefault(salt, Node([], [], None, salt))
         for child, length in self._walk(keys, salt):
             node = child if length == len(child.keys) else self._split(child, length)
         self._pin(node)
@@ -172,11 +172,6 @@ class RadixIndex:
             if length < len(node.keys):
                 break
         return path
-
-    def _root(self, salt: str) -> Node:
-        if salt not in self._roots:
-            self._roots[salt] = Node([], [], None, salt)
-        return self._roots[salt]
 
     def _grow(self, parent: Node, keys: list[Key], blocks: list[int]) -> Node:
         node = parent.children[keys[0]] = Node(keys, blocks, parent, parent.salt)

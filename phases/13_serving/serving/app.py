@@ -20,10 +20,11 @@ from common.json_text import FieldError, decode_object
 from common.text.tokenizer import LONG
 from serving.client import EngineClient
 from serving.completion import serve
-from serving.endpoints import ChatEndpoint, CompletionEndpoint, Endpoint, ServedModel
+from serving.endpoints import ChatEndpoint, CompletionEndpoint, ServedModel
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 from serving.messages import Ready
-from serving.parsed import FieldHandler, ParsedRequest
+from serving.parsed import ParsedRequest
+from serving.seams import Endpoint, FieldHandler
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +147,8 @@ class App:
         }
         if self.model.defaults:
             card["default_sampling_params"] = dict(self.model.defaults)
-        alone = http.path != "/v1/models"
-        await http.json(card if alone else {"object": "list", "data": [card]})
+        every = {"object": "list", "data": [card]}
+        await http.json(every if http.path == "/v1/models" else card)
 
     # Requests for tokens.
 

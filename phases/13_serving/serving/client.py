@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from common.events import Logprob
 from common.sampling.params import SamplingParams
 from serving.messages import (
     AbortRequests,
@@ -21,31 +20,10 @@ from serving.messages import (
     StepStats,
     encode,
 )
+from serving.seams import Sink
 
 State = Literal["starting", "ready", "restarting", "stopped"]
 DIED = "the engine has ended and is being restarted; try again"
-
-
-class Sink(Protocol):
-    """Interface of what receives the tokens and the end of one completion."""
-
-    def note(self, kind: str, values: list[Any]) -> None:
-        """Receive extra data of the engine's observer about this completion, before the tokens of its step.
-
-        kind: what the data is, such as "cached" tokens. values: a list, of a type that the kind decides.
-        """
-
-    def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """Receive the next token id. reason: why it is the last one ("stop" or "length"); None: it is not.
-
-        logprob: its log-probability and those of alternatives; None unless they were asked for.
-        """
-
-    def end(self, reason: str, message: str) -> None:
-        """Receive the end of a completion that gets no further token.
-
-        reason: "stop", "length", "abort", "refused", "nan", "error" or "died". message: a sentence about it.
-        """
 
 
 class EngineClient:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from common.events import FinishReason, Logprob
 from common.http.errors import STATUS, ApiError, too_many
-from common.http.limits import Limits
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from serving.http.request import ClientDisconnected, HttpRequest, listed
-from serving.parsed import Delta, ParsedRequest
+from serving.parsed import ParsedRequest
+from serving.seams import Delta
 
 if TYPE_CHECKING:
     from serving.app import App
@@ -208,7 +208,14 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
         ApiError: the request cannot be answered, or not in full.
         ClientDisconnected: the client has left.
     """
-    check_admission(request, app.limits, app.engine.in_flight)
+    limits, in_flight = app.limits, app.engine.in_flight
+    more = len(request.prompts) * request.params.n
+    most = min(limits.max_requests, request.ready.max_rows + limits.max_queue)
+    if more > min(most, limits.max_choices):  # it would be told to try again for ever
+        raise too_many("n", more, min(most, limits.max_choices), "completions in all")
+    if in_flight + more > most:
+        words = f"{in_flight} completions are in flight, and the server takes at most {most}"
+        raise ApiError(429, words, code="queue_full")
     http.extra += request.headers
     if request.ignored:
         http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
@@ -217,7 +224,7 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
     passed = time.perf_counter() - http.started
     try:
-        async with asyncio.timeout(min(request.seconds, app.limits.max_seconds) - passed):
+        async with asyncio.timeout(min(request.seconds, limits.max_seconds) - passed):
             group.submit()
             await (_stream(http, group) if group.streamed else _answer(http, group))
     except TimeoutError:
@@ -262,14 +269,3 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
             await http.start(200, request.formatter.headers)
         if data:
             await http.write(data, more=bool(group.unsent))
-
-
-def check_admission(request: ParsedRequest, limits: Limits, in_flight: int) -> None:
-    """Raise `ApiError` if `in_flight` completions and those of this request are more than `limits` allow."""
-    more = len(request.prompts) * request.params.n
-    most = min(limits.max_requests, request.ready.max_rows + limits.max_queue)
-    if more > min(most, limits.max_choices):  # it would be told to try again for ever
-        raise too_many("n", more, min(most, limits.max_choices), "completions in all")
-    if in_flight + more > most:
-        words = f"{in_flight} completions are in flight, and the server takes at most {most}"
-        raise ApiError(429, words, code="queue_full")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
@@ -20,7 +20,8 @@ from serving.formatter import ChatFormatter, ResponseFormatter
 from serving.http.request import HttpRequest
 from serving.http.schema import ChatFields, CompletionFields, GenerationFields
 from serving.messages import Ready
-from serving.parsed import FieldHandler, ParsedRequest
+from serving.parsed import ParsedRequest
+from serving.seams import FieldHandler
 
 DEFAULT_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
@@ -40,33 +41,6 @@ RESERVED = {
     "self",
 }
 """Variables of a template that are not a client's."""
-
-
-class Endpoint(Protocol):
-    """Interface of an HTTP route that generates tokens.
-
-    kinds: structs that declare the fields of its requests.
-    source: the name of the field with the prompt.
-    form: the JSON form of its errors.
-    threaded: whether a thread parses its requests, however short they are.
-    """
-
-    kinds: Sequence[type[Struct]]
-    source: str
-    form: ErrorForm
-    threaded: bool
-
-    def parse(
-        self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
-    ) -> ParsedRequest:
-        """Return an HTTP request for tokens, parsed and checked.
-
-        http: for its headers. fields: the decoded body. ready: the engine's sizes.
-
-        Raises:
-            ApiError: it could never be served.
-            UserError: the same, because of the prompt.
-        """
 
 
 @dataclass

@@ -46,11 +46,10 @@ class ResponseFormatter:
         self.request = request
         options = request.generation.stream_options
         self.usage = bool(options and options.include_usage)
-        created = int(time.time())
         self._head = {
             "id": id,
             "object": self.chunk_object,
-            "created": created,
+            "created": int(time.time()),
             "model": model,
         }
         self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['

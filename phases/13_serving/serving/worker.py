@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from common.errors import NotANumber, UserError
 from common.request import Request
@@ -29,6 +28,7 @@ from serving.messages import (
     StepStats,
     Stop,
 )
+from serving.seams import NullObserver, Observer
 
 if TYPE_CHECKING:
     from serving.liveness import Pipe
@@ -65,30 +65,6 @@ def ending(
     if isinstance(error, UserError | NotANumber):
         reason, message = "refused" if isinstance(error, UserError) else "nan", str(error)
     return End(number, reason, message, place)
-
-
-class Observer(Protocol):
-    """Watches the engine's steps in its process, and adds extra data to reports.
-
-    due: whether it has something to add to the next report, so that one is sent although no step was run.
-    """
-
-    due: bool = False
-
-    def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """Receive a command for the observer: a `DrawEngine`, or an `AddRequest` that wants extra data.
-
-        requests: those that an `AddRequest` has added to the engine.
-        """
-        return
-
-    def write(self, step: StepReport) -> None:
-        """Add extra data to the report `step`, in place; called while `due`."""
-        return
-
-
-class NullObserver(Observer):
-    """An observer that adds nothing to reports; the appendix has one that draws the engine."""
 
 
 class Worker:

@@ -19,7 +19,7 @@ from phases.appendix.api.scheduling import SchedulingHandler
 from phases.appendix.observability.live import HTML
 from phases.appendix.tools.request import ToolHandler
 from serving.app import App
-from serving.parsed import FieldHandler
+from serving.seams import FieldHandler
 
 DOCS = Path(__file__).parent / "docs.html"
 REFERENCES = "#/components/schemas/{name}"

@@ -17,7 +17,8 @@ from common.text.tokenizer import Tokenizer
 from phases.appendix.tools.described import text_of
 from phases.appendix.tools.formats import HERMES, OPENING
 from phases.appendix.tools.reader import decided_length, settled
-from serving.parsed import Delta, MessageReader, ParsedRequest
+from serving.parsed import ParsedRequest
+from serving.seams import Delta, MessageReader
 
 BEGIN, END = "<think>", "</think>"
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from phases.appendix.tools.formats import OPENING, CallFormat
 from phases.appendix.tools.written import decode_written
-from serving.parsed import Delta
+from serving.seams import Delta
 
 
 def decided_length(text: str, *marks: str) -> int:
