@@ -149,11 +149,6 @@ class ReasoningReader:
         """
         raise NotImplementedError
 
-    def take_reasoning(self) -> str:
-        """Return the text of the reasoning that has come since the last call."""
-        parts, self._reasoning_parts = self._reasoning_parts, []
-        return "".join(text for _, text in parts)
-
     def deltas(self, text: str, last: bool) -> list[Delta]:
         """Add the next text of the answer; return the parts that it and the reasoning add to the message, in
         the order in which they came.
@@ -232,7 +227,7 @@ class ThinkReader(ReasoningReader):
         return text
 
     def _think(self, total: int, last: bool) -> None:
-        """Move text of the reasoning, up to `</think>` or a tool call, to what `take_reasoning` returns.
+        """Move text of the reasoning, up to `</think>` or a tool call, to what `deltas` returns.
 
         total: characters of the output so far. last: the output has ended, so no text is held back.
         """
