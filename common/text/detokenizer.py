@@ -57,12 +57,11 @@ class TokenBytes(dict[int, bytes]):
 
     def first(self, token_id: int) -> bytes:
         """Return the bytes that a token adds at the beginning of a text, where some decoders
-        drop its space.
+        drop its space, or show the mark of a word's later part.
         """
         found = self[token_id]
-        return (
-            found if self.byte_level or b" " not in found else self._decode(token_id).encode()
-        )
+        same = self.byte_level or (self.byte_fallback and b" " not in found)
+        return found if same else self._decode(token_id).encode()
 
     def decoder(self) -> codecs.IncrementalDecoder:
         """Return an incremental UTF-8 decoder for these bytes; invalid bytes become U+FFFD."""
