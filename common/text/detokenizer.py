@@ -56,9 +56,11 @@ class TokenBytes(dict[int, bytes]):
         return found
 
     def first(self, token_id: int) -> bytes:
-        """Return a token's bytes at the beginning of a text, where some decoders drop its space."""
+        """Return the bytes that a token adds at the beginning of a text, where some decoders drop its space,
+        or show the mark of a word's later part.
+        """
         found = self[token_id]
-        same = self.byte_level or b" " not in found
+        same = self.byte_level or (self.byte_fallback and b" " not in found)
         return found if same else self._decode(token_id).encode()
 
     def _bytes(self, token_id: int, token: str) -> bytes:

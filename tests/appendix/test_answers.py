@@ -78,6 +78,19 @@ async def test_channels_are_reasoning_and_the_answer(
     assert parts(path, await ask(app, path)) == ("Simple sum.", "four")
 
 
+async def test_channels_come_in_their_order_in_a_stream_and_whole(tmp_path: Path) -> None:
+    text = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + CHANNELS
+    app = scripted(tmp_path, text, GPT_OSS)
+    blocks = (await ask(app, MESSAGES))["content"]
+    assert [each["type"] for each in blocks] == ["text", "thinking", "text"]
+    assert parts(CHAT, await ask(app, CHAT)) == ("Simple sum.", "I look.four")
+    body = BODIES[MESSAGES] | {"stream": True}
+    said = b"".join((await Client(app).request(MESSAGES, body).run()).chunks).decode()
+    events = [json.loads(line[6:]) for line in said.split("\n") if line.startswith("data: ")]
+    begun = [event["content_block"] for event in events if "content_block" in event]
+    assert [each["type"] for each in begun] == ["text", "thinking", "text"]
+
+
 @pytest.mark.parametrize(
     "text", ["plain", "<|chan", "<|channel|>commentary<|message|>I look.<|end|>", "<"]
 )

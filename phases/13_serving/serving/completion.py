@@ -111,9 +111,12 @@ class Choice:
         self.group.hear(True)
 
     def take(self) -> Piece:
-        """Return all of the completion's text that is unsent, as one piece, and count it as sent."""
+        """Return all of the completion's text that is unsent, as one piece, and count it as sent.
+
+        A thread may call it while tokens come.
+        """
         start, self.sent = self.sent, len(self.texts)
-        return Piece("".join(self.texts[start:]), start, self.sent)
+        return Piece("".join(self.texts[start : self.sent]), start, self.sent)
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
         """Return what the next text adds to a chat message: its reasoning, its content, its tool calls.

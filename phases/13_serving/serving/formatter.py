@@ -134,7 +134,8 @@ class ChatFormatter(ResponseFormatter):
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
         piece = choice.take()
         for delta in choice.deltas(piece.text, True):
-            message |= delta
+            for name in delta.keys() - {"tool_calls"}:
+                message[name] = message.get(name, "") + delta[name]
         if choice.reader is not None and (calls := choice.reader.calls):
             message |= {"content": message["content"] or None, "tool_calls": calls}
         details = self.details(choice, piece)

@@ -126,7 +126,9 @@ class ReasoningReader:
     def __init__(self, inner: MessageReader | None = None) -> None:
         self._inner = inner
         self._rest = ""
-        self._reasoning_parts: list[str] = []
+        # Each behind so many characters of the answer; and how many of them have come to `deltas`.
+        self._reasoning_parts: list[tuple[int, str]] = []
+        self._answered = self._read = 0
         self.calls = [] if inner is None else inner.calls
 
     @property
@@ -141,19 +143,26 @@ class ReasoningReader:
         """
         raise NotImplementedError
 
-    def take_reasoning(self) -> str:
-        """Return the text of the reasoning that has come since the last call."""
-        reasoning, self._reasoning_parts = "".join(self._reasoning_parts), []
-        return reasoning
-
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Add the next text of the answer; return the parts that it and the reasoning add to the message."""
-        found = list[Delta]()
-        if reasoning := self.take_reasoning():
+        """Add the next text of the answer; return the parts that it and the reasoning add to the message, in
+        the order in which they came.
+        """
+        found, parts = list[Delta](), self._reasoning_parts
+        while parts and (last or parts[0][0] <= self._read + len(text)):
+            place, reasoning = parts[0][0], ""
+            while parts and parts[0][0] == place:
+                reasoning += parts.pop(0)[1]  # a thread may be here while tokens come
+            if size := max(0, place - self._read):
+                found += self._answer_deltas(text[:size], False)
+            self._read, text = self._read + size, text[size:]
             found.append({"reasoning_content": reasoning})
+        self._read += len(text)
+        return found + self._answer_deltas(text, last)
+
+    def _answer_deltas(self, text: str, last: bool) -> list[Delta]:
         if self._inner is not None:
-            return found + self._inner.deltas(text, last)
-        return [*found, {"content": text}] if text else found
+            return self._inner.deltas(text, last)
+        return [{"content": text}] if text else []
 
 
 class ThinkReader(ReasoningReader):
@@ -212,7 +221,7 @@ class ThinkReader(ReasoningReader):
         return text
 
     def _think(self, total: int, last: bool) -> None:
-        """Move text of the reasoning, up to `</think>` or a tool call, to what `take_reasoning` returns.
+        """Move text of the reasoning, up to `</think>` or a tool call, to what `deltas` returns.
 
         total: characters of the output so far. last: the output has ended, so no text is held back.
         """
@@ -233,7 +242,7 @@ class ThinkReader(ReasoningReader):
             self._state = "behind"
         self._rest = rest
         if reasoning:
-            self._reasoning_parts.append(reasoning)
+            self._reasoning_parts.append((0, reasoning))
             self._reasoning_begun = True
 
 
@@ -263,6 +272,7 @@ class ChannelReader(ReasoningReader):
             pass
         if before == self._state == "analysis":
             self.reasoning_tokens += 1
+        self._answered += sum(map(len, answer))
         return "".join(answer)
 
     def _step(self, answer: list[str], last: bool) -> bool:
@@ -282,7 +292,8 @@ class ChannelReader(ReasoningReader):
             size = len(self._rest) if last else decided_length(self._rest, *marks)
             text, self._rest = self._rest[:size], self._rest[size:]
         if self._state == "analysis" and text:
-            self._reasoning_parts.append(text)
+            place = self._answered + sum(map(len, answer))
+            self._reasoning_parts.append((place, text))
         elif self._state == "head":
             answer.append(self._open(text))
             return True

@@ -75,7 +75,7 @@ class CallReader:
         else:
             known = len(rest) if last or not trigger else settled(rest, trigger)
             content, self._rest = rest[:known], rest[known:]
-            self._state = "text" if rest else "start"
+            self._state = "text" if rest else self._state
         return [{"content": content}] if content else []
 
     def _name(self, deltas: list[Delta]) -> bool:
