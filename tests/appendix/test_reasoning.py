@@ -13,7 +13,7 @@ from phases.appendix.tools.described import described, with_system
 from phases.appendix.tools.formats import HERMES
 from phases.appendix.tools.reader import CallReader
 from phases.appendix.tools.request import conversation
-from serving..py import Delta
+from serving.seams import Delta
 from tests.appendix.test_tools import NOW, templated
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback
