@@ -40,7 +40,7 @@ from triton_paged_attention.decode_v1 import paged_decode_v1
 from triton_paged_attention.decode_v2 import paged_decode_v2
 from triton_paged_attention.decode_v3 import paged_decode_v3
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tables import for_keys, prefill_default
+from triton_paged_attention.tables import for_step, prefill_default
 
 NAME, PREFILL_KERNEL = "paged_attention", "06_triton_paged_attention"
 BLOCKS = (16, 64, 256)
@@ -260,13 +260,14 @@ def prefill_call(case: Case) -> Call:
     """The prefill kernel with its defaults."""
     _, block_size, kv_heads, d = case.k_cache.shape
     config = prefill_default(d, case.q.element_size(), case.q.device)
-    config = for_keys(config, max(case.contexts), block_size)
+    config = for_step(config, False, max(case.contexts), block_size)
     tokens = config.block_m // (case.q.shape[1] // kv_heads)
     tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(
         case.q.device
     )
     cache = LayerBlocks(case.k_cache, case.v_cache)
-    return lambda table: paged_prefill(case.layer, case.q, cache, table, tiles, config)
+    out = torch.empty_like(case.q)
+    return lambda table: paged_prefill(case.layer, case.q, cache, table, tiles, config, out)
 
 
 def contiguous_calls(case: Case) -> dict[str, Call]:

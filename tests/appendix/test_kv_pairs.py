@@ -84,7 +84,8 @@ def test_attention_reads_values_in_pairs(
     tiles = torch.from_numpy(query_tiles(queries, lens, 16 // (heads // kv_heads))).to(DEVICE)
     config = PrefillConfig(16, block_n, 2, 2)
     found, wanted = (
-        paged_prefill(spec, q, cache, tables, tiles, config) for cache in (two, one)
+        paged_prefill(spec, q, cache, tables, tiles, config, torch.empty_like(q))
+        for cache in (two, one)
     )
     assert_close(found, wanted, "prefill")
 

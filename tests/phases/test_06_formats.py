@@ -78,7 +78,8 @@ def test_prefill_reads_every_format(name: str, feature: str, tma: bool) -> None:
     tiles = torch.from_numpy(query_tiles(queries, contexts, 16)).to(DEVICE)
     config = PrefillConfig(block_m=32, block_n=16, tma=tma)
     q, cache, tables, _ = batch.arguments
-    got = paged_prefill(batch.layer(**FEATURES[feature]), q, cache, tables, tiles, config)
+    layer, out = batch.layer(**FEATURES[feature]), torch.empty_like(q)
+    got = paged_prefill(layer, q, cache, tables, tiles, config, out)
     assert_attention(
         batch, got, 2e-6, f"prefill, {name}, {feature}, TMA {tma}", **FEATURES[feature]
     )

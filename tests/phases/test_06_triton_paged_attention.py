@@ -53,7 +53,7 @@ from triton_paged_attention.decode_v1 import paged_decode_v1
 from triton_paged_attention.decode_v2 import paged_decode_v2
 from triton_paged_attention.decode_v3 import paged_decode_v3
 from triton_paged_attention.hardware import shared_memory
-from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm, rms_norm
+from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm
 from triton_paged_attention.layers import optimize
 from triton_paged_attention.linear import FusedLinear, gated
 from triton_paged_attention.prefill import paged_prefill, query_tiles
@@ -274,7 +274,7 @@ def test_rms_norm_alone_and_with_the_residual(size: int, one_plus: bool) -> None
     scale = weight[0] + 1 if one_plus else weight[0]
     reference = F.rms_norm(x, (size,), scale, 1e-5)
     what = f"{'1 + ' if one_plus else ''}weight, {size} numbers"
-    assert_near(rms_norm(x, norm), reference, 1e-6, f"norm, {what}")
+    assert_near(add_rms_norm(x, None, norm)[1], reference, 1e-6, f"norm, {what}")
     total, normed = add_rms_norm(x, delta, norm)
     assert torch.equal(total, x + delta), "the sum before the norm is wrong"
     assert_near(
@@ -287,7 +287,7 @@ def test_the_sum_is_normalized_as_it_is_stored() -> None:
     x, delta = torch.randn(2, 64, 1024, device=DEVICE).half()
     norm = NormWeights(torch.ones(1024, device=DEVICE, dtype=torch.float16), 1e-5)
     total, normed = add_rms_norm(x, delta, norm)
-    alone = rms_norm(total, norm)
+    alone = add_rms_norm(total, None, norm)[1]
     wrong = int((normed != alone).sum())
     assert wrong == 0, (
         f"{wrong} numbers differ from the norm of the sum as it is stored: it was not rounded"
@@ -405,6 +405,24 @@ def test_kernels_are_one_option() -> None:
     assert isinstance(fused.runner.attention, TritonPagedAttention)
     with pytest.raises(UserError, match="kernels is 'cuda'"):
         triton_paged_attention.load(model, kernels="cuda", **sizes)
+
+
+def test_few_query_tokens_get_small_tiles_and_the_same_attention() -> None:
+    """Up to `few` tokens in a step, tiles have 64 rows; the kernel is launched with tiles of that size."""
+    model, few = load_model("random:tiny", device=DEVICE, dtype="float32"), 40
+    sizes = {"max_len": 128, "max_rows": 2, "block_size": 16}
+    prompts = [[7 * token % 251 for token in range(length)] for length in (few, 90)]
+    plain = triton_paged_attention.load(model, kernels="torch", **sizes)
+    fused = triton_paged_attention.load(model, kernels="triton", **sizes)
+    attention = fused.runner.attention
+    assert isinstance(attention, TritonPagedAttention)
+    attention._few_tokens = few
+    group = model.config.num_heads // model.config.num_kv_heads
+    assert [attention.tile_tokens(tokens) * group for tokens in (few, few + 1)] == [64, 128]
+    params = [SamplingParams(max_tokens=3)]
+    for prompt in prompts:
+        (wanted,), (found,) = (e.generate([prompt], params) for e in (plain, fused))
+        assert found.token_ids == wanted.token_ids, f"a prompt of {len(prompt)} tokens"
 
 
 def test_surgery_leaves_the_given_model_alone_and_shares_its_weights() -> None:

@@ -283,7 +283,8 @@ def test_sinks_in_kernels(size: float, window: int | None) -> None:
             assert_near(found, want, 2 * TOLERANCE[torch.float32], f"decode in {splits}")
         config = PrefillConfig(block_m=32, block_n=16)
         tiles = torch.from_numpy(query_tiles(queries, np.array(contexts), 32 // 3)).to(DEVICE)
-        found = paged_prefill(spec, *batch.arguments[:3], tiles, config)
+        out = torch.empty_like(batch.arguments[0])
+        found = paged_prefill(spec, *batch.arguments[:3], tiles, config, out)
         assert_near(found, want, 2 * TOLERANCE[torch.float32], "prefill")
 
 

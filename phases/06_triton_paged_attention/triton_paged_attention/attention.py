@@ -15,7 +15,7 @@ from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tables import for_keys, prefill_default
+from triton_paged_attention.tables import SMALL, for_step, prefill_default
 
 TILE_ROWS = 16
 """Rows of the decode kernel's tile. A request with at most `16 / GROUP` new tokens goes through that kernel;
@@ -42,10 +42,12 @@ class TritonPagedAttention(PagedAttention):
         self.most_queries = triton.next_power_of_2(max(1, TILE_ROWS // self._group))
         d_pad = max(16, triton.next_power_of_2(d))
         self._prefill_config = prefill_default(d_pad, pool.data.element_size(), device)
+        # So many query tokens make a small tile for each multiprocessor.
+        few = self._prefill_config.tma and self._group <= SMALL
+        self._few_tokens = few * SMALL * multiprocessors(device) // num_heads
         # Only launches with little work split, so this bounds pairs * splits * rows: see `decode_default`.
         pairs = 4 * multiprocessors(device) + kv_heads
-        rows = self.most_queries * self._group
-        self._workspace = Workspace(pairs * rows, d_pad, device)
+        self._workspace = Workspace(pairs * self.most_queries * self._group, d_pad, device)
 
     def plan(self) -> None:
         """Prepare the step `self.batch`: sort requests by kernel, decode or prefill; split the latter into
@@ -60,28 +62,32 @@ class TritonPagedAttention(PagedAttention):
         self._prefill_keys = int(host.context_lens[~decodes].max(initial=0))
         self._tiles: Tensor | None = None
         if not decodes.all():
-            members, tiles = self.sort(host)
-            arrays = {"members": members.astype(np.int32), "tiles": tiles}
-            moved = upload(self.batch.positions.device, arrays)
-            self._only, self._tiles = moved["members"], moved["tiles"]
+            members, tiles = self.sort(host, len(self.batch.positions))
+            sorted_ = {"members": members.astype(np.int32), "tiles": tiles}
+            device = self.batch.positions.device
+            self._only, self._tiles = upload(device, sorted_).values()
 
-    def sort(self, host: HostBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    def sort(
+        self, host: HostBatch, tokens: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return the requests for the decode kernel, and the query tiles for the prefill kernel.
 
-        host: the step's lengths, as numpy arrays.
+        host: the step's lengths, as numpy arrays. tokens: of the step, or most of its CUDA graph.
 
         Returns:
             requests: int64, indices in the batch.
             tiles: `[n, 4]` int32: request, row of the first query token, query tokens, first position.
         """
         short = host.query_lens <= self.most_queries
-        tiles = query_tiles(host.query_lens, host.context_lens, self.tile_tokens, ~short)
+        tiles = query_tiles(
+            host.query_lens, host.context_lens, self.tile_tokens(tokens), ~short
+        )
         return np.flatnonzero(short), tiles
 
-    @property
-    def tile_tokens(self) -> int:
-        """Return the most query tokens that a query tile may have."""
-        return self._prefill_config.block_m // self._group
+    def tile_tokens(self, tokens: int) -> int:
+        """Return the most query tokens that a query tile has in a step of so many tokens."""
+        usual = self._prefill_config.block_m
+        return (SMALL if tokens <= self._few_tokens else usual) // self._group
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
         """Start a step whose requests the caller has sorted; CUDA graphs call this instead of `begin`.
@@ -130,7 +136,12 @@ class TritonPagedAttention(PagedAttention):
                 cache,
                 batch.block_tables,
                 self._tiles,
-                for_keys(self._prefill_config, self._prefill_keys, cache.k.shape[1]),
+                for_step(
+                    self._prefill_config,
+                    len(q) <= self._few_tokens,
+                    self._prefill_keys,
+                    cache.k.shape[1],
+                ),
                 out,
             )
         return out

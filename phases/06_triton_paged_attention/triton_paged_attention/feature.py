@@ -31,10 +31,9 @@ class Kernels(Feature):
         """Return whether a value of the option `kernels` asks for Triton: True for "triton", False for
         "torch".
         """
-        if isinstance(value, bool):
-            return value
-        choice(cls.name, value, get_args(Backend))
-        return bool(value == "triton")
+        if not isinstance(value, bool):
+            choice(cls.name, value, get_args(Backend))
+        return value in (True, "triton")
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:

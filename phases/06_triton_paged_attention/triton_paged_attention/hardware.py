@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -44,6 +43,5 @@ def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that one program may use; on a CPU (interpreter) those of an H100."""
     if device.type != "cuda":
         return 232_448
-    # Torch's own stubs lack this property.
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined,no-any-return]

@@ -15,6 +15,7 @@ from forward.layers import GatedMLP, RMSNorm
 from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.models.llama import LlamaAttention, LlamaBlock
+from forward.models.qwen3 import Qwen3Attention
 from forward.rope import Rope
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm
@@ -67,11 +68,12 @@ class FusedAttention(nn.Module):
         self.qkv_proj = join(old.q_proj, old.k_proj, old.v_proj)
         self.o_proj = join(old.o_proj)
         self.norms: HeadNorms | None = None
-        q_norm, k_norm = (getattr(old, name, None) for name in ("q_norm", "k_norm"))
-        if q_norm is not None and k_norm is not None:
-            self.q_weight, self.k_weight = q_norm.weight, k_norm.weight
-            one_plus = isinstance(q_norm, Gemma3RMSNorm)
-            self.norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps, one_plus)
+        if isinstance(old, Qwen3Attention):
+            norm = old.q_norm
+            self.q_weight, self.k_weight = norm.weight, old.k_norm.weight
+            self.norms = HeadNorms(
+                self.q_weight, self.k_weight, norm.eps, isinstance(norm, Gemma3RMSNorm)
+            )
 
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from triton_paged_attention.kernels.norms import NormWeights, rms_norm
+from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm
 
 KINDS = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2}
 """Names in a model's configuration -> the kernel's constant."""
@@ -135,7 +135,7 @@ class FusedLinear(nn.Module):
         gate: an activation, a key of `KINDS`; the outputs are gates and as many ups, the result
             `[..., out / 2]`.
         """
-        out: Tensor = self.linear(x if norm is None else rms_norm(x, norm))
+        out: Tensor = self.linear(x if norm is None else add_rms_norm(x, None, norm)[1])
         out = out if gate is None else gated(out, gate)
         return out if residual is None else out + residual
 

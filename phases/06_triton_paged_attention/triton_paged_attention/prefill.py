@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
@@ -104,7 +103,7 @@ def query_tiles(
     query_lens: Sequence[int] | NDArray[np.integer],
     context_lens: Sequence[int] | NDArray[np.integer],
     tokens: int,
-    only: NDArray[np.bool_] | None = None,
+    only: NDArray[np.bool_] | bool = True,
 ) -> NDArray[np.int32]:
     """Return the query tiles (parts of prompts) of a batch, `[n, 4]` int32, those that read most keys first.
 
@@ -113,11 +112,11 @@ def query_tiles(
     numpy without a loop over requests, since it runs every step.
 
     query_lens, context_lens: `[B]`. tokens: most query tokens of a tile.
-    only: `[B]` bool, the requests that get tiles; None: all.
+    only: `[B]` bool, the requests that get tiles; True: all.
     """
     lens = np.asarray(query_lens, dtype=np.int64)
     starts = np.cumsum(lens) - lens
-    per_request = -(-lens // tokens) if only is None else np.where(only, -(-lens // tokens), 0)
+    per_request = np.where(only, -(-lens // tokens), 0)
     request = np.repeat(np.arange(len(lens)), per_request)
     nth = np.arange(len(request)) - np.repeat(
         np.cumsum(per_request) - per_request, per_request
@@ -136,24 +135,23 @@ def paged_prefill(
     block_tables: Tensor,  # [B, max_blocks] int32
     tiles: Tensor,  # [n, 4] int32, from query_tiles with the same config's block_m // (H / KH)
     config: PrefillConfig,
-    out: Tensor | None = None,
+    out: Tensor,
 ) -> Tensor:
     """Return causal attention of ragged queries over the paged cache: `q [T, H, D]` -> `[T, H, D]`.
 
     layer: its scale, window and sinks. cache: the layer's blocks. block_tables: `[B, max_blocks]` int32.
     tiles: `[n, 4]` int32 of `query_tiles`: request, first row of `q`, tokens, first position; rows without a
         tile are not written.
-    config: block sizes. out: result; allocated if None.
+    config: block sizes. out: the result.
     """
     shared = attention_arguments(layer, cache, block_tables)
-    d_pad, block_size = shared["D_PAD"], shared["P"]
-    out = torch.empty_like(q) if out is None else out
+    block_size = shared["P"]
     layout = cache.layout or PLAIN
     config = layout.fit(config, block_size)
     tma = (
         config.tma
         and block_size % config.block_n == 0
-        and layer.head_dim == d_pad == cache.k.stride(2)
+        and layer.head_dim == shared["D_PAD"] == cache.k.stride(2)
     )
     k_arg, v_arg = (
         describe(c, config.block_n) if tma else c for c in (cache.k, layout.words(cache.v))

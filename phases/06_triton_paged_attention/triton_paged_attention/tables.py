@@ -50,8 +50,7 @@ def decode_default(
     so that two programs fit. If they need more, stages are dropped first, down to 1; then tiles are halved,
     down to 16.
     """
-    wanted = 2 * multiprocessors(device)
-    splits = max(1, min(32, round(wanted / pairs)))
+    splits = max(1, min(32, round(2 * multiprocessors(device) / pairs)))
     config = DecodeConfig(64, 4, 3) if splits == 1 else DecodeConfig(32, 2, 3, splits)
     row = 2 * d_pad * itemsize  # of keys and values
     budget = shared_memory(device) // 2
@@ -106,14 +105,20 @@ def prefill_default(d_pad: int, itemsize: int, device: torch.device) -> PrefillC
     return config
 
 
+SMALL = 64
+"""Rows of a tile where a step has few query tokens."""
 LONG = 8192
 """Keys above which a prefill program runs alone on its multiprocessor."""
 
 
-def for_keys(config: PrefillConfig, keys: int, block_size: int) -> PrefillConfig:
-    """Return the prefill block sizes for prompts of up to `keys` tokens, in blocks of `block_size` tokens.
+def for_step(config: PrefillConfig, few: bool, keys: int, block_size: int) -> PrefillConfig:
+    """Return the prefill block sizes of a step for prompts of up to `keys` tokens, in blocks of `block_size`.
 
-    Long prompts run with one program per multiprocessor, others as `config` says.
+    Long prompts run with one program per multiprocessor, others as `config` says. `few` query tokens would
+    leave multiprocessors idle: smaller tiles go to more of them, with more stages. So 64 tokens of 32 heads
+    of 128 over 32,768 keys take 356 us instead of 545, of 9 heads of 64 310 instead of 442.
     """
+    if few:
+        return replace(config, block_m=SMALL, num_warps=4, num_stages=3, maxnreg=None)
     alone = config.tma and block_size % config.block_n == 0 and keys >= LONG
     return replace(config, num_stages=3, maxnreg=None) if alone else config

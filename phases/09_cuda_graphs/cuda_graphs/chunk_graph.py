@@ -36,7 +36,7 @@ def most_tiles(attention: TritonPagedAttention, tokens: int, requests: int) -> i
 
     tokens, requests: most of the batch.
     """
-    return tokens // attention.tile_tokens + min(
+    return tokens // attention.tile_tokens(tokens) + min(
         requests, tokens // (attention.most_queries + 1)
     )
 

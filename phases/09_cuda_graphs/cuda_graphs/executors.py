@@ -195,7 +195,9 @@ def replay_chunk(
     host = HostBatch.of(works, runner.rows.prompt_lens)
     runner.tables.update(host.rows, runner.cache.blocks_for(int(host.context_lens.max())))
     drafts = None if drafts_of is None else drafts_of(works, host)
-    with staging.fill(graph.layout.size) as flat:
-        graph.layout.fill(flat, host, *runner.attention.sort(host), drafts)
+    layout = graph.layout
+    with staging.fill(layout.size) as flat:
+        sorted_ = runner.attention.sort(host, layout.sizes["positions"])
+        layout.fill(flat, host, *sorted_, drafts)
     graph.replay()
     return works, host

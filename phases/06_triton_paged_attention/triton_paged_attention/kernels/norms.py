@@ -75,10 +75,3 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, norm: NormWeights) -> tuple[Te
         **dependent_launch(x.device, x.numel() == size),  # one token: its neighbours start early, too
     )  # fmt: skip
     return total, out
-
-
-def rms_norm(x: Tensor, norm: NormWeights) -> Tensor:
-    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32, in `x`'s shape and
-    dtype.
-    """
-    return add_rms_norm(x, None, norm)[1]
