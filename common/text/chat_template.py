@@ -108,7 +108,7 @@ class ChatTemplate:
         if "role" not in message:
             raise UserError(f"{name} has no role")
         role = text(f"{name}.role", message["role"])
-        if role not in self._named:
+        if role not in ROLES and role not in self._named:
             choice(f"{name}.role", role, ROLES)
         checked: dict[str, Any] = {"role": role}
         for field, value in message.items():

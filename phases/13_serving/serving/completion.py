@@ -62,14 +62,14 @@ class Choice:
         self.sent = 0
         self.reason: str | None = None
         self.reader = request.reader and request.reader()
-        answer = None if self.reader is None else self.reader.answer
+        answer = self.reader.answer if self.reader else None
         last = self.prompt[-LOOKED_AT:]
         self.stream = TextStream(tokenizer, request.params, last, request.shown, answer)
 
     @property
     def finish_reason(self) -> str | None:
         """Return why the completion has ended, in the API's words, such as "tool_calls"; None: it has not."""
-        called = self.reader is not None and self.reader.complete
+        called = self.reader and self.reader.complete
         return "tool_calls" if called and self.reason == "stop" else self.reason
 
     def note(self, kind: str, values: list[Any]) -> None:
@@ -123,7 +123,7 @@ class Choice:
 
         last: the completion has ended.
         """
-        if self.reader is not None:
+        if self.reader:
             return self.reader.deltas(text, last)
         return [{"content": text}] if text else []
 
@@ -214,8 +214,9 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     limits, in_flight = app.limits, app.engine.in_flight
     more = len(request.prompts) * request.params.n
     most = min(limits.max_requests, request.ready.max_rows + limits.max_queue)
-    if more > min(most, limits.max_choices):  # it would be told to try again for ever
-        raise too_many("n", more, min(most, limits.max_choices), "completions in all")
+    allowed = min(most, limits.max_choices)
+    if more > allowed:  # it would be told to try again for ever
+        raise too_many("n", more, allowed, "completions in all")
     if in_flight + more > most:
         words = f"{in_flight} completions are in flight, and the server takes at most {most}"
         raise ApiError(429, words, code="queue_full")

@@ -101,8 +101,8 @@ class ServedModel:
         if len(given) > self.limits.max_choices:
             raise too_many("prompt", len(given), self.limits.max_choices, "prompts")
         if len({type(item) for item in given}) > 1:
-            words = "is a mixed list, but must hold only texts, only token ids, or only lists"
-            raise wrong("prompt", f"prompt {words}")
+            words = "prompt is a mixed list, but must hold only texts, only token ids, or only lists"
+            raise wrong("prompt", words)
         if not isinstance(given[0], str):
             return given
         self.check_length(max(map(len, given)), ready, "prompt")
@@ -233,8 +233,7 @@ class ChatEndpoint(TextEndpoint):
             request.names["max_tokens"] = "max_completion_tokens"
         request.variables["add_generation_prompt"] = given.add_generation_prompt is not False
         request.variables["add_special_tokens"] = bool(request.generation.add_special_tokens)
-        length = count_characters(given.messages)
-        self.model.check_length(length, request.ready, self.source)
+        self.model.check_length(count_characters(given.messages), request.ready, self.source)
         self.read_fields(request)
         ignored, chat = set[str](), self.model.tokenizer.chat
         request.prompts = [chat(request.messages, ignored=ignored, **request.variables)]

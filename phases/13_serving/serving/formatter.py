@@ -22,7 +22,7 @@ def usage(group: ChoiceGroup) -> dict[str, Any]:
     """Return a response's `usage` object: counts of the tokens of a group of completions."""
     prompt, output = group.prompt_tokens, group.output_tokens
     cached = sum(max(choice.notes[CACHED], default=0) for choice in group.choices)
-    thoughts = sum(c.reader.reasoning_tokens for c in group.choices if c.reader is not None)
+    thoughts = sum(c.reader.reasoning_tokens for c in group.choices if c.reader)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
@@ -136,7 +136,7 @@ class ChatFormatter(ResponseFormatter):
         for delta in choice.deltas(piece.text, True):
             for name in delta.keys() - {"tool_calls"}:
                 message[name] = message.get(name, "") + delta[name]
-        if choice.reader is not None and (calls := choice.reader.calls):
+        if choice.reader and (calls := choice.reader.calls):
             message |= {"content": message["content"] or None, "tool_calls": calls}
         details = self.details(choice, piece)
         return {"message": message, **details, "finish_reason": choice.finish_reason}

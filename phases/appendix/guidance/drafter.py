@@ -10,7 +10,7 @@ from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
 from cuda_graphs.overlap import WaitingDrafter, needs_finished_step
 from speculative.stats import SpeculationStats
-from structured.masks import Constraint
+from structured.constraint import Constraint
 
 if TYPE_CHECKING:  # the library is imported when the first grammar comes
     from phases.appendix.guidance.matcher import GuidanceMatcher

@@ -14,7 +14,8 @@ from common.sampling.sampler import TokenBitmask
 from continuous.batch import upload
 from continuous.work import Work
 from phases.appendix.guidance.drafter import MOST_OVERLAPPED
-from structured.masks import AutomataGrammarManager, constrained, hold_back
+from structured.constraint import constrained
+from structured.masks import AutomataGrammarManager, hold_back
 from structured.matcher import Words
 from structured.pool import GrammarPool
 

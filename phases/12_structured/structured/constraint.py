@@ -1,0 +1,84 @@
+"""Positions of outputs in their grammars: matchers, and how many tokens these have accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.request import Request
+from continuous.work import Work
+from structured.matcher import Matcher, Words
+
+
+@dataclass(eq=False)
+class Constraint:
+    """A request's position in its grammar: a matcher, and how many output tokens it has accepted.
+
+    accepted: number of these tokens; a preempted request keeps its tokens, and so this count.
+    """
+
+    matcher: Matcher
+    accepted: int = 0
+
+    def unseen(self, request: Request) -> list[int]:
+        """Return the output tokens that the matcher has not accepted yet."""
+        return request.tokens[request.prompt_len + self.accepted :]
+
+    def follow(self, request: Request) -> str:
+        """Let the matcher accept the request's output tokens that it has not seen.
+
+        Returns:
+            What is wrong with one of them, or an empty text.
+        """
+        new = self.unseen(request)
+        return self.count(new, self.matcher.advance(new))
+
+    def count(self, new: Sequence[int], accepted: int) -> str:
+        """Record that the matcher has accepted the first `accepted` of the new output tokens `new`.
+
+        Returns:
+            What is wrong with the token after them, or an empty text.
+        """
+        self.accepted += accepted
+        if self.matcher.problem or accepted == len(new):
+            return self.matcher.problem
+        return (
+            f"token {self.accepted} of the output, id {new[accepted]}, is not in the grammar"
+        )
+
+    def masks(self, drafts: Sequence[int], width: int) -> Words:
+        """Return bit masks `[drafts + 1, width]`, int32, of the next token and of the token after each draft.
+
+        width: numbers of a mask. The mask after a draft is made when the matcher has accepted that draft. A
+        draft that it does not accept is forbidden or ends the output, so nothing is sampled after it: the
+        masks after it and after all later drafts are zero. At the end the matcher is where it was.
+        """
+        words = np.zeros((len(drafts) + 1, width), np.int32)
+        self.matcher.fill(words[0])
+        accepted = 0
+        while accepted < len(drafts) and self.matcher.advance(drafts[accepted : accepted + 1]):
+            accepted += 1
+            self.matcher.fill(words[accepted])
+        self.matcher.rollback(accepted)
+        return words
+
+
+def constrained(
+    works: Sequence[Work],
+) -> Iterator[tuple[int, Sequence[int], Request, Constraint]]:
+    """Yield the outputs of a step that follow a grammar.
+
+    works: the step's requests, each with its tokens.
+
+    Yields:
+        The index of the output's first sample among all samples of the step, its draft tokens, its request,
+        and the constraint of the request.
+    """
+    position = 0
+    for work in works:
+        for request in work.sampled_requests:
+            if isinstance(request.constraint, Constraint) and request.finish_reason is None:
+                yield position, work.drafts, request, request.constraint
+            position += len(work.drafts) + 1
