@@ -239,7 +239,8 @@ def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Ten
     """
     number, config, conv, *rates, norm = weights
     states, kept = (part[pool.index[number]] for part in (pool.recurrent, pool.conv))
-    tokens, requests, keys = len(x), pool.step.shape[1], config.key_heads
+    tokens, keys = len(x), config.key_heads
+    requests = pool.step.shape[1]
     where = pool.batch.query_starts, pool.step, requests
     out = x.new_empty(tokens, config.value_heads, config.value_dim)
     sizes = {
