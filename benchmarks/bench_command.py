@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +28,7 @@ from common.files import whole
 from common.neighbours import usage, warn
 from common.paths import cache_home
 from common.words import count
-from phases import EXTRAS, PHASES, ROOT, Phase, phase_named
+from phases import EXTRAS, PHASES, ROOT, phase_named
 
 MOST_REPEATS = 1000
 
@@ -100,68 +101,42 @@ def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> No
 
 
 def _show(measured: Evidence, recorded: Evidence | None, *, quick: bool) -> None:
-    """Print a table of a measurement: the first metric of each variant, and its ratios.
+    """Print a table for each work of a measurement: a metric of each variant, and its ratios.
 
-    The ratios are to the first variant, and to the recorded evidence (None: there is none). The title has
-    what all runs have in common.
+    The ratios are to the first variant, and to the recorded evidence (None: there is none).
     quick: the workloads are smaller than the recorded ones, so that only gains are compared with these.
     """
     recorded_gain, recorded = recorded, None if quick else recorded
     phase = next((phase for phase in PHASES if phase.name == measured.phase), None)
     headline = "" if phase is None else headline_of(phase).metric
-    rows = []
-    for run in measured.runs:
-        metric = headline if headline in run.metrics else next(iter(run.metrics), None)
-        if metric is not None:
-            facts = {
-                "": axis_label(metric),
-                "workload": run.workload,
-                "model": run.model,
-                "dtype": run.dtype,
-            }
-            facts |= run.options
-            said = {
-                name: f"{name} {value}".strip() for name, value in facts.items() if value != ""
-            }
-            rows.append((run, metric, said))
-    common = (
-        set.intersection(*(set(said.values()) for _, _, said in rows)) if rows else set[str]()
-    )
-    title = ", ".join(text for text in rows[0][2].values() if text in common) if rows else ""
-    out.print(f"{measured.phase}: {title}", style="italic", markup=False, soft_wrap=True)
     more = ["recorded", "to that"] if recorded else []
-    by_work: dict[str, list[tuple[Run, str]]] = {}
-    for run, metric, said in rows:
-        work = ", ".join(text for text in said.values() if text not in common)
-        by_work.setdefault(work, []).append((run, metric))
-    for work, runs in by_work.items():
-        out.print(work, style="dim", markup=False, soft_wrap=True)
+    by_work: dict[tuple[str, ...], list[Run]] = defaultdict(list)
+    for run in measured.runs:
+        metric = headline if headline in run.metrics else next(iter(run.metrics))
+        options = (f"{name} {value}" for name, value in run.options.items() if value != "")
+        by_work[metric, run.workload, run.model, run.dtype, *options].append(run)
+    for (metric, *work), runs in by_work.items():
+        said = ", ".join([axis_label(metric), *work])
+        out.print(said, style="dim", markup=False, soft_wrap=True)
         made = table("variant", right=["median", "to the first", *more])
-        first = runs[0][0].median(runs[0][1])
-        for run, metric in runs:
-            value = run.median(metric)
-            before = _recorded(run, metric, recorded)
-            compared = "" if run is runs[0][0] else _ratio(value, first)
+        for run in runs:
+            value, before = run.median(metric), None
+            same = recorded.find(**run.facts) if recorded else []
+            if len(same) == 1 and metric in same[0].metrics:
+                before = same[0].median(metric)
+            compared = "" if run is runs[0] else _ratio(value, runs[0].median(metric))
             cells = [_number(value, metric), compared, _number(before, metric)]
             made.add_row(run.variant, *[*cells, _ratio(value, before)][: 2 + len(more)])
         out.print(made)
-    _print_gain(phase, measured, "here")
-    _print_gain(phase, recorded_gain, "recorded")
-
-
-def _print_gain(phase: Phase | None, evidence: Evidence | None, when: str) -> None:
-    """Print the headline gain of a phase's evidence, if it has one.
-
-    when: which evidence it is, "here" or "recorded".
-    """
-    found = gain(phase, evidence) if phase else None
-    if found is not None:
-        out.print(
-            f"{when}: {found.after.variant} against {found.before.variant}: "
-            f"[bold]{factor_text(found)}[/bold] {gain_words(found.metric)} "
-            f"({found.after.workload}, {found.after.model})",
-            soft_wrap=True,
-        )
+    for when, evidence in (("here", measured), ("recorded", recorded_gain)):
+        found = gain(phase, evidence) if phase else None
+        if found is not None:
+            out.print(
+                f"{when}: {found.after.variant} against {found.before.variant}: "
+                f"[bold]{factor_text(found)}[/bold] {gain_words(found.metric)} "
+                f"({found.after.workload}, {found.after.model})",
+                soft_wrap=True,
+            )
 
 
 def _number(value: float | None, metric: str) -> str:
@@ -171,19 +146,6 @@ def _number(value: float | None, metric: str) -> str:
 
 def _ratio(value: float, other: float | None) -> str:
     return f"{value / other:.2f}×" if other else ""
-
-
-def _recorded(run: Run, metric: str, recorded: Evidence | None) -> float | None:
-    """Return the recorded median of a metric for a run's variant, workload and options; None: there is
-    none.
-    """
-    same = {"model": run.model, "dtype": run.dtype, **run.options}
-    matching = recorded.find(run.variant, run.workload, **same) if recorded else []
-    return (
-        matching[0].median(metric)
-        if len(matching) == 1 and metric in matching[0].metrics
-        else None
-    )
 
 
 def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> bool:

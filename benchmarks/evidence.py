@@ -12,7 +12,6 @@ A phase's `bench.py` is two functions, which `ladder bench` and `ladder plot` fi
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import statistics
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.provenance import git_state
 from common.errors import UserError
 from common.files import whole
+from common.neighbours import processors
 
 if TYPE_CHECKING:
     import torch
@@ -187,17 +187,14 @@ class Evidence:
             UserError: it cannot be written. A file that was there before is still there.
         """
         path = path or RESULTS / self.folder / f"{self.phase}.json"
-        content = json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
+        # Only what was measured appears: no roofline, no key.
+        seconds = None if self.seconds is None else round(self.seconds, 1)
+        kept = {**vars(self), "seconds": seconds, "runs": [*map(_run_to_json, self.runs)]}
+        kept = {name: value for name, value in kept.items() if value not in (None, "", {})}
         with whole(path) as scratch:
+            content = json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
             scratch.write_text(content, encoding="utf-8")
         return path
-
-    def to_json(self) -> dict[str, Any]:
-        """The file's content. Only what was measured appears: no roofline, no key."""
-        seconds = None if self.seconds is None else round(self.seconds, 1)
-        runs = [_run_to_json(run) for run in self.runs]
-        kept = {**vars(self), "seconds": seconds, "runs": runs}
-        return {name: value for name, value in kept.items() if value not in (None, "", {})}
 
     @classmethod
     def load(cls, path: Path) -> Evidence:
@@ -258,23 +255,14 @@ def machine_facts(
 
     from common.device import device_name
 
-    cores = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
-    cuda = device.type == "cuda"
-    gpus = (
-        [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        if cuda
-        else []
-    )
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    gpus = [torch.cuda.get_device_name(index) for index in range(count)]
     return {
         "device": device.type,
         "name": device_name(device),
         "host": device_name(torch.device("cpu")),
-        **({"gpus": gpus, "driver": _driver()} if cuda else {}),
-        "cores": cores,
+        **({"gpus": gpus, "driver": _driver()} if gpus else {}),
+        "cores": len(processors()),
         "threads": torch.get_num_threads(),
         "ceilings": dict(ceilings or {}),
     }

@@ -34,17 +34,16 @@ PLACE = re.compile(r"(<!-- at: (\S+) (\S+) -->).*?(<!-- /at -->)")
 
 def fill(text: str, folder: Path) -> str:
     """Return `text` with every excerpt and place in it taken again from the files of its folder."""
-    text = PLACE.sub(
-        lambda found: found[1] + _place(found[2], found[3], folder) + found[4], text
-    )
-    return EXCERPT.sub(
-        lambda found: found[1] + _block(shlex.split(found[2]), folder) + found[3], text
-    )
 
+    def place(found: re.Match[str]) -> str:
+        mark, file, name, end = found.groups()
+        line = _node(_source(file, folder), name, file).lineno
+        return f"{mark}[`{name}`]({file}#L{line}), {Path(file).name}:{line}{end}"
 
-def _place(file: str, name: str, folder: Path) -> str:
-    line = _node(_source(file, folder), name, file).lineno
-    return f"[`{name}`]({file}#L{line}), {file.rsplit('/', 1)[-1]}:{line}"
+    def block(found: re.Match[str]) -> str:
+        return found[1] + _block(shlex.split(found[2]), folder) + found[3]
+
+    return EXCERPT.sub(block, PLACE.sub(place, text))
 
 
 def _source(file: str, folder: Path) -> str:
@@ -63,23 +62,20 @@ def _block(words: list[str], folder: Path) -> str:
     shown = [_function(source, name, file) for name in names]
     if settings:
         shown = [_part(shown[0], settings.get("from", ""), settings.get("to", ""), file)]
-    return (
-        f"```python\n# {file}\n" + "\n\n\n".join(shown) + "\n```\n"
-    )  # as ruff formats Markdown
+    code = "\n\n\n".join(shown)
+    return f"```python\n# {file}\n{code}\n```\n"  # as ruff formats Markdown
 
 
 def _function(source: str, name: str, file: str) -> str:
     """Return the lines of a function or class, from its decorators on, without docstring and indentation."""
     node = _node(source, name, file)
     lines = source.splitlines()
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
-    assert node.end_lineno is not None
-    kept = list(range(first, node.end_lineno))
+    first = min(one.lineno for one in (node, *node.decorator_list)) - 1
+    kept = lines[first : node.end_lineno]
     if ast.get_docstring(node) is not None:
         text = node.body[0]
-        assert text.end_lineno is not None
-        kept = [line for line in kept if not text.lineno - 1 <= line < text.end_lineno]
-    return textwrap.dedent("\n".join(lines[line] for line in kept)).strip("\n")
+        kept = lines[first : text.lineno - 1] + lines[text.end_lineno : node.end_lineno]
+    return textwrap.dedent("\n".join(kept)).strip("\n")
 
 
 def _node(
@@ -101,19 +97,12 @@ def _part(code: str, first: str, last: str, file: str) -> str:
     """From the line that begins with `first` to the next one that begins with `last`, both included."""
     lines = code.splitlines()
     bare = [line.strip() for line in lines]
-    start = next((i for i, line in enumerate(bare) if line.startswith(first)), None)
-    end = next(
-        (
-            i
-            for i, line in enumerate(bare)
-            if start is not None and i >= start and line.startswith(last)
-        ),
-        None,
-    )
-    if start is None or (last and end is None):
+    starts = [at for at, line in enumerate(bare) if line.startswith(first)]
+    ends = [at for at, line in enumerate(bare) if starts and line.startswith(last)]
+    ends = [at for at in ends if at >= starts[0]]
+    if not ends:
         raise UserError(
             f"no lines of the code shown of {file} begin with {first!r} and {last!r}"
         )
-    return textwrap.dedent(
-        "\n".join(lines[start : end + 1 if last and end is not None else len(lines)])
-    )
+    stop = ends[0] if last else len(lines)
+    return textwrap.dedent("\n".join(lines[starts[0] : stop + 1]))

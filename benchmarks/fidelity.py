@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import exp
 
 import torch
@@ -14,7 +15,6 @@ from forward.model import Model
 from forward.surgery import clone
 from paged_cache.attention import encode
 from paged_cache.pool import KVFormat
-from quant.formats import Scheme
 from quant.linear import QuantLinear
 
 WINDOW = 512
@@ -41,14 +41,6 @@ class Quality:
     tokens: int
 
 
-@dataclass(frozen=True)
-class Read:
-    """What a model made of a text: the states `[R, hidden]` that predict, and a model with its head."""
-
-    hidden: Tensor
-    head: Model
-
-
 @torch.inference_mode()
 def compare(
     reference: Model,
@@ -58,46 +50,34 @@ def compare(
 ) -> dict[str, Quality]:
     """Quality of each of `others` beside `reference`, which is among the results as ``reference``.
 
-    Every model reads the whole text before the next is asked for, so an iterator needs memory for two. Of
-    each only last hidden states are kept, a hundredth of the logits: these are made a few rows at a time.
+    One model is asked for when the one before it is done, so an iterator needs memory for few. Of the
+    reference only last hidden states are kept, a hundredth of the logits: these are made in pieces.
 
     Args:
         reference: in float32, as the others are where they are not quantized.
-        others: name, model, and the attention that it is to use. What heads of one scheme are of is the same
-            weight: one is kept.
+        others: name, model, and the attention that it is to use.
         tokens: of the text; a rest shorter than a window is left out.
     """
     count = len(tokens) // window
-    ids = torch.tensor(list(tokens[: count * window]), device=reference.device).view(
-        count, window
-    )
-    heads: dict[Scheme | None, Model] = {}
-    found = {"reference": _read(reference, RecomputeAttention(), ids, heads)}
-    for name, model, attention in others:
-        found[name] = _read(model, attention, ids, heads)
+    ids = torch.tensor(list(tokens[: count * window]), device=reference.device)
+    ids = ids.view(count, window)
     came = ids[:, 1:].flatten()
     rows = max(1, LOGITS // reference.config.vocab_size)
-    sums = {name: torch.zeros(3, dtype=torch.float64) for name in found}
-    for at in range(0, len(came), rows):
-        part = slice(at, at + rows)
-        true = _predicted(found["reference"], part)
-        for name, read in found.items():
-            guess = true if name == "reference" else _predicted(read, part)
-            sums[name] += difference(true, guess, came[part])
-    return {
-        name: Quality(
-            float(kl) / len(came),
-            exp(float(loss) / len(came)),
-            float(same) / len(came),
-            len(came),
-        )
-        for name, (kl, loss, same) in sums.items()
-    }
+    plain = RecomputeAttention()
+    true = _read(reference, plain, ids)
+    found = {}
+    for name, model, attention in chain([("reference", reference, plain)], others):
+        guess = _read(model, attention, ids)
+        total = torch.zeros(3, dtype=torch.float64)
+        for at in range(0, len(came), rows):
+            part = slice(at, at + rows)
+            total += difference(_predicted(true, part), _predicted(guess, part), came[part])
+        kl, loss, same = (total / len(came)).tolist()
+        found[name] = Quality(kl, exp(loss), same, len(came))
+    return found
 
 
-def _read(
-    model: Model, attention: Attention, ids: Tensor, heads: dict[Scheme | None, Model]
-) -> Read:
+def _read(model: Model, attention: Attention, ids: Tensor) -> tuple[Model, Tensor]:
     """Of `ids [W, window]` all hidden states but each window's last, which predicts nothing that came."""
     exact = exactly(model)
     positions = torch.arange(ids.shape[1], device=ids.device)
@@ -105,17 +85,12 @@ def _read(
         exact(each, positions.expand_as(each), attention)[:, :-1].flatten(0, 1)
         for each in torch.split(ids, WINDOWS)
     ]
-    head = heads.setdefault(
-        model.lm_head.scheme if isinstance(model.lm_head, QuantLinear) else None, exact
-    )
-    if head is exact:
-        for part in [part for part, _ in exact.named_children() if part != "lm_head"]:
-            delattr(exact, part)
-    return Read(torch.cat(hidden), head)
+    return exact, torch.cat(hidden)
 
 
-def _predicted(read: Read, rows: slice) -> Tensor:
-    return read.head.logits(read.hidden[rows]).log_softmax(-1)
+def _predicted(read: tuple[Model, Tensor], rows: slice) -> Tensor:
+    model, hidden = read
+    return model.logits(hidden[rows]).log_softmax(-1)
 
 
 def difference(true: Tensor, found: Tensor, came: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from benchmarks.evidence import APPENDIX, Evidence, Run
@@ -58,14 +59,12 @@ def headline_of(phase: Phase) -> Headline:
 
 @dataclass(frozen=True)
 class Gain:
-    """One comparison: the factor, always above 1 for better, and what was compared."""
+    """One comparison. appendix: the engine has features of the appendix."""
 
-    factor: float
     metric: str
     before: Run
     after: Run
-    appendix: bool = False
-    """Whether the engine has features of the appendix."""
+    appendix: bool
 
 
 def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
@@ -78,6 +77,9 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
     if evidence is None:
         return None
     names = [other.name for other in reversed(PHASES) if other.number < phase.number]
+    # Names do not say that engines have the appendix: all have, or the file is older than such names.
+    older = not evidence.appendix and phase.number >= FIRST_WITH_APPENDIX
+    hidden = older or evidence.appendix == "all"
     head = headline_of(phase)
     wanted = head.runs if evidence.find(**head.runs) else {}
     for variant in head.variants or (phase.name,):
@@ -87,31 +89,9 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
             for name in head.before or names:
                 for before in evidence.find(name):
                     if head.metric in before.metrics and _same_work(before, after, wanted):
-                        return Gain(
-                            _factor(head.metric, before, after),
-                            head.metric,
-                            before,
-                            after,
-                            hides_appendix(phase, evidence)
-                            or after.variant.endswith(APPENDIX),
-                        )
+                        named = hidden or after.variant.endswith(APPENDIX)
+                        return Gain(head.metric, before, after, named)
     return None
-
-
-def hides_appendix(phase: Phase, evidence: Evidence) -> bool:
-    """Return True if a file's names do not say that its engines have the appendix: all of them have, or the
-    file is older than such names, and of a phase whose engines came with it.
-    """
-    older = not evidence.appendix and phase.number >= FIRST_WITH_APPENDIX
-    return older or evidence.appendix == "all"
-
-
-def is_level(found: Gain) -> bool:
-    """Return True if a gain is one in name only: the samples before and after overlap."""
-    before = found.before.metrics[found.metric].samples
-    after = found.after.metrics[found.metric].samples
-    apart = min(after) > max(before) or max(after) < min(before)
-    return found.factor > 1 and not apart
 
 
 def factor_text(found: Gain | None) -> str:
@@ -121,8 +101,17 @@ def factor_text(found: Gain | None) -> str:
     """
     if found is None:
         return ""
-    factor = f"{found.factor:.2g}×" if found.factor < 100 else f"{found.factor:,.0f}×"
-    return ("level" if is_level(found) else factor) + " with the appendix" * found.appendix
+    before, after = (run.metrics[found.metric] for run in (found.before, found.after))
+    pair = (before, after) if _less_is_better(found.metric) else (after, before)
+    top, bottom = (metric.median for metric in pair)
+    factor = top / bottom if bottom else inf
+    said = f"{factor:.2g}×" if factor < 100 else f"{factor:,.0f}×"
+    apart = min(after.samples) > max(before.samples) or max(after.samples) < min(
+        before.samples
+    )
+    if factor > 1 and not apart:
+        said = "level"
+    return said + " with the appendix" * found.appendix
 
 
 def gain_words(metric: str) -> str:
@@ -133,9 +122,7 @@ def gain_words(metric: str) -> str:
 
 def _same_work(one: Run, other: Run, own: Mapping[str, object]) -> bool:
     def facts(run: Run) -> tuple[object, ...]:
-        options = sorted(
-            (name, value) for name, value in run.options.items() if name not in own
-        )
+        options = {name: value for name, value in run.options.items() if name not in own}
         return run.workload_sha256, run.model, run.weights, run.dtype, options
 
     return facts(one) == facts(other)
@@ -145,9 +132,3 @@ def _less_is_better(metric: str) -> bool:
     return (
         "_ms_" in metric or metric.endswith(("_bytes", "_us_per_step")) or metric == "seconds"
     )
-
-
-def _factor(metric: str, before: Run, after: Run) -> float:
-    old, new = before.median(metric), after.median(metric)
-    top, bottom = (old, new) if _less_is_better(metric) else (new, old)
-    return top / bottom if bottom else float("inf")

@@ -22,7 +22,6 @@ from benchmarks.plotting import Panel, figure
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, workload
 from common.events import Streams
-from common.options import route
 from forward.model import Model
 from paged_cache import PagedSizes, Recipe, build
 from phases import PHASES, Phase
@@ -74,9 +73,8 @@ def engines(phase: Phase, model: Model, rows: int) -> Iterator[tuple[str, Stream
     if phase.number < ROWS:
         sizes = {"batch_size": rows} if phase.number > SLOW else {}
     if KERNELS < phase.number < GRAPHS and model.device.type == "cuda":
-        given, _ = route(sizes, [PagedSizes])
         features = (Kernels(), *(kind() for kind in import_phase(phase).PRESET.on))
-        yield phase.name, build(Recipe(model, PagedSizes(**given), features))
+        yield phase.name, build(Recipe(model, PagedSizes(**sizes), features))
         return
     if phase.number < BLOCKS:
         yield phase.name, import_phase(phase).load(model, **sizes)

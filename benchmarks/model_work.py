@@ -9,7 +9,7 @@ a second in matrix products. A step takes at least the longer of the two times (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 
 import torch
@@ -43,18 +43,12 @@ class ComputeCost:
     kv_bytes: float
     flops: float
 
-    @property
-    def bytes(self) -> float:
-        """Return all bytes that are read."""
-        return self.weight_bytes + self.kv_bytes
-
     def seconds(self, ceilings: Ceilings) -> float:
         """Return the seconds of this work at these ceilings: of reading or of computing, whichever takes
         longer.
         """
-        return max(
-            self.bytes / ceilings.read_bytes_per_s, self.flops / ceilings.matmul_flop_per_s
-        )
+        read = (self.weight_bytes + self.kv_bytes) / ceilings.read_bytes_per_s
+        return max(read, self.flops / ceilings.matmul_flop_per_s)
 
 
 def layer_parameters(config: ModelConfig, experts: float | None = None) -> float:
@@ -71,10 +65,8 @@ def layer_parameters(config: ModelConfig, experts: float | None = None) -> float
     if facts is None:
         dense = gated * config.hidden_size * config.intermediate_size
         return mixers + config.num_layers * dense
-    inside = (
-        facts.intermediate_size * (facts.count if experts is None else experts)
-        + facts.shared_size
-    )
+    chosen = facts.count if experts is None else experts
+    inside = facts.intermediate_size * chosen + facts.shared_size
     sparse = config.hidden_size * (3 * inside + facts.count)
     return mixers + config.num_layers * sparse
 
@@ -97,11 +89,7 @@ def _mixer_parameters(config: ModelConfig, attention: int) -> int:
 
 def state_bytes(config: ModelConfig) -> float:
     """Return the bytes of all layers' states of one request, in float32; each token reads and writes them."""
-    return (
-        0
-        if config.delta is None
-        else 4 * _state_layers(config) * prod(config.delta.state_shape)
-    )
+    return 4 * _state_layers(config) * prod(config.delta.state_shape) if config.delta else 0
 
 
 def _state_layers(config: ModelConfig) -> int:
@@ -110,16 +98,13 @@ def _state_layers(config: ModelConfig) -> int:
 
 def experts_read(config: ModelConfig, tokens: float) -> float | None:
     """Return how many of a layer's experts `tokens` tokens choose on average, if all are equally likely."""
-    if config.experts is None:
-        return None
-    return config.experts.count * (
-        1 - (1 - config.experts.top_k / config.experts.count) ** tokens
-    )
+    facts = config.experts
+    return facts.count * (1 - (1 - facts.top_k / facts.count) ** tokens) if facts else None
 
 
 def parameters_of_a_token(config: ModelConfig) -> float:
     """Return the number of the layers' weights that one token is multiplied with."""
-    return layer_parameters(config, None if config.experts is None else config.experts.top_k)
+    return layer_parameters(config, config.experts.top_k if config.experts else None)
 
 
 def decode_work(
@@ -132,15 +117,10 @@ def decode_work(
     """
     head = config.vocab_size * config.hidden_size
     read = layer_parameters(config, experts_read(config, batch)) + head
-    return ComputeCost(
-        weight_bytes=read * dtype.itemsize,
-        kv_bytes=batch
-        * (
-            _keys(config, context) * _kv_bytes_per_key(config, dtype) + 2 * state_bytes(config)
-        ),
-        flops=2.0 * batch * (parameters_of_a_token(config) + head)
-        + batch * _keys(config, context) * _flops_per_key(config),
-    )
+    keys = _keys(config, context)
+    held = keys * _kv_bytes_per_key(config, dtype) + 2 * state_bytes(config)
+    flops = 2.0 * (parameters_of_a_token(config) + head) + keys * _flops_per_key(config)
+    return ComputeCost(read * dtype.itemsize, batch * held, batch * flops)
 
 
 def prefill_work(
@@ -153,13 +133,10 @@ def prefill_work(
     tokens = sum(prompt_lens)
     read = layer_parameters(config, experts_read(config, tokens))
     pairs = sum(_pairs(config, length) for length in prompt_lens)
-    return ComputeCost(
-        weight_bytes=(read + head) * dtype.itemsize,
-        kv_bytes=0.0,  # keys and values of a prompt are used where they are made
-        flops=2.0 * tokens * parameters_of_a_token(config)
-        + 2.0 * len(prompt_lens) * head
-        + pairs * _flops_per_key(config),
-    )
+    flops = 2.0 * (tokens * parameters_of_a_token(config) + len(prompt_lens) * head)
+    flops += pairs * _flops_per_key(config)
+    # Keys and values of a prompt are used where they are made.
+    return ComputeCost((read + head) * dtype.itemsize, 0.0, flops)
 
 
 def generation_work(
@@ -195,7 +172,7 @@ def generation_work(
     )
     one = decode_work(config, dtype, 1, 0)
     return [
-        ComputeCost(prefill.weight_bytes * waves, prefill.kv_bytes, prefill.flops),
+        replace(prefill, weight_bytes=prefill.weight_bytes * waves),
         ComputeCost(
             weight_bytes=decode_work(config, dtype, batch, 0).weight_bytes * steps,
             kv_bytes=keys * _kv_bytes_per_key(config, dtype) + sum(decodes) * one.kv_bytes,
@@ -213,23 +190,20 @@ def _keys(config: ModelConfig, context: float) -> float:
     """Return the keys that one query reads, summed over the layers: `context`, or less with a sliding
     window.
     """
-    return sum(
-        context if window is None else min(context, window) for window in _windows(config)
-    )
+    return sum(_seen(config, context))
 
 
-def _windows(config: ModelConfig) -> list[int | None]:
-    """Return the window in tokens of each layer of attention; None: it sees all."""
-    return [config.sliding_windows[layer] for layer in config.attention_layers]
+def _seen(config: ModelConfig, context: float) -> list[float]:
+    """Return the keys that one query reads in each layer of attention; a window of None sees all."""
+    windows = [config.sliding_windows[layer] for layer in config.attention_layers]
+    return [min(context, window or context) for window in windows]
 
 
 def _pairs(config: ModelConfig, length: int) -> float:
     """Return the query-key pairs of one causal prompt of `length` tokens, summed over the layers."""
-    total = 0.0
-    for window in _windows(config):
-        seen = length if window is None else min(length, window)
-        total += seen * (seen + 1) / 2 + (length - seen) * seen
-    return total
+    return sum(
+        seen * (seen + 1) / 2 + (length - seen) * seen for seen in _seen(config, length)
+    )
 
 
 def _kv_bytes_per_key(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -10,14 +10,14 @@ number comes from, and how it is written:
     single = "h200/09_cuda_graphs output_tokens_per_s variant=09_cuda_graphs workload=single-512 model=..."
     gain = { of = "h200/09_cuda_graphs output_tokens_per_s ...", over = "variant=...", as = "times" }
 
-The first word is an evidence file, the second a metric (or `roofline`, `roofline_seconds`, or a ceiling of
+The first word is an evidence file, the second a metric (or `roofline`, or a ceiling of
 the machine, `ceilings.read_bytes_per_s`), and words with `=` choose the one run. `over` divides by another
 run: what it leaves out is as in `of`, and an empty setting (`budget=`) is one that the run has not. `divides`
 is a constant that is divided by the value, `scale` a factor, and `as` one of `WAYS`.
 
 A number that a sentence works out before the reader's eyes, by hand, is marked too: inside a line by
 `<!--w-->3.5 ms<!--/w-->`, and a paragraph by lines with `<!--worked-->` and `<!--/worked-->`, each alone.
-`unmarked` finds the numbers with a unit that are neither.
+A test refuses the numbers with a unit that are neither.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -34,21 +34,6 @@ from benchmarks.labels import number
 from common.errors import UserError
 
 NUMBER = re.compile(r"(<!--n:([\w.-]+)-->)(-?[\d.,]+)(<!--/n-->)")
-WORKED = re.compile(
-    r"<!--w-->.*?<!--/w-->|^<!--worked-->$.*?^<!--/worked-->$", re.DOTALL | re.MULTILINE
-)
-GENERATED = re.compile(
-    r"^<!-- (?:table|code):.*?^<!-- /(?:table|code) -->$", re.DOTALL | re.MULTILINE
-)
-QUOTED = re.compile(r"^```.*?^```$|`[^`\n]+`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
-UNIT = re.compile(
-    r"(?<![\w.])\d[\d.,]*\s?"
-    r"(?:×(?!\s?\d)|%|(?:tokens\s(?:a|per)\ssecond|tokens/s|times|percent|ms|µs|us|(?<=\s)s|seconds?|minutes?|hours?"
-    r"|[KMGT]i?B(?:/s)?|[GT]FLOP/s)\b)"
-)
-"""A number with the unit of something that is measured."""
-SECTIONS = ("1", "2", "6", "9")
-"""The sections of a lesson in which every such number is marked."""
 
 
 def _digits(places: int) -> Callable[[float], str]:
@@ -77,38 +62,23 @@ def fill(text: str) -> str:
 def value(name: str) -> str:
     """Return the number of this name as it is written."""
     table, _, key = name.partition(".")
-    entry = _entries().get(table, {}).get(key)
+    entry = entries().get(table, {}).get(key)
     if entry is None:
         raise UserError(
             f"a text names the number {name}, which benchmarks/numbers.toml does not have"
         )
     entry = {"of": entry} if isinstance(entry, str) else entry
-    found = _read(name, shlex.split(entry["of"]))
+    found = _read(name, words := shlex.split(entry["of"]))
     if "over" in entry:
-        found /= _read(name, _completed(shlex.split(entry["over"]), shlex.split(entry["of"])))
+        found /= _read(name, words + shlex.split(entry["over"]))
     if "divides" in entry:
         found = entry["divides"] / found
     return WAYS[entry.get("as", "number")](found * entry.get("scale", 1.0))
 
 
-def names() -> set[str]:
-    """Return the names of all entries."""
-    return {f"{table}.{key}" for table, entries in _entries().items() for key in entries}
-
-
-def unmarked(text: str, sections: tuple[str, ...] = SECTIONS) -> Iterator[str]:
-    """Find the numbers with a unit that are typed by hand, in the sections that begin so."""
-    for part in re.split(r"^## ", text, flags=re.MULTILINE):
-        if part.startswith(sections):
-            bare = part
-            for pattern in (GENERATED, WORKED, NUMBER, QUOTED):
-                bare = pattern.sub("~", bare)
-            for found in UNIT.finditer(bare):
-                yield f"{part[0]}: {' '.join(bare[max(0, found.start() - 40) : found.end() + 10].split())}"
-
-
 @cache
-def _entries() -> dict[str, dict[str, Any]]:
+def entries() -> dict[str, dict[str, Any]]:
+    """Return the entries of each table of `numbers.toml`, by name."""
     return tomllib.loads((ROOT / "benchmarks" / "numbers.toml").read_text(encoding="utf-8"))
 
 
@@ -117,26 +87,14 @@ def _evidence(name: str) -> Evidence:
     return Evidence.load(RESULTS / f"{name}.json")
 
 
-def _completed(over: list[str], of: list[str]) -> list[str]:
-    """Return `over` with what it leaves out taken from `of`."""
-    plain = [word for word in over if "=" not in word]
-    settings = {word.split("=", 1)[0]: word for word in [*of, *over] if "=" in word}
-    whole = (
-        plain
-        if len(plain) == 2
-        else [*plain, *of[1:2]]
-        if plain and "/" in plain[0]
-        else [of[0], *plain]
-    )
-    return [*(whole if len(whole) == 2 else of[:2]), *settings.values()]
-
-
 def _read(name: str, words: list[str]) -> float:
-    file, metric, *chosen = words
+    """Return what words say: a file, a metric (the last one), and settings (the last of each name)."""
+    file, *metrics = (word for word in words if "=" not in word)
+    metric = metrics[-1]
+    settings = dict(word.split("=", 1) for word in words if "=" in word)
     evidence = _evidence(file)
     if metric.startswith("ceilings."):
         return float(evidence.machine["ceilings"][metric.removeprefix("ceilings.")])
-    settings = dict(word.split("=", 1) for word in chosen)
     runs = [
         run
         for run in evidence.runs
@@ -147,8 +105,6 @@ def _read(name: str, words: list[str]) -> float:
             f"the number {name} is of {len(runs)} runs of {file}, and must be of 1: {settings}"
         )
     (run,) = runs
-    if metric.startswith("roofline"):
-        if run.roofline is None:
-            raise UserError(f"the number {name} asks for the roofline of a run that has none")
-        return run.roofline.fraction if metric == "roofline" else run.roofline.seconds
-    return run.median(metric)
+    return (
+        run.roofline.fraction if metric == "roofline" and run.roofline else run.median(metric)
+    )

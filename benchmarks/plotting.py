@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -28,11 +29,10 @@ from benchmarks.labels import axis_label, metric_of, number, scale_of
 from benchmarks.recorded_peers import beside
 from common.errors import UserError
 
-PHASE_COLOURS = (
-    "#56B4E9", "#E69F00", "#CC79A7", "#0072B2", "#D55E00", "#009E73", "#332288",
-    "#999933", "#882255", "#44AA99", "#AA4499", "#117733", "#CC6677", "#6A5D4D",
-    "#8C6BB1", "#B15928", "#1F78B4", "#33A02C", "#E7298A",
-)  # fmt: skip
+PHASE_COLOURS = """
+#56B4E9 #E69F00 #CC79A7 #0072B2 #D55E00 #009E73 #332288 #999933 #882255 #44AA99
+#AA4499 #117733 #CC6677 #6A5D4D #8C6BB1 #B15928 #1F78B4 #33A02C #E7298A
+"""
 """Of phases 01 to 19, chosen so that no two that are compared look alike."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 GREY = "#8A8A8A"
@@ -92,7 +92,7 @@ def colours(names: Iterable[str], phase: str = "") -> dict[str, str]:
         if begins is None or name.startswith(OTHERS + LIBRARIES):
             kin.setdefault(GREY, []).append(name)
         else:
-            alike = kin.setdefault(PHASE_COLOURS[int(begins[1]) - 1], [])
+            alike = kin.setdefault(PHASE_COLOURS.split()[int(begins[1]) - 1], [])
             alike.insert(0 if name == begins[0] else len(alike), name)
     return {
         name: tint(base, 0.7 * place / max(len(alike) - 1, 2))
@@ -151,9 +151,7 @@ class Panel:
         for name, patterns in self.where.items():
             said = str(known.get(name, ""))
             some = [patterns] if isinstance(patterns, str) else patterns
-            if not any(
-                fnmatchcase(said, p.removeprefix("!")) != p.startswith("!") for p in some
-            ):
+            if all(fnmatchcase(said, p.lstrip("!")) == p.startswith("!") for p in some):
                 return False
         return self.about(run) in run.metrics and (not self.x or self.x in run.options)
 
@@ -162,35 +160,24 @@ class Panel:
         metric = self.about(runs[0])
         if self.peers:
             runs = sorted(runs, key=lambda run: run.median(metric))
-        groups: Groups = {}
+        groups: Groups = defaultdict(list)
         for run in runs:
-            name = (self.by if self.x or self.rows else self.label).format_map(
-                facts(run, phase)
-            )
-            groups.setdefault(name, []).append(run)
+            groups[self.by.format_map(facts(run, phase))].append(run)
         compared = list(runs)
         if self.x:
-            common = set.intersection(
-                *({run.options[self.x] for run in g} for g in groups.values())
-            )
-            compared = [run for run in runs if run.options[self.x] == max(common)]
+            shown = ({run.options[self.x] for run in group} for group in groups.values())
+            last = max(set.intersection(*shown))
+            compared = [run for run in runs if run.options[self.x] == last]
             _lines(axes, groups, self, metric, phase)
         elif self.rows:
             _points(axes, groups, self, metric, phase)
         else:
-            _bars(
-                axes,
-                runs,
-                [self.label.format_map(facts(run, phase)) for run in runs],
-                metric,
-                phase,
-            )
+            _bars(axes, runs, self.label, metric, phase)
         values = sorted(run.median(metric) * scale_of(metric) for run in compared)
-        least, most = number(values[0]), number(values[-1])
         gain = times(values[-1] / values[0]) if values[0] else ""
-        said = facts(runs[0], phase)
-        said.update(least=least, most=most, gain=gain)
-        axes.set_title(self.title.format_map(said))
+        least, most = number(values[0]), number(values[-1])
+        said = facts(runs[0], phase) | {"least": least, "most": most, "gain": gain}
+        axes.set_title(self.title.format_map(Facts(said)))
 
 
 def figure(
@@ -208,15 +195,14 @@ def figure(
 
     def draw(evidence: Evidence, out: Path) -> None:
         found = []
-        groups = dict.fromkeys(
-            tuple(run.facts.get(name) for name in each) for run in evidence.runs
-        )
-        for values in groups:
+
+        def values(run: Run) -> tuple[Any, ...]:
+            return tuple(run.facts.get(name) for name in each)
+
+        for group in dict.fromkeys(map(values, evidence.runs)):
             for part in parts:
                 every = [*evidence.runs, *(beside(evidence) if part.peers else ())]
-                same = [
-                    run for run in every if [run.facts.get(name) for name in each] == [*values]
-                ]
+                same = [run for run in every if values(run) == group]
                 if runs := [run for run in same if part.shows(run)]:
                     found.append((part, runs, same))
         if not found:
@@ -245,29 +231,25 @@ def facts(run: Run, phase: str) -> Facts:
     return Facts(known, name=run.variant.removeprefix(phase).strip(", ") or run.variant)
 
 
-def _bars(
-    axes: Axes, runs: Sequence[Run], names: Sequence[str], metric: str, phase: str
-) -> None:
+def _bars(axes: Axes, runs: Sequence[Run], label: str, metric: str, phase: str) -> None:
     """A horizontal bar a run, with its samples as dots, and behind it its value and share of the roofline."""
     shown = colours((run.variant for run in runs), phase)
     texts = []
     for row, run in enumerate(runs):
         value = run.median(metric) * scale_of(metric)
         samples = [sample * scale_of(metric) for sample in run.metrics[metric].samples]
-        once = (
-            run.variant.startswith(OTHERS) and run.noise is None
-        )  # no command here measures it again
-        axes.barh(row, value, height=0.62, color=shown[run.variant], hatch="///" * once,
+        # No command here measures it again.
+        hatch = "///" * (run.variant.startswith(OTHERS) and run.noise is None)
+        axes.barh(row, value, height=0.62, color=shown[run.variant], hatch=hatch,
                   edgecolor="white", linewidth=0)  # fmt: skip
         if len(samples) > 1:
-            axes.plot(
-                samples, [row] * len(samples), ".", color="#202020", markersize=3.5, alpha=0.7
-            )
+            rows = [row] * len(samples)
+            axes.plot(samples, rows, ".", color="#202020", markersize=3.5, alpha=0.7)
         text = number(value)
         if run.roofline and metric == "output_tokens_per_s":
             text += f" ({100 * run.roofline.fraction:.2g} % of the roofline)"
         texts.append((max(samples), text))
-    axes.set_yticks(range(len(runs)), names)
+    axes.set_yticks(range(len(runs)), [label.format_map(facts(run, phase)) for run in runs])
     axes.invert_yaxis()
     # Room for the longest text: a letter is about 0.063 inches wide, labels take a third of the panel.
     place = axes.get_subplotspec()
@@ -290,12 +272,13 @@ def _bars(
 
 def _points(axes: Axes, groups: Groups, panel: Panel, metric: str, phase: str) -> None:
     """A point a run in the row of its case: cases are no scale, and a logarithmic axis has no zero."""
-    runs = [run for group in groups.values() for run in group]
-    rows = list(dict.fromkeys(panel.rows.format_map(facts(run, phase)) for run in runs))
+    rows: list[str] = []
     shown = colours(groups, phase)
     for marker, (name, group) in zip(MARKERS, groups.items(), strict=False):
-        places = [rows.index(panel.rows.format_map(facts(run, phase))) for run in group]
+        names = [panel.rows.format_map(facts(run, phase)) for run in group]
+        rows = [*dict.fromkeys(rows + names)]
         values = [run.median(metric) * scale_of(metric) for run in group]
+        places = [*map(rows.index, names)]
         axes.plot(values, places, marker, color=shown[name], label=name, markersize=7)
     axes.set_yticks(range(len(rows)), rows)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -315,14 +298,8 @@ def _lines(axes: Axes, groups: Groups, panel: Panel, metric: str, phase: str) ->
         across = [float(run.options[panel.x]) for run in group]
         scale = 1 / group[0].median(metric) if panel.relative else scale_of(metric)
         bands = [[sample * scale for sample in run.metrics[metric].samples] for run in group]
-        axes.fill_between(
-            across,
-            [*map(min, bands)],
-            [*map(max, bands)],
-            color=shown[name],
-            alpha=0.18,
-            linewidth=0,
-        )
+        edges = [*map(min, bands)], [*map(max, bands)]
+        axes.fill_between(across, *edges, color=shown[name], alpha=0.18, linewidth=0)
         middle = [run.median(metric) * scale for run in group]
         marker = MARKERS[place % len(MARKERS)]
         axes.plot(across, middle, color=shown[name], marker=marker, label=name)
@@ -371,14 +348,9 @@ def _reference(axes: Axes, value: float, text: str) -> None:
 def caption(evidence: Evidence) -> str:
     """Small print of a figure: machine, models, dtypes, date and commit."""
     machine = evidence.machine
-    threads = (
-        f", threads: {machine['threads']}"
-        if machine["device"] == "cpu" and "threads" in machine
-        else ""
-    )
-    models = ", ".join(
-        sorted({f"{run.model} ({run.weights} weights, {run.dtype})" for run in evidence.runs})
-    )
+    threads = f", threads: {machine['threads']}" if machine["device"] == "cpu" else ""
+    found = {f"{run.model} ({run.weights} weights, {run.dtype})" for run in evidence.runs}
+    models = ", ".join(sorted(found))
     commit = str(evidence.git.get("commit") or "")[:7] or "unknown commit"
     return f"{machine['name']}{threads} · {models} · torch {evidence.versions.get('torch')} · {commit}"
 

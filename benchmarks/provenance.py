@@ -43,7 +43,7 @@ def git_state(root: Path) -> dict[str, Any]:
     """
     found = sources(root)
     try:
-        commit = _git(root, "rev-parse", "HEAD").strip()
+        commit = git(root, "rev-parse", "HEAD")
         dirty: bool | None = bool(differing(found, committed(root, commit)))
     except (OSError, subprocess.CalledProcessError):
         commit, whole = _given()
@@ -95,7 +95,7 @@ def committed(root: Path, commit: str) -> dict[str, str]:
     Raises:
         CalledProcessError: there is no such commit.
     """
-    listed = _git(root, "ls-tree", "-r", "-z", commit, "--", *FOLDERS).split("\0")
+    listed = git(root, "ls-tree", "-r", "-z", commit, "--", *FOLDERS).split("\0")
     lines = (line.split("\t", 1) for line in listed if line)
     return _by_package({name: facts.split()[2] for facts, name in lines if _is_code(name)})
 
@@ -120,14 +120,8 @@ def _by_package(blobs: Mapping[str, str]) -> dict[str, str]:
 def _package(name: str) -> str:
     """Of a file: `benchmarks`, `common`, `tests`, a phase, an appendix, or what lies beside those."""
     folder = PurePosixPath(name).parent
-    deep = (
-        3
-        if folder.parts[:2] == ("phases", "appendix")
-        else 2
-        if folder.parts[0] == "phases"
-        else 1
-    )
-    return "/".join(folder.parts[:deep])
+    deep = 3 if folder.parts[:2] == ("phases", "appendix") else 2
+    return "/".join(folder.parts[: deep if folder.parts[0] == "phases" else 1])
 
 
 def _is_code(name: str) -> bool:
@@ -151,17 +145,17 @@ def _given() -> tuple[str, str]:
     return (found[1], found[2] or "") if found else ("", "")
 
 
-def _git(root: Path, *arguments: str) -> str:
+def git(root: Path, *arguments: str) -> str:
+    """Return what git says of a checkout."""
     command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, encoding="utf-8"
-    ).stdout
+    done = subprocess.run(command, capture_output=True, check=True, encoding="utf-8")
+    return done.stdout.strip()
 
 
 def main() -> None:
     """Print what `LADDER_GIT_COMMIT` must be in a copy of this commit."""
     root = Path(__file__).resolve().parent.parent
-    commit = _git(root, "rev-parse", "HEAD").strip()
+    commit = git(root, "rev-parse", "HEAD")
     print(f"{commit}:{combined(committed(root, commit))}")
 
 

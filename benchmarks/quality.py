@@ -11,7 +11,6 @@ number says something about a format and a method, and nothing about a device.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -114,9 +113,6 @@ def _one(options: BenchOptions, name: str) -> list[Run]:
     runs = []
     work = Workload(f"news-from-nowhere-{most}", (Item(tuple(tokens[:most]), 1),))
     for way, found in compare(reference, _made(reference, ways, texts), tokens[:most]).items():
-        print(
-            f"{name} {way}: KL {found.kl:.5f}, perplexity {found.perplexity:.2f}", flush=True
-        )
         sample = {name: value for name, value in vars(found).items() if name != "tokens"}
         made = bench.run_of(way, work, Samples([sample]), tokens=found.tokens)
         runs.append(replace(made, noise=None))
@@ -128,7 +124,7 @@ def _made(
 ) -> Iterator[tuple[str, Model, Attention]]:
     """One after the other: only one of them is in memory."""
     for way in ways:
-        begun = time.perf_counter()
+        print(way, flush=True)
         if way in WAYS:
             yield way, WAYS[way].make(reference, texts), RecomputeAttention()
         else:
@@ -136,7 +132,6 @@ def _made(
             shown = texts if of_text else [sample(reference)]
             kv = KVFormat(KV_DTYPES[kind], head_scales(reference, shown, kind))
             yield way, reference, StoredAttention(kv)
-        print(f"  {way}: {time.perf_counter() - begun:.0f} s", flush=True)
 
 
 POINTS: dict[str, Any] = {

@@ -11,7 +11,8 @@ what that installation lacked of what the engine requires; a difference within t
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,46 +24,28 @@ LEVEL = 0.02
 
 
 @dataclass(frozen=True)
-class Peer:
-    """One engine in one version, on one machine on one day.
-
-    lacks: what its installation had not of what the engine requires, or had in another version.
-    beside: for each run the phase whose evidence it stands beside.
-    """
-
-    engine: str
-    version: str
-    when: str
-    machine: str
-    flags: str
-    log: str
-    lacks: str
-    beside: tuple[str, ...]
-    runs: tuple[Run, ...]
-
-    @property
-    def name(self) -> str:
-        """Engine and version, as tables show them."""
-        return f"{self.engine} {self.version}"
-
-
-@dataclass(frozen=True)
-class Best(Run):
-    """The best run of an engine: with its first metric's spread, its day, and what was lacking.
+class PeerRun(Run):
+    """A run of an engine in one version, on one machine on one day.
 
     way: how the engine ran, if not with its defaults (`batch-invariant`).
+    lacks: what its installation had not of what the engine requires, or had in another version.
+    beside: the phase whose evidence it stands beside.
+    spread: of its first metric, where only the best sample is left.
     """
 
     engine: str = ""
     version: str = ""
     way: str = ""
-    spread: float = 0.0
     when: str = ""
+    flags: str = ""
+    log: str = ""
     lacks: str = ""
+    beside: str = ""
+    spread: float = 0.0
 
 
-def load(device: str, folder: Path = RESULTS) -> list[Peer]:
-    """Return the peers that were measured on a device, or none.
+def load(device: str, folder: Path = RESULTS) -> list[PeerRun]:
+    """Return the runs of peers on a device, or none.
 
     Raises:
         UserError: the file is no file of peers, or a peer carries what only our evidence has.
@@ -72,32 +55,34 @@ def load(device: str, folder: Path = RESULTS) -> list[Peer]:
         return []
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        return [_peer(found, path) for found in raw["peers"]]
+        return [run for found in raw["peers"] for run in _runs(found, path)]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} is no file of peers: {type(error).__name__} {error}"
         ) from None
 
 
-def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[Best]:
+def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[PeerRun]:
     """Return the best run of each engine on each work of a phase, among those with these facts.
 
     facts: `model`, `workload` or an option. A run counts by the best sample of its first metric, the most
         of a rate and the least of a time; if it has no other, that is the sample which is returned, against
         which our median has to stand.
     """
-    best: dict[tuple[Any, ...], tuple[float, Best]] = {}
-    for peer in load(evidence.folder, folder):
-        for phase, run in zip(peer.beside, peer.runs, strict=True):
-            if phase != evidence.phase or not facts.items() <= run.facts.items():
-                continue
-            way = run.variant.removeprefix(peer.name)
-            key = peer.engine, way, run.model, run.workload, *sorted(run.options.items())
-            found = _at_best(run, peer)
-            value = found.median(first_metric(run))
-            if key not in best or better(first_metric(run), value, best[key][0]):
-                best[key] = value, found
-    return [run for _, run in best.values()]
+    best: dict[tuple[Any, ...], PeerRun] = {}
+    for run in load(evidence.folder, folder):
+        if run.beside != evidence.phase or not facts.items() <= run.facts.items():
+            continue
+        key = run.engine, run.way, run.model, run.workload, *sorted(run.options.items())
+        metric = first_metric(run)
+        values = run.metrics[metric]
+        found = replace(run, spread=values.spread)
+        if len(run.metrics) == 1:
+            choose = min if better(metric, 0.0, 1.0) else max
+            found = replace(found, metrics={metric: Metric((choose(values.samples),))})
+        if key not in best or better(metric, found.median(metric), best[key].median(metric)):
+            best[key] = found
+    return [*best.values()]
 
 
 def first_metric(run: Run) -> str:
@@ -110,7 +95,7 @@ def better(metric: str, one: float, other: float) -> bool:
     return one < other if metric.startswith("ttft") else one > other
 
 
-def versus(ours: Run, theirs: Best, metric: str) -> str:
+def versus(ours: Run, theirs: PeerRun, metric: str) -> str:
     """Return the factor over a peer as tables print it: `1.34×`, or `level`.
 
     Level is a difference within 2 %, or within the spread of our samples or of theirs.
@@ -122,23 +107,8 @@ def versus(ours: Run, theirs: Best, metric: str) -> str:
     return "level" if round(abs(factor - 1), 9) <= apart else f"{factor:.2f}×"
 
 
-def _at_best(run: Run, peer: Peer) -> Best:
-    metric = first_metric(run)
-    values = run.metrics[metric]
-    best = min(values.samples) if better(metric, 0.0, 1.0) else max(values.samples)
-    metrics = {metric: Metric((best,))} if len(run.metrics) == 1 else run.metrics
-    return Best(
-        **{**vars(run), "metrics": metrics},
-        engine=peer.engine,
-        version=peer.version,
-        way=run.variant.removeprefix(peer.name).strip(", "),
-        spread=values.spread,
-        when=peer.when,
-        lacks=peer.lacks,
-    )
-
-
-def _peer(raw: dict[str, Any], path: Path) -> Peer:
+def _runs(raw: dict[str, Any], path: Path) -> Iterator[PeerRun]:
+    """Return the runs of one peer as they stand in the file."""
     if ours := {"git", "commit", "workload_sha256", "noise", "roofline"} & {
         *raw,
         *(k for r in raw["runs"] for k in r),
@@ -146,30 +116,19 @@ def _peer(raw: dict[str, Any], path: Path) -> Peer:
         raise UserError(
             f"{path}: {raw['engine']} has {', '.join(sorted(ours))}, which only our evidence has"
         )
-    name = f"{raw['engine']} {raw['version']}"
-    runs = tuple(
-        Run(
-            variant=f"{name}{run.get('way', '')}",
-            workload=run["workload"],
+    about = {name: raw[name] for name in ("engine", "version", "when", "flags", "log")}
+    about["lacks"] = raw.get("lacks", "")
+    for run in raw["runs"]:
+        way = run.get("way", "")
+        kept = {
+            name: run[name] for name in ("workload", "model", "weights", "dtype", "beside")
+        }
+        yield PeerRun(
+            variant=f"{raw['engine']} {raw['version']}{way}",
             workload_sha256="",
-            model=run["model"],
-            weights=run["weights"],
-            dtype=run["dtype"],
-            metrics={
-                metric: Metric(tuple(values)) for metric, values in run["metrics"].items()
-            },
+            metrics={name: Metric(tuple(values)) for name, values in run["metrics"].items()},
             options=run.get("options", {}),
+            way=way.strip(", "),
+            **kept,
+            **about,
         )
-        for run in raw["runs"]
-    )
-    return Peer(
-        engine=raw["engine"],
-        version=raw["version"],
-        when=raw["when"],
-        machine=raw["machine"]["name"],
-        flags=raw["flags"],
-        log=raw["log"],
-        lacks=raw.get("lacks", ""),
-        beside=tuple(run["beside"] for run in raw["runs"]),
-        runs=runs,
-    )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
+from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from subprocess import CalledProcessError
 
 from benchmarks.evidence import PEERS_FILE, RESULTS, ROOT, Evidence, results
-from benchmarks.recorded_peers import load
+from benchmarks.provenance import git
+from benchmarks.recorded_peers import PeerRun, load
 
 Lines = list[list[str]]
 
@@ -19,28 +22,25 @@ def evidence_lines(root: Path) -> Lines:
     """
     heads = ["file", "recorded", "commit", "machine", "beside", "runs", "samples"]
     lines = [[*heads, "commits behind"]]
-    files = {
-        f"{device}/{name}": evidence
-        for device, found in results(root / RESULTS.relative_to(ROOT)).items()
-        for name, evidence in found.items()
-    }
-    for name, evidence in files.items():
-        commit = evidence.git["commit"]
-        age = _count(root, "HEAD", f"^{commit}")
-        lines.append(
-            [
-                f"[{name}](../{figure})"
-                if (root / (figure := f"figures/{name}.png")).exists()
-                else name,
+    for device, files in results(root / RESULTS.relative_to(ROOT)).items():
+        for phase, evidence in files.items():
+            name, commit = f"{device}/{phase}", evidence.git["commit"]
+            figure = f"figures/{name}.png"
+            age = _git(root, "rev-list", "--count", "HEAD", f"^{commit}", "--")
+            counts = (
+                len(one.samples) for run in evidence.runs for one in run.metrics.values()
+            )
+            cells = [
+                f"[{name}](../{figure})" if (root / figure).exists() else name,
                 evidence.when[:10],
                 f"`{commit[:8]}`",
                 _machine(evidence),
                 _beside(evidence),
                 str(len(evidence.runs)),
-                _samples(evidence),
-                "not in this history" if age is None else str(age),
+                _range(counts),
+                age or "not in this history",
             ]
-        )
+            lines.append(cells)
     return lines
 
 
@@ -50,21 +50,16 @@ def peer_lines(root: Path) -> Lines:
     heading = ["device", "engine", "measured", "beside phase", "log", "flags", "ran without"]
     lines = [[*heading, "samples"]]
     for path in sorted(folder.glob(f"*/{PEERS_FILE}")):
-        for peer in load(path.parent.name, folder):
-            counts = [
-                len(values.samples) for run in peer.runs for values in run.metrics.values()
-            ]
-            phases = ", ".join(dict.fromkeys(name.split("_")[0] for name in peer.beside))
-            cells = [
-                path.parent.name,
-                peer.name,
-                peer.when,
-                phases,
-                f"`{peer.log}`",
-                f"`{peer.flags}`".replace("|", "\\|"),
-                peer.lacks,
-            ]
-            lines.append([*cells, _range(counts)])
+        device = path.parent.name
+        peers: dict[tuple[str, ...], list[PeerRun]] = defaultdict(list)
+        for run in load(device, folder):
+            flags = f"`{run.flags}`".replace("|", "\\|")
+            name = f"{run.engine} {run.version}"
+            peers[name, run.when, f"`{run.log}`", flags, run.lacks].append(run)
+        for (name, when, *more), runs in peers.items():
+            counts = (len(one.samples) for run in runs for one in run.metrics.values())
+            phases = ", ".join(dict.fromkeys(run.beside[:2] for run in runs))
+            lines.append([device, name, when, phases, *more, _range(counts)])
     return lines
 
 
@@ -128,28 +123,13 @@ def _beside(evidence: Evidence) -> str:
     return ", ".join([f"load {begin} to {end}", *busy])
 
 
-def _samples(evidence: Evidence) -> str:
-    return _range(
-        len(metric.samples) for run in evidence.runs for metric in run.metrics.values()
-    )
-
-
 def _range(counts: Iterable[int]) -> str:
     found = set(counts)
     return str(*found) if len(found) == 1 else f"{min(found)} to {max(found)}"
 
 
-def _count(root: Path, *revisions: str) -> int | None:
-    said = _git(root, "rev-list", "--count", *revisions, "--")
-    return int(said) if said else None
-
-
 def _git(root: Path, *arguments: str) -> str:
     """Return what git says, or nothing where it fails."""
-    try:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+    with suppress(OSError, CalledProcessError):
+        return git(root, *arguments)
+    return ""

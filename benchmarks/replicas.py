@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from string import ascii_lowercase
@@ -218,13 +218,12 @@ def crowd(replicas: int) -> Workload:
 
 @dataclass
 class Asked:
-    """A request of the simulation."""
+    """A request of the simulation. arrived, first: times of its replica's clock."""
 
-    item: Item
-    replica: str = ""
-    arrived: int = 0
-    first: int | None = None
-    request: Request | None = field(default=None)
+    request: Request
+    replica: str
+    arrived: int
+    first: int = 0
 
 
 class Simulated:
@@ -247,11 +246,10 @@ class Simulated:
         self.policy = make_policy(route, 8)
         self.flight = InFlight()
         self.users = users
-        self.waiting = [Asked(item) for item in work.items]
+        self.waiting = bodies_of(work)
         self.open: dict[str, Asked] = {}
         self.done: list[Asked] = []
         self.imbalance = 0
-        self._bodies = iter([msgspec.json.encode(body) for body in bodies_of(work)])
 
     def sample(self) -> Sample:
         """Run to the end, and count."""
@@ -265,7 +263,7 @@ class Simulated:
         computed = [engine.stats.computed_tokens for engine in self.engines.values()]
         caches = [engine.cache for engine in self.engines.values()]
         stats = [cache.stats for cache in caches if isinstance(cache, PrefixCache)]
-        waits = [float((one.first or 0) - one.arrived) for one in self.done]
+        waits = [float(one.first - one.arrived) for one in self.done]
         return {
             "seconds": time.perf_counter() - started,
             "cache_hit_fraction": sum(s.hit_tokens for s in stats)
@@ -276,9 +274,9 @@ class Simulated:
             "first_token_after_tokens": median(waits),
         }
 
-    def _ask(self, asked: Asked) -> None:
+    def _ask(self, body: dict[str, Any]) -> None:
         loads = {name: self.flight.of(name) for name in self.engines}
-        chain = chain_of(next(self._bodies))
+        chain = chain_of(msgspec.json.encode(body))
         name = self.policy.rank(chain, loads)[0]
         self.policy.sent(chain, name)
         number = str(len(self.open) + len(self.done))
@@ -286,18 +284,17 @@ class Simulated:
         self.imbalance = max(self.imbalance, loads[name] - min(loads.values()))
         engine = self.engines[name]
         params = SamplingParams(
-            max_tokens=asked.item.max_tokens, temperature=0.0, ignore_eos=True
+            max_tokens=body["max_tokens"], temperature=0.0, ignore_eos=True
         )
-        asked.replica, asked.arrived = name, engine.stats.computed_tokens
-        (asked.request,) = engine.add(asked.item.prompt, params)
-        self.open[number] = asked
+        (request,) = engine.add(body["prompt"], params)
+        self.open[number] = Asked(request, name, engine.stats.computed_tokens)
 
     def _step(self, name: str, engine: PagedEngine) -> None:
         engine.step()
         for key, asked in list(self.open.items()):
-            if asked.replica != name or asked.request is None:
+            if asked.replica != name:
                 continue
-            if asked.first is None and asked.request.output_ids:
+            if not asked.first and asked.request.output_ids:
                 asked.first = engine.stats.computed_tokens
             if asked.request.finish_reason is not None:
                 self.flight.end(key)

@@ -9,13 +9,11 @@ import hashlib
 import json
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 
 from benchmarks.measure import Watch
 from benchmarks.model_work import Ceilings
-from common.console import err
 from common.device import device_name
 from common.errors import UserError
 from common.files import whole
@@ -32,41 +30,21 @@ def ceilings(device: torch.device | str, dtype: torch.dtype) -> Ceilings:
     The cache file's name covers device, torch version and number of threads.
     """
     device = torch.device(device)
-    path = _cache_file(device, dtype)
+    what = f"{device_name(device)} {torch.__version__} {torch.get_num_threads()} {dtype}"
+    digest = hashlib.sha256(what.encode()).hexdigest()[:16]
+    path = cache_home() / "ceilings" / f"{device.type}-{digest}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         return Ceilings(**json.loads(path.read_text(encoding="utf-8"))["ceilings"])
-    measured, clean = _probe(device, dtype)
-    if not clean:
-        return measured  # too low, because other processes ran: good enough for now, not to be kept
-    content = {
-        "device": device_name(device),
-        "dtype": str(dtype),
-        "ceilings": measured.to_json(),
-    }
-    try:
-        with whole(path) as scratch:
-            scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except UserError as error:
-        line = f"the ceilings are measured each time: {error}"
-        err.print(line, style="dim", markup=False, soft_wrap=True)
-    return measured
-
-
-def _probe(device: torch.device, dtype: torch.dtype) -> tuple[Ceilings, bool]:
-    """The best of up to three probes, and whether the last of them had the machine to itself."""
-    best, clean = Ceilings(0.0, 0.0), False
-    begun = time.perf_counter()
+    best, begun = Ceilings(0.0, 0.0), time.perf_counter()
     for _ in range(3):
         with Watch() as watch:
             read, matmul = probe_read(device), probe_matmul(device, dtype)
         best = Ceilings(max(best.read_bytes_per_s, read), max(best.matmul_flop_per_s, matmul))
-        clean = not watch.noise.dirty
-        if clean or time.perf_counter() - begun > 20:
+        if not watch.noise.dirty:
+            content = {"what": what, "ceilings": best.to_json()}
+            with suppress(UserError), whole(path) as scratch:
+                scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             break
-    return best, clean
-
-
-def _cache_file(device: torch.device, dtype: torch.dtype) -> Path:
-    what = f"{device_name(device)} {torch.__version__} {torch.get_num_threads()} {dtype}"
-    digest = hashlib.sha256(what.encode()).hexdigest()[:16]
-    return cache_home() / "ceilings" / f"{device.type}-{digest}.json"
+        if time.perf_counter() - begun > 20:
+            break
+    return best

@@ -25,16 +25,6 @@ STARTS_WITHIN = 600.0
 """Seconds: on a GPU kernels are compiled before the server is ready."""
 
 
-def import_path() -> str:
-    """PYTHONPATH for a process of ours: this checkout, and where this process has found its libraries."""
-    own = [
-        str(ROOT),
-        *map(str, sorted((ROOT / "phases").glob("[0-9]*"))),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    return os.pathsep.join(filter(None, own))
-
-
 class Started:
     """A command of this checkout that says `Ready: URL`, as a context. Its errors are shown as they come.
 
@@ -42,12 +32,14 @@ class Started:
     """
 
     def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        own = [str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*")))]
+        paths = os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": import_path(), "COLUMNS": "200"} | dict(env or {}),
+            env=os.environ | {"PYTHONPATH": paths, "COLUMNS": "200"} | dict(env or {}),
         )
         self.target = Target("", 0)
 

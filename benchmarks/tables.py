@@ -15,8 +15,8 @@ follows our rows in a table that chooses no variant. Any other name is an eviden
 its runs (variant, workload, model, dtype or an option) and `columns` its metrics, to which `gain` (over the
 first row), `roofline` and `microseconds` (of the metric `seconds`) can be added. `rows` names options to show
 (`rows=batch`) or `workload`, `sort` an option to sort by. A word with spaces is quoted (`"workload=a name"`).
-`python -m benchmarks.tables` fills all tables in; with `--check` it only says whether any is out of date. A
-table whose file does not exist yet says so, or with `when=recorded` is empty. `figure NAME "what it shows"`
+`python -m benchmarks.tables` fills all tables in. A
+table with `when=recorded` is empty until its file or its runs exist. `figure NAME "what it shows"`
 is a figure, once it is drawn. `evidence` lists the files with commit, age, host and samples, and `others` the
 peers with their dates, versions and flags.
 
@@ -28,17 +28,16 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from statistics import mode
 
 from benchmarks import excerpts, numbers, records
-from benchmarks.evidence import FIGURES, RESULTS, ROOT, Evidence, Run, results
-from benchmarks.gains import Gain, factor_text, gain, gain_words
+from benchmarks.evidence import RESULTS, ROOT, Evidence, Run, results
+from benchmarks.gains import factor_text, gain, gain_words
 from benchmarks.labels import axis_label, number, scale_of
-from benchmarks.recorded_peers import Best, beside, better, first_metric, versus
+from benchmarks.recorded_peers import PeerRun, beside, better, first_metric, versus
 from common.errors import UserError
 from common.files import whole
 from phases import PHASES, Phase
@@ -53,25 +52,23 @@ FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 AGES = re.compile(r"^(\|.*\| `[0-9a-f]{8}` \|.*\|)[^|]*\|$", re.MULTILINE)
 """Rows of the table of evidence up to their last cell, commits behind, which changes with every commit."""
 SERVERS = ROOT / "benchmarks" / "other_engines" / "recorded" / "llama_cpp_server.json"
+PLACE = RESULTS.relative_to(ROOT)
 
 
 def fill(text: str, root: Path = ROOT, file: Path | None = None) -> str:
     """`text` with every table in it made again. `file` says from where links to lessons start."""
-    pieces = FENCE.split(
-        text
-    )  # every second one is a block of code, in which comments are examples
-    pieces[::2] = [
-        TABLE.sub(lambda found: _filled(found, root, file), piece) for piece in pieces[::2]
-    ]
+    up = "../" * len(file.parent.relative_to(root).parts) if file else ""
+
+    def filled(found: re.Match[str]) -> str:
+        words = shlex.split(found[2])
+        if words == ["evidence"] and not records.has_history(root):
+            return found[0]
+        return found[1] + _table(words, root, up) + found[3]
+
+    # Every second piece is a block of code, in which comments are examples.
+    pieces = FENCE.split(text)
+    pieces[::2] = [TABLE.sub(filled, piece) for piece in pieces[::2]]
     return "".join(pieces)
-
-
-def _filled(found: re.Match[str], root: Path, file: Path | None) -> str:
-    """A table with its marks, made again; one of commits is left as it is where there is no history."""
-    words = shlex.split(found[2])
-    if words == ["evidence"] and not records.has_history(root):
-        return found[0]
-    return found[1] + _table(words, root, file) + found[3]
 
 
 def fill_all(root: Path = ROOT, *, write: bool = True) -> list[Path]:
@@ -96,43 +93,43 @@ def markdown_files(root: Path = ROOT) -> list[Path]:
     return sorted([*root.glob("*.md"), *found])
 
 
-def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
-    if words[0] in ("ladder", "gains"):
-        return (_ladder if words[0] == "ladder" else _gains)(root, file)
-    if words[0] == "evidence":
-        return _markdown(records.evidence_lines(root), text_columns=5)
-    if words[0] == "llama_cpp_server":
-        path = root / SERVERS.relative_to(ROOT)
+def _table(words: Sequence[str], root: Path, up: str) -> str:
+    match words:
+        case ["ladder"]:
+            return _ladder(root, up)
+        case ["gains"]:
+            return _gains(root, up)
+        case ["evidence"]:
+            return _markdown(records.evidence_lines(root), text_columns=5)
+        case ["llama_cpp_server"]:
+            return _markdown(records.server_lines(Evidence.load(SERVERS)), text_columns=1)
+        case ["others"]:
+            return _markdown(records.peer_lines(root), text_columns=7)
+        case ["peers", name]:
+            return _peers(root / PLACE / f"{name}.json", root)
+        case ["figure", name, *shows]:
+            path = f"figures/{name}.png"
+            said = shows[0] if shows else f"What was measured: {name}"
+            return f"![{said}]({up}{path})\n" if (root / path).exists() else ""
+    return _runs(words, root / PLACE)
+
+
+def _runs(words: Sequence[str], folder: Path) -> str:
+    """Runs of an evidence file, a row each."""
+    path = folder / f"{words[0]}.json"
+    if patient := "when=recorded" in words:
+        words = [word for word in words if word != "when=recorded"]
         if not path.exists():
-            return "Not measured yet: `python -m benchmarks.other_engines.llama_cpp_server` does.\n"
-        return _markdown(records.server_lines(Evidence.load(path)), text_columns=1)
-    if words[0] == "others":
-        return _markdown(records.peer_lines(root), text_columns=7)
-    if words[0] == "figure":
-        return _figure(words[1], words[2] if len(words) > 2 else "", root, file)
-    patient = "when=recorded" in words
-    words = [word for word in words if word != "when=recorded"]
-    name = words[1] if words[0] == "peers" else words[0]
-    if not _file(name, root).exists() and name.count("/") == 1:
-        if patient:
             return ""
-        device, phase = name.split("/")
-        return f"Not measured yet on {device}: `ladder bench {phase.split('_')[0]}` fills this in.\n"
-    if words[0] == "peers":
-        return _peers(_evidence(words[1], root), root)
     for word in words[1:]:
         if "=" not in word:
-            raise UserError(
-                f"the table {' '.join(words)} in {file} says {word!r}, which has no value"
-            )
+            raise UserError(f"the table {' '.join(words)} says {word!r}, which has no value")
     settings = dict(word.split("=", 1) for word in words[1:])
     columns = settings.pop("columns", "output_tokens_per_s").split(",")
     order = settings.pop("sort", None)
     shown = [name for name in settings.pop("rows", "").split(",") if name]
-    evidence = _evidence(words[0], root)
-    others = (
-        [] if "variant" in settings else beside(evidence, root / RESULTS.relative_to(ROOT))
-    )
+    evidence = Evidence.load(path)
+    others = [] if "variant" in settings else beside(evidence, folder)
     runs = [run for run in [*evidence.runs, *others] if _matches(run, settings)]
     if order is not None:
         runs.sort(key=lambda run: run.options[order])
@@ -140,60 +137,39 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
         return ""
     if not runs:
         raise UserError(
-            f"the table {' '.join(words)} in {file} has no rows: no run of the evidence matches"
+            f"the table {' '.join(words)} has no rows: no run of the evidence matches"
         )
-    lines = [
-        [
-            "variant",
-            *(name.replace("_", " ") for name in shown),
-            *(_heading(name) for name in columns),
-        ]
-    ]
+    heads = [name.replace("_", " ") for name in shown]
+    lines = [["variant", *heads, *(SPECIAL.get(name) or axis_label(name) for name in columns)]]
     for run in runs:
-        facts = {**run.options, "workload": run.workload}
-        said = (facts.get(name) for name in shown)
-        cells = [run.variant, *("" if value is None else str(value) for value in said)]
-        lines.append([*cells, *(_cell(run, runs[0], name, columns[0]) for name in columns)])
+        said = (run.facts.get(name) for name in shown)
+        cells = ["" if value is None else str(value) for value in said]
+        cells += [_cell(run, runs[0], name, columns[0]) for name in columns]
+        lines.append([run.variant, *cells])
     return _markdown(lines, text_columns=1)
 
 
-def _figure(name: str, shows: str, root: Path, file: Path | None) -> str:
-    path = root / FIGURES.relative_to(ROOT) / f"{name}.png"
-    if not path.exists():
-        return ""
-    up = "../" * len(file.parent.relative_to(root).parts) if file is not None else ""
-    return f"![{shows or f'What was measured: {name}'}]({up}{path.relative_to(root)})\n"
-
-
-def _file(name: str, root: Path) -> Path:
-    return root / RESULTS.relative_to(ROOT) / f"{name}.json"
-
-
-def _evidence(name: str, root: Path) -> Evidence:
-    return Evidence.load(_file(name, root))
-
-
-QUESTIONS = (
-    "How does a token come out of weights?",
-    "Why compute a token twice?",
-    "Why does one user pay for all the weights?",
-    "Why should a short answer wait for a long one?",
-    "Who reserved all that memory, and for what?",
-    "What does the GPU do between two operators?",
-    "Why does everybody stall when a long prompt comes?",
-    "Why compute the same beginning for everyone?",
-    "Who is waiting: the host or the device?",
-    "How few bits does a weight need?",
-    "Can one step make several tokens?",
-    "How can an answer be forced to parse?",
-    "What stands between an engine and its users?",
-    "What if a model is too large, or too slow, for one GPU?",
-    "Which copy of a server should get a request?",
-    "How can a model have more weights than it reads?",
-    "What if layers remember less than all?",
-    "Why does company change an answer?",
-    "Where does a block go when the GPU is full?",
-)
+QUESTIONS = """\
+How does a token come out of weights?
+Why compute a token twice?
+Why does one user pay for all the weights?
+Why should a short answer wait for a long one?
+Who reserved all that memory, and for what?
+What does the GPU do between two operators?
+Why does everybody stall when a long prompt comes?
+Why compute the same beginning for everyone?
+Who is waiting: the host or the device?
+How few bits does a weight need?
+Can one step make several tokens?
+How can an answer be forced to parse?
+What stands between an engine and its users?
+What if a model is too large, or too slow, for one GPU?
+Which copy of a server should get a request?
+How can a model have more weights than it reads?
+What if layers remember less than all?
+Why does company change an answer?
+Where does a block go when the GPU is full?
+"""
 """What the phases answer, in order; the table of a later one has its summary."""
 SPEED = (6, 9, 14)
 """Phases whose speed needs a GPU."""
@@ -201,75 +177,67 @@ HOURS = re.compile(r"^\| \[(\d\d) .*?\| (\d+) \|", re.MULTILINE)
 """Of each phase in `docs/paths.md`."""
 
 
-def _link(phase: Phase, root: Path, file: Path | None) -> str:
+def _link(phase: Phase, root: Path, up: str) -> str:
     """A phase's number and title, with a link to its lesson where there is one."""
     lesson = f"phases/{phase.name}/README.md"
-    up = "../" * len(file.parent.relative_to(root).parts) if file is not None else ""
     short = f"{phase.number:02d} {phase.title}"
     return f"[{short}]({up}{lesson})" if (root / lesson).exists() else short
 
 
-def _ladder(root: Path, file: Path | None) -> str:
+def _ladder(root: Path, up: str) -> str:
     """The phases with what each answers, its hours, and whether it needs a GPU."""
     hours = dict(HOURS.findall((root / "docs" / "paths.md").read_text(encoding="utf-8")))
     lines = [["phase", "what it answers", "hours", "GPU"]]
-    for phase, question in zip_longest(PHASES, QUESTIONS):
+    for phase, question in zip_longest(PHASES, QUESTIONS.splitlines()):
         needs = "for its speed" if phase.number in SPEED else "no"
-        name = _link(phase, root, file)
         spent = hours.get(f"{phase.number:02d}", "")
-        lines.append([name, question or phase.summary, spent, needs])
+        lines.append([_link(phase, root, up), question or phase.summary, spent, needs])
     return _markdown(lines, text_columns=2)
 
 
-def _gains(root: Path, file: Path | None) -> str:
-    """The phases with their gains as bare factors, and below them what each factor is of."""
-    evidence = results(root / RESULTS.relative_to(ROOT))
-    lines = [["phase", "what it adds", *evidence]]
-    notes = []
-    usual = {device: _usual_model(files) for device, files in evidence.items()}
-    for phase in PHASES:
-        found = {
-            device: gain(phase, files.get(phase.name)) for device, files in evidence.items()
-        }
-        name = _link(phase, root, file)
-        lines.append([name, phase.summary, *(factor_text(one) for one in found.values())])
-        notes += [f"- {phase.number:02d}: {said}" for said in _gains_of(found, usual)]
+def _gains(root: Path, up: str) -> str:
+    """The phases with their gains as bare factors, and below them what each factor is of.
+
+    The model of most gains on a device and the usual metric are named once.
+    """
+    found = {
+        device: {phase: gain(phase, files.get(phase.name)) for phase in PHASES}
+        for device, files in results(root / PLACE).items()
+    }
+    usual = {
+        device: mode([*(one.after.model for one in gains.values() if one), ""])
+        for device, gains in found.items()
+    }
     models = ", ".join(f"{model} on {device}" for device, model in usual.items() if model)
-    said = "\n".join([f"Of output tokens a second, with {models}, unless said:", "", *notes])
-    return f"{_markdown(lines, text_columns=2)}\n{said}\n"
+    said = [f"Of output tokens a second, with {models}, unless said:", ""]
+    lines = [["phase", "what it adds", *found]]
+    for phase in PHASES:
+        factors = [factor_text(gains[phase]) for gains in found.values()]
+        lines.append([_link(phase, root, up), phase.summary, *factors])
+        works, metrics = [], set()
+        for device, gains in found.items():
+            if one := gains[phase]:
+                run = one.after
+                model = "" if run.model == usual[device] else f" with {run.model}"
+                works.append(f"{run.workload}{model} ({device})")
+                metrics.add(gain_words(one.metric))
+        if works:
+            words = [f"{phase.number:02d}", *(metrics - {USUAL}), ", ".join(works)]
+            said.append(f"- {': '.join(words)}")
+    return "\n".join([_markdown(lines, text_columns=2), *said, ""])
 
 
-def _usual_model(files: Mapping[str, Evidence]) -> str:
-    """The model of most gains on a device."""
-    found = [gain(phase, files.get(phase.name)) for phase in PHASES]
-    return (
-        Counter(one.after.model for one in found if one is not None).most_common(1)[0][0]
-        if any(found)
-        else ""
-    )
-
-
-def _gains_of(found: Mapping[str, Gain | None], usual: Mapping[str, str]) -> list[str]:
-    """What a phase's factors are of: its metric unless that is the usual one, its work on each device."""
-    made = {device: one for device, one in found.items() if one is not None}
-    works = []
-    for device, one in made.items():
-        model = "" if one.after.model == usual[device] else f" with {one.after.model}"
-        works.append(f"{one.after.workload}{model} ({device})")
-    words = {gain_words(one.metric) for one in made.values()} - {USUAL}
-    return [": ".join([*words, ", ".join(works)])] if works else []
-
-
-def _peers(evidence: Evidence, root: Path) -> str:
+def _peers(path: Path, root: Path) -> str:
     """Each workload that another engine ran too: the best of each engine, this course's, and the factor.
 
     Below it what the engines' installations lacked.
     """
-    others = beside(evidence, root / RESULTS.relative_to(ROOT))
+    evidence = Evidence.load(path)
+    others = beside(evidence, root / PLACE)
     columns = list(dict.fromkeys(_column(run) for run in others))
     own = evidence.own()
     lines = [["workload", "model", *columns, *own, "over the best"]]
-    shown: list[Best] = []
+    shown: list[PeerRun] = []
     for model, workload in dict.fromkeys((run.model, run.workload) for run in others):
         found = [run for run in others if (run.model, run.workload) == (model, workload)]
         metric = first_metric(found[0])
@@ -294,7 +262,7 @@ def _peers(evidence: Evidence, root: Path) -> str:
     return "\n".join([_markdown(lines, text_columns=2), *notes])
 
 
-def _column(run: Best) -> str:
+def _column(run: PeerRun) -> str:
     return f"{run.engine}, {run.way}" if run.way else run.engine
 
 
@@ -307,9 +275,8 @@ def _matches(run: Run, settings: dict[str, str]) -> bool:
     return all(f",{run.facts.get(name)}," in f",{value}," for name, value in settings.items())
 
 
-def _heading(name: str) -> str:
-    special = {"gain": "gain", "roofline": "share of roofline", "microseconds": "µs"}
-    return special.get(name) or axis_label(name)
+SPECIAL = {"gain": "gain", "roofline": "share of roofline", "microseconds": "µs"}
+"""Heads of columns that are no metrics."""
 
 
 def _cell(run: Run, first: Run, name: str, metric: str) -> str:
@@ -319,11 +286,8 @@ def _cell(run: Run, first: Run, name: str, metric: str) -> str:
         if metric not in run.metrics or not first.median(metric):
             return ""
         return f"{run.median(metric) / first.median(metric):.2f}×"
-    if name == "microseconds" and "seconds" in run.metrics:
-        return number(run.median("seconds") * 1e6)
-    if name not in run.metrics:
-        return ""
-    return number(run.median(name) * scale_of(name))
+    name, scale = ("seconds", 1e6) if name == "microseconds" else (name, scale_of(name))
+    return number(run.median(name) * scale) if name in run.metrics else ""
 
 
 def _markdown(lines: Sequence[Sequence[str]], text_columns: int) -> str:
@@ -332,42 +296,21 @@ def _markdown(lines: Sequence[Sequence[str]], text_columns: int) -> str:
     return head + "|" + "|".join(rule) + "|\n" + "".join(rest)
 
 
-TRUNK = ("01", "02", "03", "04", "05", "07", "08", "13")
-GPU = ("06", "09")
-BRANCHES = {"09": ("10", "11", "12", "18"), "13": ("14", "15", "16", "17", "19")}
+TREE = """\
+trunk       01 ── 02 ── 03 ── 04 ── 05 ── 07 ── 08 ── 13
+GPU                                 └─ 06 ── 09
+branches    10    11    12    18  behind 09    14    15    16    17    19  behind 13
+"""
 """The tree of phases: on the trunk each needs those before it; a branch can be read behind its root."""
 
 
 def phase_map(folder: str) -> str:
     """Return the tree of the phases as a block of text, with the phase of this folder in brackets."""
-    titles = {f"{phase.number:02d}": phase.title for phase in PHASES}
-    here = folder[:2] if folder[:2] in titles else ""
-
-    def row(numbers: Sequence[str], between: str) -> str:
-        return between.join(
-            f"[{number}]" if number == here else f" {number} " for number in numbers
-        )
-
-    branches = "   ".join(
-        f"{row(numbers, '  ')} behind {root}" for root, numbers in BRANCHES.items()
-    )
-    lines = [
-        f"trunk      {row(TRUNK, '──')}",
-        f"GPU        {'└─':>27}{row(GPU, '──')}",
-        f"branches   {branches}",
-        *([f"you are here: {here} {titles[here]}"] if here else []),
-    ]
-    return "```\n" + "\n".join(line.rstrip() for line in lines) + "\n```\n"
-
-
-def main() -> None:
-    """Fill the tables in, or with `--check` exit with 1 when one is out of date."""
-    check = "--check" in sys.argv[1:]
-    changed = fill_all(write=not check)
-    for path in changed:
-        print(f"{path.relative_to(ROOT)}: {'out of date' if check else 'filled in'}")
-    sys.exit(1 if check and changed else 0)
+    here = folder[:2]
+    tree = re.sub(rf" {here}(?: |$)", f"[{here}]", TREE, count=1, flags=re.MULTILINE)
+    place = [f"you are here: {here} {one.title}\n" for one in PHASES if one.name == folder]
+    return "".join(["```\n", tree, *place, "```\n"])
 
 
 if __name__ == "__main__":
-    main()
+    print(*fill_all(), sep="\n")

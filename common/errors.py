@@ -21,8 +21,7 @@ class UserError(ValueError):
 class NotANumber(ArithmeticError):
     """Raised for a request whose logits are NaN, so that no token can be chosen.
 
-    It ends that request alone. The cause is a wrong weight, scale or number format, which this prompt makes
-    visible.
+    It ends that request alone. The cause is a wrong weight, scale or format, which this prompt shows.
     """
 
 
@@ -63,12 +62,10 @@ def brief(value: object) -> str:
 def integer(
     name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None
 ) -> int:
-    """Return `value` as an int; numpy's integers are accepted. low, high: limits; None: none. name: of the
-    field, for the error.
+    """Return `value`, which numpy may have made, as an int. low, high: limits, or None. name: for errors.
 
     Raises:
-        UserError: it is not an integer (nor is a bool, since `max_tokens=True` is a mistake), or not in low
-            .. high.
+        UserError: it is no integer (nor is a bool: `max_tokens=True` is a mistake), or not in low .. high.
     """
     if low is None:
         limit = "an integer"
@@ -94,9 +91,8 @@ def number(
     Raises:
         UserError: it is no number (nor is a bool or a string), or out of these limits, as NaN always is.
     """
-    limit = (
-        f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
-    )
+    limit = f"above {low:g} and at most" if above_low else f"between {low:g} and"
+    limit = f"{limit} {high:g}"
     if isinstance(value, (bool, str, bytes)):  # float("0.7") would work, and hide a mistake
         raise UserError(f"{name} is {brief(value)}, but must be a number, {limit}")
     try:
@@ -109,9 +105,7 @@ def number(
 
 
 def near(value: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'x'?)` for the known text nearest to `value`; an empty string if
-    none is near.
-    """
+    """Return ` (did you mean 'x'?)` for the known text nearest to `value`, or "" if none is near."""
     found = get_close_matches(value[:100], list(known), n=1)
     return f" (did you mean {found[0]!r}?)" if found else ""
 

@@ -38,8 +38,7 @@ class FieldError(UserError):
 
 
 def check_json(data: bytes, most_parts: int) -> None:
-    """Raise `FieldError` for JSON of too many parts, or nested too deeply, before it is decoded: `data`,
-    UTF-8.
+    """Raise `FieldError` for JSON (`data`, UTF-8) of too many parts, or nested too deeply; decode nothing.
 
     most_parts: values and names allowed in all. Each part costs a microsecond or more in which a server does
     nothing else. What stands in strings does not count.
@@ -66,9 +65,7 @@ def check_json(data: bytes, most_parts: int) -> None:
 
 
 def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
-    """Return the JSON object in `data`, UTF-8. Raises `FieldError` if it is none, or has over `most_parts`
-    parts.
-    """
+    """Return the JSON object in `data`, UTF-8; `FieldError` if it is none, or has over `most_parts` parts."""
     check_json(data, most_parts)
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
@@ -102,9 +99,7 @@ def convert_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON in UTF-8 on one line; characters that some readers take for a line end are
-    escaped.
-    """
+    """Return a value as JSON, UTF-8, on what every reader takes for one line."""
     data = _encode(value)
     if b"\xe2\x80" in data or b"\xc2\x85" in data:
         for character, escaped in _LINE_ENDS.items():

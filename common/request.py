@@ -27,8 +27,7 @@ class Request:
     - `placeholders`: tokens that are being sampled on the device and whose value the host has yet to see.
     - `num_computed_tokens`: tokens whose keys and values are in the cache, or will be once the steps that
       are already scheduled have run. It advances when work is scheduled, so that the next step can be
-      scheduled while this one runs. All a request ever needs is for this count to catch up with the other
-      two.
+      scheduled while this one runs. A request only needs this count to catch up with the other two.
 
     id: order of arrival.
     tokens: token ids of the prompt and the output so far.
@@ -78,8 +77,7 @@ class Request:
     def ids(self, start: int, end: int) -> NDArray[np.int64]:
         """Return its known tokens from `start` to `end` as an int64 array, which must not be changed.
 
-        Converting a list of a thousand tokens takes as long as scheduling a step: the prompt is converted
-        once, for all callers.
+        Converting a thousand tokens takes as long as scheduling a step: a prompt is converted once, for all.
         """
         prompt_len = self.prompt_len
         if self.numbers is None:
@@ -96,7 +94,5 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        """Return True if more than the newest token is to be computed; with one token to compute, a
-        request decodes.
-        """
+        """Return True if more than the newest token is to be computed; else the request decodes."""
         return self.num_computed_tokens + 1 < len(self.tokens) + self.placeholders

@@ -84,7 +84,7 @@ def _numbers_of(ids: list[int]) -> NDArray[np.int64]:
     with suppress(TypeError, OverflowError):
         numbers = np.frombuffer(array("q", ids), np.int64)  # half the time of looking at each
         doubtful = np.flatnonzero(numbers <= 1).tolist()  # True and False pass for 1 and 0
-        if not any(isinstance(ids[at], bool) for at in doubtful):
+        if bool not in map(type, map(ids.__getitem__, doubtful)):
             return numbers
     for token in ids:
         integer("a token id of the prompt", token)

@@ -8,9 +8,10 @@ from functools import cache
 import pytest
 
 from benchmarks import numbers
-from benchmarks.tables import BRANCHES, GPU, TRUNK, markdown_files, phase_map
+from benchmarks.tables import TREE, markdown_files, phase_map
 from common.errors import UserError
 from phases import PHASES, ROOT, Phase
+from tests.prose import unmarked
 
 SECTIONS = (
     "The problem", "The idea", "The code", "Run it", "Traps", "Measure it", "Exercises", "Sources",
@@ -50,7 +51,7 @@ def test_a_lesson_has_nine_sections_and_the_map(phase: Phase) -> None:
 
 
 def test_the_map_has_every_phase_once() -> None:
-    shown = [*TRUNK, *GPU, *(number for row in BRANCHES.values() for number in row)]
+    shown = re.findall(r"(?<!behind )\d\d", TREE)
     assert sorted(shown) == [f"{phase.number:02d}" for phase in PHASES]
 
 
@@ -104,10 +105,10 @@ def test_sources_say_what_to_read_next_at_a_commit(phase: Phase) -> None:
 
 @every_lesson
 def test_numbers_of_measurements_are_generated(phase: Phase) -> None:
-    assert list(numbers.unmarked(lesson(phase))) == [], "see benchmarks/numbers.py"
+    assert list(unmarked(lesson(phase))) == [], "see benchmarks/numbers.py"
     page = phase.folder / "measurements.md"
     if page.exists():
-        assert list(numbers.unmarked(page.read_text(encoding="utf-8"), sections=("",))) == []
+        assert list(unmarked(page.read_text(encoding="utf-8"), sections=("",))) == []
 
 
 def test_marks_are_whole_and_do_not_begin_a_line() -> None:
@@ -130,7 +131,9 @@ def test_marks_are_whole_and_do_not_begin_a_line() -> None:
 def test_every_entry_is_used() -> None:
     texts = [path.read_text(encoding="utf-8") for path in markdown_files()]
     used = {name for text in texts for name in re.findall(r"<!--n:([\w.-]+)-->", text)}
-    assert used == numbers.names()
+    assert used == {
+        f"{table}.{key}" for table, found in numbers.entries().items() for key in found
+    }
 
 
 def test_a_number_is_read_from_the_evidence() -> None:

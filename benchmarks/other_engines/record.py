@@ -25,15 +25,11 @@ from common.files import whole
 RECORDED = Path(__file__).parent / "recorded"
 LLAMA_SERVER = "llama_cpp_server.json"
 """Evidence of `llama_cpp_server.py`: both servers in one run."""
-NINE, TEN = "09_cuda_graphs", "10_quant"
-THIRTEEN = "13_serving"
-SIXTEEN, SEVENTEEN = "16_experts", "17_hybrid_cache"
-EIGHTEEN, NINETEEN = "18_batch_invariance", "19_moving_blocks"
 BESIDE = {
-    "qwen3-0.6b": NINE,
-    "qwen3-8b": NINE,
-    "qwen3-30b-a3b": SIXTEEN,
-    "qwen3.5-0.8b": SEVENTEEN,
+    "qwen3-0.6b": "09_cuda_graphs",
+    "qwen3-8b": "09_cuda_graphs",
+    "qwen3-30b-a3b": "16_experts",
+    "qwen3.5-0.8b": "17_hybrid_cache",
 }
 """Phases beside which a model stands in bfloat16 and with vLLM's own defaults."""
 SAMPLES = 3
@@ -68,27 +64,20 @@ def keep(file: Path, folder: Path = RECORDED) -> Path:
         if not said["runs"]:
             raise UserError(f"{file} was cut off before a workload had its {SAMPLES} samples")
     for one in said["runs"]:
-        if (
-            "requests_sha256" in one
-            and one["requests_sha256"] != workload(one["workload"]).sha256
-        ):
-            raise UserError(
-                f"{file}: {one['workload']} had other requests than {one['workload']} has now"
-            )
-    ways = ["-batch-invariant"] * said["batch_invariant"] + ["-offload"] * (
-        "kv_offloading_size" in said["flags"]
-    )
-    name = "-".join(
-        ["vllm", said["version"], said["when"], said["model"], said["dtype"]]
-    ) + "".join(ways)
+        name, digest = one["workload"], one.get("requests_sha256")
+        if digest and digest != workload(name).sha256:
+            raise UserError(f"{file}: {name} had other requests than {name} has now")
+    ways = ["batch-invariant"] * said["batch_invariant"]
+    ways += ["offload"] * ("kv_offloading_size" in said["flags"])
+    facts = (said[fact] for fact in ("version", "when", "model", "dtype"))
+    name = "-".join(["vllm", *facts, *ways])
     log = file.with_name(said["log"]).read_text(encoding="utf-8", errors="replace")
     lines = [line for line in log.splitlines() if "%|" not in line]
     kept = re.sub(r"/[\w./+-]*/site-packages/", "…/", "\n".join(lines) + "\n")
     (folder / f"{name}.log").write_text(kept, encoding="utf-8")
     path = folder / f"{name}.json"
-    path.write_text(
-        json.dumps({**said, "log": f"{name}.log"}, indent=1) + "\n", encoding="utf-8"
-    )
+    said["log"] = f"{name}.log"
+    path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     return path
 
 
@@ -120,32 +109,24 @@ def of_run(file: Path) -> dict[str, Any]:
     names = ("engine", "version", "when", "machine", "versions", "flags", "lacks", "log")
     phase, way = BESIDE[said["model"]], ""
     if said["dtype"] == "fp8":
-        phase, way = TEN, " fp8"
+        phase, way = "10_quant", " fp8"
     if said["batch_invariant"]:
-        phase, way = EIGHTEEN, f"{way} batch-invariant"
+        phase, way = "18_batch_invariance", f"{way} batch-invariant"
+    about = {"model": said["model"], "weights": "random", "dtype": "bfloat16"}
     runs = []
     for one in said["runs"]:
-        about = {
-            "model": said["model"],
-            "weights": "random",
-            "dtype": "bfloat16",
-            "temperature": one["temperature"],
-        }
-        about = {"workload": one["workload"], **about, "options": {}}
-        if one["workload"].startswith("evicted"):
-            for what, times in one["metrics"].items():
-                found = what.removeprefix("ttft_ms ")
-                there = "" if found == "from the host" else f", {found}"
-                runs.append(
-                    {
-                        "beside": NINETEEN,
-                        "way": there,
-                        **about,
-                        "metrics": {"ttft_ms_p50": times},
-                    }
-                )
-        elif any(one["metrics"].values()):
-            runs.append({"beside": phase, "way": way, **about, "metrics": one["metrics"]})
+        beside = phase
+        work, metrics = one["workload"], one["metrics"]
+        ways = {way: metrics} if any(metrics.values()) else {}
+        if work.startswith("evicted"):
+            beside = "19_moving_blocks"
+            ways = {
+                what.replace("ttft_ms", ",").removesuffix(", from the host"): {"ttft_ms_p50": times}
+                for what, times in metrics.items()
+            }
+        facts = {"workload": work, **about, "temperature": one["temperature"], "options": {}}
+        for each, kept in ways.items():
+            runs.append({"beside": beside, "way": each, **facts, "metrics": kept})
     return {**{name: said[name] for name in names}, "runs": runs}
 
 
@@ -160,7 +141,7 @@ def of_llama_server() -> dict[str, Any]:
         kept = {name: one[name] for name in names}
         runs.append(
             {
-                "beside": THIRTEEN,
+                "beside": "13_serving",
                 "way": ", its server",
                 **kept,
                 "temperature": 0.0,

@@ -8,7 +8,7 @@ one in every picture.
 
 from __future__ import annotations
 
-import math
+import cmath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat, zip_longest
@@ -62,7 +62,7 @@ class Picture:
         says: what is to be seen, for readers who cannot see it.
     """
 
-    def __init__(self, title: str, says: str, height: float, width: float = WIDTH) -> None:
+    def __init__(self, title: str, says: str, height: float, width: float) -> None:
         self.title = title
         self.words = f"<title>{escape(title)}</title>\n<desc>{escape(says)}</desc>"
         wide, high = _number(width), _number(height)
@@ -78,33 +78,20 @@ class Picture:
         )
         self._parts.append(f"<{tag} {given}>{escape(words)}</{tag}>")
 
-    def text(
-        self, x: float, y: float, words: str, anchor: str = "start", fill: str = INK
-    ) -> None:
-        """Words whose baseline is at `y`."""
-        self.add("text", words, x=x, y=y, text_anchor=anchor, fill=fill)
+    def text(self, x: float, y: float, words: str, fill: str = INK) -> None:
+        """Words whose baseline is at `y`, and whose middle at `x`."""
+        self.add("text", words, x=x, y=y, text_anchor="middle", fill=fill)
 
-    def line(
-        self,
-        points: Sequence[tuple[float, float]],
-        colour: str = SOFT,
-        *,
-        tip: bool = False,
-        curved: bool = False,
-    ) -> None:
-        """A line through these points; with `tip` an arrow.
-
-        curved: of four points, the first and the last are its ends, and the others pull at it.
-        """
-        places = [f"{_number(x)} {_number(y)}" for x, y in points]
-        through = f"{places[0]} {'C' if curved else 'L'}{' '.join(places[1:])}"
+    def arrow(self, points: Sequence[complex], colour: str) -> None:
+        """An arrow from the first point to the last; two others between them pull at it."""
+        places = [f"{_number(point.real)} {_number(point.imag)}" for point in points]
+        through = f"{places[0]} {'C' if len(points) > 2 else 'L'}{' '.join(places[1:])}"
         self.add("path", d=f"M{through}", fill="none", stroke=colour)
-        if tip:
-            before, end = (complex(*point) for point in points[-2:])
-            back = 7 * (before - end) / abs(before - end)
-            corners = (end, end + back * (1 + 0.5j), end + back * (1 - 0.5j))
-            head = " ".join(f"{_number(one.real)},{_number(one.imag)}" for one in corners)
-            self.add("polygon", points=head, fill=colour)
+        before, end = points[-2:]
+        back = 7 * (before - end) / abs(before - end)
+        corners = (end, end + back * (1 + 0.5j), end + back * (1 - 0.5j))
+        head = " ".join(f"{_number(one.real)},{_number(one.imag)}" for one in corners)
+        self.add("polygon", points=head, fill=colour)
 
     def __str__(self) -> str:
         start = f'<svg xmlns="http://www.w3.org/2000/svg" {self.size} role="img" {FONT}>'
@@ -142,9 +129,9 @@ class Box:
     x: float = 0.0
     y: float = 0.0
 
-    def point(self, right: float, below: float) -> tuple[float, float]:
+    def point(self, right: float, below: float) -> complex:
         """A point of the drawn box, by the share of its width and height."""
-        return self.x + right * self.width, self.y + below * self.height
+        return complex(self.x + right * self.width, self.y + below * self.height)
 
     def draw(self, on: Picture, x: float, y: float) -> None:
         """Draw it with its upper left corner at `x`, `y`."""
@@ -195,7 +182,7 @@ class Cell(Box):
         dash = {"stroke_dasharray": "3 2"} if kind == "coming" else {}
         on.add("rect", x=x + 1, y=y + 1, **size, rx=3, fill=fill, stroke=stroke, **dash)
         if self.words:
-            on.text(x + self.width / 2, y + self.height / 2 + 4, self.words, "middle", ink)
+            on.text(x + self.width / 2, y + self.height / 2 + 4, self.words, ink)
 
 
 class Dial(Box):
@@ -207,13 +194,13 @@ class Dial(Box):
 
     def draw(self, on: Picture, x: float, y: float) -> None:
         """Draw the circle and its arrows."""
-        middle, centre = x + 85, y + 75
-        on.add("circle", cx=middle, cy=centre, r=58, fill=PAPER, stroke=NEUTRAL)
+        centre = complex(x + 85, y + 75)
+        on.add("circle", cx=x + 85, cy=y + 75, r=58, fill=PAPER, stroke=NEUTRAL)
         for at, angle in enumerate(self.angles):
-            cos, sin = math.cos(angle), -math.sin(angle)
-            end = (middle + 56 * cos, centre + 56 * sin)
-            on.line([(middle, centre), end], STRONG["a"], tip=True)
-            on.text(middle + 70 * cos, centre + 70 * sin + 4, str(at), "middle")
+            turn = cmath.rect(1, -angle)
+            on.arrow([centre, centre + 56 * turn], STRONG["a"])
+            words = centre + 70 * turn
+            on.text(words.real, words.imag + 4, str(at))
 
 
 class Graph(Box):
@@ -230,17 +217,16 @@ class Graph(Box):
     def draw(self, on: Picture, x: float, y: float) -> None:
         """Draw arrows to the next state straight, to other later ones above, to earlier ones below."""
         centres = [complex(x + 50 + 110 * state, y + 85) for state in range(len(self.ends))]
-        on.line([(x + 5, y + 85), (x + 32, y + 85)], INK, tip=True)
+        on.arrow([complex(x + 5, y + 85), complex(x + 32, y + 85)], INK)
         for a, b, letter in self.edges:
             begin, end = centres[a], centres[b]
             third = (end - begin) / 3 or -25
             lift = 80j if b < a else -80j * abs(b - a - 1)
             first, last = begin + third + lift, end - third + lift
             end += 18 * (last - end) / abs(last - end)
-            points = [(one.real, one.imag) for one in (begin, first, last, end)]
-            on.line(points, INK, tip=True, curved=True)
+            on.arrow([begin, first, last, end], INK)
             middle = (begin + 3 * first + 3 * last + end) / 8
-            on.text(middle.real, middle.imag - 6, letter, "middle")
+            on.text(middle.real, middle.imag - 6, letter)
         for state, centre in enumerate(centres):
             for radius in (18, 14) if self.ends[state] else (18,):
                 on.add(
@@ -251,7 +237,7 @@ class Graph(Box):
                     fill=PAPER,
                     stroke=NEUTRAL,
                 )
-            on.text(centre.real, centre.imag + 4, str(state), "middle")
+            on.text(centre.real, centre.imag + 4, str(state))
 
 
 Item = Box | str | int
@@ -303,10 +289,10 @@ def cells(
     return row(*(Cell(str(word), look, width, height) for word, look in pairs))
 
 
-def strip(name: str, who: str, width: float = 38, **counts: int) -> Box:
+def strip(name: str, who: str, **counts: int) -> Box:
     """Tokens of a request, numbered from 0: so many that look like this, then so many like that."""
     looks = [f"{how} {who}" for how, count in counts.items() for _ in range(count)]
-    return cells([f"{name}{token}" for token in range(len(looks))], looks, width)
+    return cells([f"{name}{token}" for token in range(len(looks))], looks)
 
 
 def column(*items: Item, gap: float = 6) -> Box:
@@ -352,12 +338,9 @@ def picture(
     for a, b, who in arrows:
         if across:
             begin, end = a.point(1, 0.5), b.point(0, 0.5)
-            half = (begin[0] + end[0]) / 2
-            bends = [(half, begin[1]), (half, end[1])]
+            bend = complex((end - begin).real / 2)
         else:
             begin, end = a.point(0.5, 1), b.point(0.5, 0)
-            half = (begin[1] + end[1]) / 2
-            bends = [(begin[0], half), (end[0], half)]
-        colour = STRONG.get(who, SOFT)
-        sheet.line([begin, *bends, end], colour, tip=True, curved=True)
+            bend = complex(0, (end - begin).imag / 2)
+        sheet.arrow([begin, begin + bend, end - bend, end], STRONG.get(who, SOFT))
     return sheet

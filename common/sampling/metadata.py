@@ -75,8 +75,7 @@ class SamplingMetadata:
     def for_any_rows(self) -> SamplingMetadata:
         """Return metadata with the same features that treats the whole batch at once, for any requests.
 
-        A CUDA graph can capture it, and it serves every batch whose metadata has no other features. Edits
-        stay those of this batch.
+        A CUDA graph can capture it, for every batch without other features. Edits stay those of this batch.
         """
         everywhere = slice(None)
         draws = (

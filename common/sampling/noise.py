@@ -15,16 +15,11 @@ HASH_2 = 0x846CA68B - (1 << 32)
 NOISE_UNIT = 2.0**-31 * (1 - 2.0**-24)
 """The float32 just below 2**-31, so that even the largest of the noise's 31 bits stay below 1."""
 
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+"""The constants of SplitMix64, as int64."""
 _MASK = (1 << 64) - 1
-
-
-def _signed(value: int) -> int:
-    """Return the signed int64 (as an int) that has the lowest 64 bits of `value`."""
-    value &= _MASK
-    return value - (1 << 64) if value >> 63 else value
 
 
 def splitmix64(state: int) -> int:
@@ -45,7 +40,8 @@ def stream_key(seed: int) -> int:
     Output i of SplitMix64 is a function of seed + i * gamma, so two seeds that differ by a multiple of gamma
     share outputs; mixing the seed once makes that a coincidence of one in 2**64 a step.
     """
-    return _signed(splitmix64(seed & _MASK))
+    bits = splitmix64(seed & _MASK)
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
@@ -61,9 +57,9 @@ def random_words(keys: Tensor, steps: Tensor) -> Tensor:
 
     keys, steps: int64 [B]. Returns int32 [B, 2].
     """
-    z = keys + (steps + 1) * _signed(_GOLDEN_GAMMA)
-    z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
-    z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
+    z = keys + (steps + 1) * _GOLDEN_GAMMA
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
     z = z ^ _shift_right(z, 31)
     # The lower half first, as on every machine that torch runs on.
     return z.unsqueeze(1).view(torch.int32)
@@ -87,23 +83,16 @@ def noise_bits(upper: Tensor, lower: Tensor, ids: Tensor) -> Tensor:
     return x.bitwise_xor_(shifted)
 
 
-def dither(upper: Tensor) -> Tensor:
-    """Return the fraction in (0, 1) that a row adds to all its `noise_bits`: float32, like int32 `upper`.
-
-    The smallest numbers matter most, since they make the rare tokens win. With the fraction they have all of
-    float32's digits instead of being multiples of 2**-31.
-    """
-    return (((upper >> 9) & ((1 << 23) - 1)).float() + 0.5) * 2.0**-23
-
-
 def negative_exponentials(keys: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
     """Return -E for each row and token id, where the E are independent and exponentially distributed.
 
-    E = -log(1 - v) for v = (bits + dither) / 2**31, uniform in (0, 1). -log(E) is a Gumbel number between
-    -2.81 and 38.12.
+    E = -log(1 - v) for v = (bits + fraction) / 2**31, uniform in (0, 1). -log(E) is a Gumbel number between
+    -2.81 and 38.12. The smallest v matter most, since they make the rare tokens win: a fraction for each row
+    gives them all of float32's digits.
 
     keys, steps: int64 [B]; ids: int32 [V]. Returns float32 [B, V], below 0.
     """
     lower, upper = random_words(keys, steps).chunk(2, dim=1)  # each [B, 1]
     bits = noise_bits(upper, lower, ids).float()  # [B, V]
-    return torch.add(dither(upper) * -NOISE_UNIT, bits, alpha=-NOISE_UNIT, out=bits).log1p_()
+    fraction = (((upper >> 9) & ((1 << 23) - 1)).float() + 0.5) * 2.0**-23  # [B, 1], in (0, 1)
+    return torch.add(fraction * -NOISE_UNIT, bits, alpha=-NOISE_UNIT, out=bits).log1p_()

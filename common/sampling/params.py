@@ -69,31 +69,24 @@ NUMBERS = {
 class SamplingParams:
     """The settings of one request. Construction raises `UserError` for a value outside its limits.
 
-    max_tokens: most tokens to generate, up to `MAX_INT`; 0 gives an empty completion that finishes with
-        "length".
+    max_tokens: most tokens to generate, up to `MAX_INT`; 0 gives an empty text that ends with "length".
     min_tokens: this many tokens, at most max_tokens, are generated before an end-of-sequence token, a stop
         token or a stop string may end the request.
-    temperature: 0 (in fact anything below `GREEDY_BELOW`) is greedy: the most likely token, exactly. At most
-        100.
+    temperature: 0 (anything below `GREEDY_BELOW`) is greedy: the most likely token, exactly. At most 100.
     top_k: keep the k most likely tokens; 0 or -1 keeps all. At most `MAX_INT`.
-    top_p: keep the most likely tokens until their probabilities reach p; the token that crosses p is kept.
-        0 to 1; 0 is greedy.
+    top_p: keep the most likely tokens up to the one whose probability makes the sum p. 0 to 1; 0 is greedy.
     min_p: keep the tokens at least min_p times as likely as the most likely one. 0 to 1.
-    repetition_penalty: above 1 makes every token of the prompt and of the output so far less likely. From
-        0.01 to 100.
-    presence_penalty: subtracted from the logit of every token that stands in the output. From -2
-        to 2.
+    repetition_penalty: above 1 makes tokens of prompt and output less likely. From 0.01 to 100.
+    presence_penalty: subtracted from the logit of every token of the output. From -2 to 2.
     frequency_penalty: subtracted once for each time the token stands in the output; limits as above.
     seed: the same seed gives the same tokens, whatever else runs beside the request; None draws a fresh one.
-        So does -1, as with vLLM, llama.cpp and Ollama. Of another number below 0, or a larger one, the lowest
-        `SEED_BITS` bits count.
+        So does -1, as with vLLM and Ollama. Of other numbers the lowest `SEED_BITS` bits count.
     stop: the text ends before the first of these strings to be completed. At most `MAX_STOPS`, of 1 to
         `MAX_STOP_CHARACTERS` characters each.
     stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens. At most
         `MAX_STOP_TOKEN_IDS`, each 0 to `MAX_INT`.
     ignore_eos: an end-of-sequence token is a token like any other (for benchmarks).
-    logprobs: None, or report the log-probability of each chosen token and of this many most likely tokens,
-        at most `MAX_LOGPROBS`.
+    logprobs: None, or report log-probabilities of each token and of so many likely ones, to `MAX_LOGPROBS`.
     logit_bias: added to the logits of these token ids. At most `MAX_BIASED_TOKENS` of ids 0 to `MAX_INT`,
         each bias at most `MAX_LOGIT_BIAS` and at least its negative.
     n: completions for each prompt, 1 to `MAX_N`.
@@ -147,9 +140,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Return True if each token is the most likely one; besides temperature 0, `top_k` 1 and `top_p` 0
-        leave no other.
-        """
+        """Return True if each token is the most likely one: `top_k` 1 and `top_p` 0 leave no other, too."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1 or self.top_p == 0.0
 
     @property
@@ -164,16 +155,13 @@ class SamplingParams:
     def seed_of(self, sample: int) -> int | None:
         """Return the seed of completion number `sample` (0 to n - 1), or None when the request has none.
 
-        It is seed + sample, so that the n completions differ; vLLM derives the seeds of its samples in the
-        same way.
+        It is seed + sample, so that the n completions differ, as in vLLM.
         """
         return None if self.seed is None else (self.seed + sample) % (1 << SEED_BITS)
 
 
 def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, ...]:
-    """Return the items of `value` as a tuple; `name` is the field and `what` its items, for the error. Raises
-    `UserError` if there are more than `most` or `value` is not iterable.
-    """
+    """Return `value` as a tuple of at most `most` items. name, what: the field and its items, for errors."""
     try:
         items = tuple(islice(value, most + 1))
     except TypeError:

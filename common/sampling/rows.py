@@ -34,8 +34,7 @@ _FOREVER = (1 << 63) - 1
 
 
 class SamplerRows:
-    """Settings and token counts of `rows` requests: arrays [rows, ...] on the device, with copies on the
-    host.
+    """Settings and token counts of `rows` requests: arrays [rows, ...] on the device, copied on the host.
 
     `set_row` changes the host's copies only; `plan` sends what has changed, in a fixed number of copies
     however many rows that is (and some more for each row with penalties). The arrays on the device are
@@ -80,15 +79,12 @@ class SamplerRows:
         # later [rows, V]
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=self.device)
         self._changed: set[int] = set()
-        self._planned: tuple[list[int], SamplingMetadata] | None = (
-            None  # for which rows the last plan was
-        )
+        self._planned: tuple[list[int], SamplingMetadata] | None = None  # the last: rows, plan
         self.ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)  # [V]
 
     @staticmethod
     def rows_at_once(vocab_size: int, device: torch.device) -> int:
-        """Return how many rows are processed at once where temporary tensors are several times as large as
-        the logits.
+        """Return how many rows are processed at once where temporary tensors are several times the logits.
 
         Two rows of 49,152 fit a CPU's cache, where 16 rows took three to five times as long a row. On a GPU
         this saves memory: 8 million logits fill it, and take 0.4 GB, and histograms of selection by radix
@@ -117,8 +113,7 @@ class SamplerRows:
         sample: int = 0,
         eos_ids: Collection[int] = (),
     ) -> int:
-        """Write a request's settings to `row`, also after a preemption, and return the seed of its random
-        numbers.
+        """Write a request's settings to `row`, also after a preemption; return its seed of random numbers.
 
         prompt_ids, output_ids: its tokens so far, for the penalties; ids must have passed `check_prompt`.
         seed: overrides that of `params`; None: does not. A preempted request that comes back with the seed
@@ -135,28 +130,20 @@ class SamplerRows:
         top_k = params.top_k if SamplingFlags.TOP_K in features else self.vocab_size
         self._features[row] = features
         self._wanted[row] = -1 if params.logprobs is None else params.logprobs
-        penalties = (
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
-        temperature = params.temperature if SamplingFlags.RANDOM in features else 0.0
-        # The order of the columns' names.
-        self._floats[row] = (temperature, params.min_p, *penalties)
-        self._ints[row] = (
-            stream_key(seed),
-            top_k,
-            max(1, round(params.top_p * (1 << ops.FRACTION_BITS))),
-        )
+        floats, ints = self._floats[row], self._ints[row]
+        floats[TEMPERATURE] = params.temperature if SamplingFlags.RANDOM in features else 0.0
+        floats[MIN_P] = params.min_p
+        floats[REPETITION] = params.repetition_penalty
+        floats[PRESENCE] = params.presence_penalty
+        floats[FREQUENCY] = params.frequency_penalty
+        ints[KEY], ints[TOP_K] = stream_key(seed), top_k
+        ints[TOP_P] = max(1, round(params.top_p * (1 << ops.FRACTION_BITS)))
         self._edits.pop(row, None)
         if edits is not None:
             self._edits[row] = edits
         self._history.pop(row, None)
         if params.penalized:
-            self._history[row] = (
-                np.array(prompt_ids, dtype=np.int64),
-                np.array(output_ids, dtype=np.int64),
-            )
+            self._history[row] = np.array(prompt_ids, np.int64), np.array(output_ids, np.int64)
         self._changed.add(row)
         return seed
 
@@ -209,9 +196,7 @@ class SamplerRows:
     def _parts(
         self, chosen: NDArray[np.bool_]
     ) -> Iterator[tuple[NDArray[np.int64], Positions]]:
-        """Yield the positions where `chosen [B]` is True, `at_once` at a time, as a pair: on the host, on the
-        device.
-        """
+        """Yield where `chosen [B]` is True, `at_once` positions at a time: (on the host, on the device)."""
         positions = np.flatnonzero(chosen)
         for first in range(0, len(positions), self.at_once):
             part = positions[first : first + self.at_once]
@@ -263,24 +248,18 @@ class SamplerRows:
 
     def _send_history(self) -> None:
         if len(self.counts) == 0:
-            self.in_prompt = torch.zeros(
-                self.rows, self.vocab_size, dtype=torch.bool, device=self.device
-            )
-            self.counts = torch.zeros(
-                self.rows, self.vocab_size, dtype=torch.int32, device=self.device
-            )
+            shape = self.rows, self.vocab_size
+            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
         for row, (prompt, output) in self._history.items():
             self.in_prompt[row].zero_()[self._upload(prompt)] = True
             tokens = self._upload(output)
-            self.counts[row].zero_().scatter_add_(
-                0, tokens, torch.ones_like(tokens, dtype=torch.int32)
-            )
+            one = torch.ones_like(tokens, dtype=torch.int32)
+            self.counts[row].zero_().scatter_add_(0, tokens, one)
         self._history.clear()
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        """Return a copy of an array on the device, without waiting for its queued work, on CUDA from pinned
-        memory.
-        """
+        """Return a copy of an array on the device, without waiting for the device's queued work."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)

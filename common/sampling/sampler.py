@@ -34,38 +34,28 @@ _LARGEST = torch.finfo(torch.float32).max
 class Sampled(NamedTuple):
     """The chosen tokens and, if a row asked, log-probabilities before temperature and penalties.
 
-    tokens: int64 [B].
+    tokens: int64 [B], all in the vocabulary, which the device reads.
+    for_host: the same, with `ops.NAN_TOKEN` where logits are NaN.
     logprobs: those of the chosen tokens, float32 [B]; the most likely tokens, best first, int64 [B, N], and
         theirs, float32 [B, N], where N is the largest number that a row asked for.
     wanted: for each position how many top log-probabilities it asked for, -1 for none; None: no row asked.
-    reported: int64 [B], `tokens` with `ops.NAN_TOKEN` where logits are NaN; None: the same. The device
-        reads `tokens`, which are all in the vocabulary.
     """
 
     tokens: Tensor
+    for_host: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
     wanted: tuple[int, ...] | None = None
-    reported: Tensor | None = None
-
-    @property
-    def for_host(self) -> Tensor:
-        """Return the tokens for the host, int64 [B], with `ops.NAN_TOKEN` where logits are NaN."""
-        return self.tokens if self.reported is None else self.reported
 
     def logprob(self, place: int) -> Logprob | None:
         """Return the log-probabilities of the row at `place` in the batch, or None if it asked for none.
 
-        Waits for the device; `to_host` does not.
+        Waits for the device; making a `HostSampled` does not.
         """
         if self.wanted is None or self.logprobs is None or (count := self.wanted[place]) < 0:
             return None
         chosen, ids, values = self.logprobs
         top = zip(ids[place, :count].tolist(), values[place, :count].tolist(), strict=True)
         return Logprob(float(chosen[place]), tuple(top))
-
-    def to_host(self) -> HostSampled:
-        """Start copying to the host, and return the copy that is under way (`get` waits for it)."""
-        return HostSampled(self)
 
 
 class TokenBitmask(NamedTuple):
@@ -81,12 +71,10 @@ class TokenBitmask(NamedTuple):
 
 
 class HostSampled:
-    """The tokens and log-probabilities of a `Sampled` on their way to the host; `get` waits for them."""
+    """Copies a step's `Sampled` to the host. The copy is under way once it is made; `get` waits for it."""
 
     def __init__(self, sampled: Sampled) -> None:
-        """Queue the copies after the device's work; with CUDA into pinned memory, so that the host does not
-        wait.
-        """
+        """Queue the copies after the device's work; with CUDA into pinned memory, which does not wait."""
         tokens, logprobs = sampled.for_host, sampled.logprobs
         self._arrived: torch.Event | None = None
         if tokens.is_cuda:
@@ -95,13 +83,12 @@ class HostSampled:
                 chosen, ids, values = map(pinned_copy, logprobs)
                 logprobs = chosen, ids, values
             self._arrived = torch.cuda.current_stream(sampled.tokens.device).record_event()
-        self._sampled = Sampled(tokens, logprobs, sampled.wanted)
+        self._sampled = Sampled(tokens, tokens, logprobs, sampled.wanted)
 
     def get(self) -> list[tuple[int, Logprob | None]]:
         """Wait for the copies; return the token and the log-probabilities of each position in the batch.
 
-        The token is `ops.NAN_TOKEN` where the logits are NaN; log-probabilities are None where none were
-        asked for.
+        The token is `ops.NAN_TOKEN` where logits are NaN; log-probabilities are None where none were wanted.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -112,9 +99,7 @@ class HostSampled:
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """Queue a copy of a CUDA tensor into pinned memory of the host, and return that tensor, not filled
-    yet.
-    """
+    """Return a tensor in pinned memory of the host, into which a copy of a CUDA tensor is queued."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
@@ -137,9 +122,8 @@ class SamplerBackend:
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
         """Set the logits `[B, V]` of all tokens that `allowed` excludes to minus infinity, in place."""
-        for part in zip(
-            *(torch.split(some, sampler.at_once) for some in allowed), strict=True
-        ):
+        parts = (torch.split(some, sampler.at_once) for some in allowed)
+        for part in zip(*parts, strict=True):
             ops.forbid(logits, *part)
 
     def choose(
@@ -154,8 +138,7 @@ class SamplerBackend:
         """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
 
         rows, steps: `[B]` int64, each request's row of settings and number of tokens generated before.
-        plan: which positions are drawn at random. masked: True if the step has bitmasks, which are applied
-            already.
+        plan: which positions are drawn at random. masked: True if bitmasks have been applied in this step.
         """
         if not plan.draws:
             return logits.argmax(1)  # of equals the first
@@ -170,10 +153,8 @@ class SamplerBackend:
                 tokens[positions] = some.argmax(1)
         return tokens
 
-    def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
-        """Return `tokens [B]` for the host, with `ops.NAN_TOKEN` where the chosen logit of `logits [B, V]` is
-        NaN.
-        """
+    def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Return `tokens [B]` for the host: `ops.NAN_TOKEN` where the chosen one's logit `[B, V]` is NaN."""
         chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         return tokens.masked_fill(chosen.isnan(), ops.NAN_TOKEN)  # NaN wins every choice
 
@@ -194,8 +175,7 @@ class SamplerBackend:
         weight / E, or -E / weight, which is minus infinity for a weight of 0.
         """
         weights = sampler.weigh(logits, rows, features)  # [B, V]
-        # [B, V]
-        noise = negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)
+        noise = negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)  # [B, V]
         # Of equals the first, and NaN is the largest.
         return noise.div_(weights).max(1).indices
 
@@ -206,8 +186,7 @@ TORCH = SamplerBackend()
 class Sampler(SamplerRows):
     """Chooses the next tokens of a batch of requests whose settings are in the rows of `SamplerRows`.
 
-    The token of a row depends on its logits, its settings and its own past, and on nothing else in the
-    batch.
+    The token of a row depends on its logits, settings and past, and on nothing else in the batch.
 
     sampler_backend: computes the choice; a later phase replaces it by kernels, or by a choice over ranks.
     """
@@ -251,30 +230,26 @@ class Sampler(SamplerRows):
         """
         if plan is None:
             plan = self.plan(rows_host)
-        logits = self.sampler_backend.whole(self, logits, plan, allowed is not None)
+        backend, masked = self.sampler_backend, allowed is not None
+        logits = backend.whole(self, logits, plan, masked)
         adjusted = self._adjust(logits, rows, steps, plan, allowed)
-        tokens = self.sampler_backend.choose(
-            self, adjusted, rows, steps, plan, allowed is not None
-        )
+        tokens = backend.choose(self, adjusted, rows, steps, plan, masked)
         if SamplingFlags.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
             place = rows * self.vocab_size + tokens
-            self.counts.view(-1).scatter_add_(
-                0, place, torch.ones_like(place, dtype=torch.int32)
-            )
-        reported = self.sampler_backend.report(adjusted, tokens)
+            one = torch.ones_like(place, dtype=torch.int32)
+            self.counts.view(-1).scatter_add_(0, place, one)
+        for_host = backend.report(adjusted, tokens)
         if plan.wanted is None:
-            return Sampled(tokens, reported=reported)
-        some = zip(
-            torch.split(logits, self.at_once), torch.split(tokens, self.at_once), strict=True
-        )
-        parts = zip(*[ops.raw_logprobs(*part, max(plan.wanted)) for part in some], strict=True)
+            return Sampled(tokens, for_host)
+        size, most = self.at_once, max(plan.wanted)
+        some = zip(torch.split(logits, size), torch.split(tokens, size), strict=True)
+        parts = zip(*[ops.raw_logprobs(*part, most) for part in some], strict=True)
         chosen, ids, values = map(torch.cat, parts)
-        return Sampled(tokens, (chosen, ids, values), plan.wanted, reported)
+        return Sampled(tokens, for_host, (chosen, ids, values), plan.wanted)
 
     def weigh(self, logits: Tensor, rows: Tensor, features: SamplingFlags) -> Tensor:
-        """Return exp((logit - largest) / temperature), or 0 where truncation excludes a token: float32 `[B,
-        V]`.
+        """Return exp((logit - largest) / temperature), 0 where truncation excludes a token: float32 `[B, V]`.
 
         logits: `[B, V]`, in half precision if graphs leave them so. rows: int64 `[B]`, rows of settings.
         features: which truncations to apply.
@@ -295,8 +270,7 @@ class Sampler(SamplerRows):
         return weights
 
     def weights(self, logits: Tensor, largest: Tensor, rows: Tensor) -> Tensor:
-        """Return exp((logit - largest) / temperature), float32 `[B, V]`; NaN for the largest logit of a
-        greedy row.
+        """Return exp((logit - largest) / temperature), float32 `[B, V]`; NaN: the largest of a greedy row.
 
         logits: float32 `[B, V]`. largest: `[B, 1]`, of each row of logits. rows: int64 `[B]`.
         """
@@ -304,10 +278,8 @@ class Sampler(SamplerRows):
         largest = largest.nan_to_num(_LARGEST, math.inf, -math.inf)
         # Subtract first: then a small temperature scales differences, all at most 0, and nothing overflows.
         # The reciprocal of temperature 0 is infinite: the largest becomes NaN, and the others' weights 0.
-        # [B, V]
-        return (
-            (logits - largest).mul_(self.floats[rows, TEMPERATURE, None].reciprocal()).exp_()
-        )
+        colder = self.floats[rows, TEMPERATURE, None].reciprocal()  # [B, 1]
+        return (logits - largest).mul_(colder).exp_()
 
     def _adjust(
         self,
@@ -317,8 +289,7 @@ class Sampler(SamplerRows):
         plan: SamplingMetadata,
         allowed: TokenBitmask | None,
     ) -> Tensor:
-        """Return the logits `[B, V]` after mask, bias, min_tokens and penalties; a copy if any row needs
-        changes.
+        """Return the logits `[B, V]` after mask, bias, min_tokens and penalties; a copy if any row has some.
 
         rows, steps: int64 `[B]`, each request's row of settings and number of tokens generated before. plan:
             which edits there are. allowed: bitmasks of allowed tokens; None: all are allowed.

@@ -13,9 +13,7 @@ from common.errors import UserError, brief, choice, text
 from common.text.template_sandbox import TemplateError, TemplateSandbox
 
 Message = Mapping[str, Any]
-"""One turn: `role` (`system`, `user`, `assistant`, ...), `content`, and other fields that the
-template reads.
-"""
+"""One turn: `role` (`system`, `user`, `assistant`, ...), `content`, and what else the template reads."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of OpenAI's API. A template may name others of its own."""
@@ -51,13 +49,9 @@ class ChatTemplate:
             found = _SANDBOX.ask(source)
         except TemplateError as error:
             raise UserError(f"the model's chat template is not valid ({error})") from error
-        self.variables, self._takes_parts = (
-            frozenset(found["variables"]),
-            bool(found["takes_parts"]),
-        )
-        self._named = frozenset(
-            found["names"]
-        )  # and so the fields of messages that it can look at
+        self.variables = frozenset(found["variables"])
+        self._takes_parts = bool(found["takes_parts"])
+        self._named = frozenset(found["names"])  # so no other field of a message is read
 
     def conversation(
         self, messages: Sequence[Message], ignored: set[str] | None = None
@@ -67,8 +61,7 @@ class ChatTemplate:
         A message keeps the fields of the OpenAI API and those that the template names; the names of others
         that have a value are added to `ignored`. A content that is a list of texts stays a list for a
         template that reads lists; for other templates the texts are joined by newlines. Only a user must have
-        a content. One that is null or missing becomes None; for an assistant without tool calls it becomes an
-        empty text.
+        a content. A null or missing one becomes None, or an empty text for an assistant without tool calls.
 
         Raises:
             UserError: there is no message, or one is not of this form.
@@ -90,8 +83,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         **variables: Any,
     ) -> str:
-        """Return the prompt for the messages that `conversation` returned; special tokens are part of the
-        text.
+        """Return the prompt, special tokens included, for the messages that `conversation` returned.
 
         Args:
             messages: the turns so far.
@@ -106,15 +98,13 @@ class ChatTemplate:
         try:
             return str(_SANDBOX.ask(self.source, given)["text"])
         except (TemplateError, TypeError, ValueError) as error:  # or what is given is no JSON
-            raise UserError(
-                f"the model's chat template does not take these messages ({error})"
-            ) from error
+            words = f"the model's chat template does not take these messages ({error})"
+            raise UserError(words) from error
 
     def _message(self, name: str, message: Message, ignored: set[str]) -> dict[str, Any]:
         if not isinstance(message, Mapping):
-            raise UserError(
-                f"{name} is {brief(message)}, but must be an object with a role and a content"
-            )
+            form = "must be an object with a role and a content"
+            raise UserError(f"{name} is {brief(message)}, but {form}")
         if "role" not in message:
             raise UserError(f"{name} has no role")
         role = text(f"{name}.role", message["role"])
@@ -125,14 +115,14 @@ class ChatTemplate:
             if value in _NOTHING:
                 continue
             if field in _OTHER_MEDIA:
-                raise UserError(
-                    f"{name} has {field!r}, but this model takes texts and tool_calls alone"
-                )
+                words = "but this model takes texts and tool_calls alone"
+                raise UserError(f"{name} has {field!r}, {words}")
             if field in _FIELDS or field in self._named:
                 checked.setdefault(field, value)
             elif field not in _REASONING:
                 ignored.add(field)
-        for reasoning in (message.get(field) for field in _REASONING):
+        for name_of_it in _REASONING:
+            reasoning = message.get(name_of_it)
             if isinstance(reasoning, str):  # a template reads it by one name or the other
                 checked |= {field: reasoning for field in _REASONING if field in self._named}
                 break
@@ -143,10 +133,8 @@ class ChatTemplate:
         if content is None and said is not None:
             content = text(f"{name}.refusal", said)
         if isinstance(content, list):
-            texts = [
-                _part(f"{name}.content[{place}]", part, ignored)
-                for place, part in enumerate(content)
-            ]
+            named = ((f"{name}.content[{place}]", part) for place, part in enumerate(content))
+            texts = [_part(place, part, ignored) for place, part in named]
             parts = [{"type": "text", "text": each} for each in texts]
             checked["content"] = parts if self._takes_parts else "\n".join(texts)
         elif content is not None:
@@ -168,13 +156,10 @@ def count_characters(value: Any) -> int:
 
 
 def _part(name: str, part: Any, ignored: set[str]) -> str:
-    """Return the text of one part, `{"type": "text", "text": ...}`, of a message's content. Raises
-    `UserError`, naming it `name`, unless it is a text. ignored: gets the names of other fields.
-    """
+    """Return the text of the part `name` of a message's content. ignored: gets names of other fields."""
     if not isinstance(part, Mapping):
-        raise UserError(
-            f"{name} is {brief(part)}, but must be an object with a type and a text"
-        )
+        form = "must be an object with a type and a text"
+        raise UserError(f"{name} is {brief(part)}, but {form}")
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _TEXTS:
         raise UserError(f"{name}.type is {brief(kind)}, but must be 'text'")

@@ -56,19 +56,12 @@ class TokenBytes(dict[int, bytes]):
         return found
 
     def first(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds at the beginning of a text, where some decoders
-        drop its space.
+        """Return the bytes that a token adds at the beginning of a text, where some decoders drop its space,
+        or show the mark of a word's later part.
         """
         found = self[token_id]
-        return (
-            found if self.byte_level or b" " not in found else self._decode(token_id).encode()
-        )
-
-    def decoder(self) -> codecs.IncrementalDecoder:
-        """Return an incremental UTF-8 decoder for these bytes; invalid bytes become U+FFFD."""
-        return codecs.getincrementaldecoder("utf-8")(
-            _EACH_BYTE if self.byte_fallback else "replace"
-        )
+        same = self.byte_level or (self.byte_fallback and b" " not in found)
+        return found if same else self._decode(token_id).encode()
 
     def _bytes(self, token_id: int, token: str) -> bytes:
         if self.byte_level:
@@ -80,9 +73,9 @@ class TokenBytes(dict[int, bytes]):
         if byte is not None:
             return bytes.fromhex(byte[1])
         begins = self._decode(token_id)
-        return (
-            begins if self._context_free else self._decode(token_id, token_id)[len(begins) :]
-        ).encode()
+        if not self._context_free:
+            begins = self._decode(token_id, token_id)[len(begins) :]
+        return begins.encode()
 
     def _decode(self, *ids: int) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
@@ -123,10 +116,9 @@ class Detokenizer:
         middle: continue the prompt even if it has no text, so that a first space is kept.
         """
         self._bytes = tokenizer.token_bytes
-        self._skipped = (
-            tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
-        )
-        self._utf8 = self._bytes.decoder()
+        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
+        errors = _EACH_BYTE if self._bytes.byte_fallback else "replace"
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         self.begins = not middle
         for token in last_visible(after, self._bytes, self._skipped):
             self.push(token)
@@ -143,9 +135,7 @@ class Detokenizer:
         return self._utf8.decode(data)
 
     def incomplete(self) -> str:
-        """Return what `Tokenizer.decode` shows for the incomplete character at the end, and
-        drop its bytes.
-        """
+        """Drop the bytes of an incomplete character; return what `Tokenizer.decode` shows for it."""
         return self._utf8.decode(b"", final=True)
 
 

@@ -21,8 +21,7 @@ class SpecialGuard:
     Tokenizers look for special tokens in the whole rendered conversation, and cannot distinguish a
     template's from a user's. So one character of each special token in a message is replaced by a stand-in
     before the template is rendered; the template treats them like any other text. The rendered text
-    is then encoded by a `BlindTokenizer`, which turns stand-ins back into characters after it has looked for
-    special tokens.
+    is encoded by a `BlindTokenizer`, which looks for special tokens first and turns stand-ins back then.
 
     A message may also end with the first half of a special token where the next begins with the second
     half, so halves at the ends of a text are broken, too. In a role only whole ones are: templates such as
@@ -66,9 +65,7 @@ class SpecialGuard:
         return value
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a rendered text whose messages went through `hide`; no special tokens are
-        added.
-        """
+        """Return the token ids of a rendered text whose messages went through `hide`."""
         return self._blind.encode(text)
 
     @cached_property
@@ -76,7 +73,7 @@ class SpecialGuard:
         return BlindTokenizer(self._backend, self._stand_in)
 
     def _hide(self, text: str, whole: bool) -> str:
-        if not any(char in text for char in self._stand_in):
+        if self._stand_in.keys().isdisjoint(text):
             return text
         positions = self._positions_to_hide(text, whole)
         if not positions:
@@ -84,17 +81,17 @@ class SpecialGuard:
         for stand_in in self._stand_in.values():
             if stand_in in text:
                 code = f"U+{ord(stand_in):04X}"
-                raise UserError(
-                    f"a message has a special token and {code}, which no text may have"
-                )
+                words = f"a message has a special token and {code}, which no text may have"
+                raise UserError(words)
         return "".join(
             self._stand_in[char] if place in positions else char
             for place, char in enumerate(text)
         )
 
     def _positions_to_hide(self, text: str, whole: bool) -> set[int]:
-        """Return the positions of characters to replace so that no special token, or half of one unless
-        `whole`, is left in a text.
+        """Return which characters to replace so that no special token, nor half of one, is left in a text.
+
+        whole: halves may stay.
         """
         positions = set()
         for token in self._special:
@@ -104,15 +101,9 @@ class SpecialGuard:
                 at = text.find(token, at + 1)
         if not whole:
             last, first = len(text.rstrip()), len(text) - len(text.lstrip())
-            sizes = range(1, self._longest + 1)
-            positions |= {
-                last - size
-                for size in sizes
-                if size <= last and text[last - size : last] in self._prefixes
-            }
-            positions |= {
-                first + size - 1
-                for size in sizes
-                if text[first : first + size] in self._suffixes
-            }
+            for size in range(1, self._longest + 1):
+                if size <= last and text[last - size : last] in self._prefixes:
+                    positions.add(last - size)
+                if text[first : first + size] in self._suffixes:
+                    positions.add(first + size - 1)
         return positions

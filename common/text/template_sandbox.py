@@ -38,15 +38,11 @@ class TemplateError(Exception):
 
 
 class TemplateSandbox:
-    """Renders templates in child processes: one for each thread that renders, started on demand, and again
-    after an end.
-    """
+    """Renders templates in child processes: one for each thread that renders, started on demand."""
 
     def __init__(self) -> None:
-        """Start without a child process."""
-        self._idle: list[
-            subprocess.Popen[bytes]
-        ] = []  # they end with this process, which closes their pipes
+        """Start without a child process; children end with this process, which closes their pipes."""
+        self._idle: list[subprocess.Popen[bytes]] = []
 
     def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a template to a child process, to be rendered or described; return the response.
@@ -60,9 +56,8 @@ class TemplateSandbox:
             TemplateError: the template is not valid, fails, or exceeds a limit.
         """
         if len(source) > SOURCE_CHARACTERS:
-            raise TemplateError(
-                f"it has {len(source):,} characters, but may have {SOURCE_CHARACTERS:,}"
-            )
+            limit = f"{SOURCE_CHARACTERS:,}"
+            raise TemplateError(f"it has {len(source):,} characters, but may have {limit}")
         data = json.dumps({"source": source, "variables": variables}).encode() + b"\n"
         child = self._child()
         stdin, stdout = cast("IO[bytes]", child.stdin), cast("IO[bytes]", child.stdout)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 class TextStream:
     """The text of one completion in pieces that can be shown as soon as they are returned.
 
-    The end-of-sequence or stop token that ended it is left out, and so is a stop string with what follows
-    it.
+    The end-of-sequence or stop token that ended it is left out; so is a stop string with what follows.
 
     A stop string may be spread over several tokens. Text that may turn out to be the beginning of one is
     held back until it is decided. The string that is completed first counts, and of several completed by
@@ -26,6 +25,7 @@ class TextStream:
     is held back, not to the text before.
 
     begins: the first visible token begins a text, so that some decoders drop its leading space.
+    sizes: characters of each token's own text, wherever it is shown.
     stop: the stop string that has ended it; None: there was none.
     """
 
@@ -53,6 +53,7 @@ class TextStream:
         self._stops, self._exempt = params.stop, params.min_tokens
         self._held = ""
         self._shown: list[str] = []
+        self.sizes: list[int] = []
         self._answer = answer
 
     @property
@@ -70,22 +71,20 @@ class TextStream:
     def advance(
         self, token_id: int | None, reason: FinishReason | None
     ) -> tuple[FinishReason | None, str]:
-        """Append the next token (None: there is none) with the reason why it ends the completion (None: it
-        does not).
+        """Append the next token (None: there is none) with the reason why it is the last (None: it is not).
 
         Returns:
             The reason, which is "stop" if the token completes a stop string, and the text that is added.
         """
-        held, new = self._held, ""
+        new = ""
         if token_id is not None:
-            piece = self._detokenizer.push(token_id)
+            piece = "" if reason == "stop" else self._detokenizer.push(token_id)
+            self.sizes.append(len(piece))
             if self._answer is not None:
-                piece = self._answer("" if reason == "stop" else piece, reason is not None)
+                piece = self._answer(piece, reason is not None)
             new, stopped = self._search(piece)
             if stopped:
                 reason = "stop"
-            elif reason == "stop" and self._answer is None:  # so the token itself ended it
-                new, self._held = held, ""
         elif self._answer is not None:
             new, _ = self._search(self._answer("", True))
         if reason is not None:
@@ -94,29 +93,21 @@ class TextStream:
         return reason, new
 
     def _search(self, piece: str) -> tuple[str, bool]:
-        """Append decoded text `piece`; return the text that can be shown, and True if a stop string is
-        complete.
-        """
+        """Append decoded text; return what of it can be shown, and True if a stop string is complete."""
         if self._exempt > 0:
             self._exempt -= 1
             return piece, False
         if not self._stops:
             return piece, False
         text = self._held + piece
-        found = [
-            (at + len(stop), -len(stop))
-            for stop in self._stops
-            if (at := text.find(stop)) >= 0
-        ]
+        starts = ((text.find(stop), len(stop)) for stop in self._stops)
+        found = [(at + length, -length) for at, length in starts if at >= 0]
         if found:
             end, size = min(found)
             self._held, self.stop = "", text[end + size : end]
             return text[: end + size], True
-        begins = (
-            at
-            for at in range(len(text))
-            if any(stop.startswith(text[at:]) for stop in self._stops)
-        )
-        safe = next(begins, len(text))
+        safe = 0
+        while not any(stop.startswith(text[safe:]) for stop in self._stops):
+            safe += 1  # at the latest at the end, where nothing is left
         self._held = text[safe:]
         return text[:safe], False

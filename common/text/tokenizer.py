@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, library_errors
+from common.errors import text as valid_text
 from common.text.chat_template import ChatTemplate, Message
+from common.text.continued import render_continued
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.model_templates import ModelTemplates
 from common.text.special_guard import SpecialGuard
@@ -64,10 +66,8 @@ class Tokenizer:
             UserError: `text` is not valid Unicode.
         """
         if not add_special_tokens:
-            return self._encode(text, add_special_tokens=False)
-        ids = self._encode(
-            text, add_special_tokens=self._config.get("add_bos_token") is not False
-        )
+            return self._encode(text)
+        ids = self._encode(text, self._config.get("add_bos_token") is not False)
         twice = self._adds_bos and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if twice else self._begun(ids)
 
@@ -98,7 +98,8 @@ class Tokenizer:
             add_generation_prompt: whether to end with the words that open the assistant's turn.
             add_special_tokens: add the token that begins a text, if the template has not.
             ignored: gets the names of fields of messages that the template does not read.
-            variables: passed on to the template, such as `tools` or `enable_thinking=False`.
+            variables: passed on to the template, such as `tools` or `enable_thinking=False`; with
+                `continue_final_message=True` the ids end with the last message's content.
 
         Raises:
             UserError: the model has no chat template, or the template does not take these messages, also
@@ -106,7 +107,8 @@ class Tokenizer:
         """
         template = self.templates.tools if variables.get("tools") else self.templates.plain
         conversation = template.conversation(messages, ignored)
-        variables["add_generation_prompt"] = add_generation_prompt
+        continued = variables.get("continue_final_message", False)
+        variables["add_generation_prompt"] = add_generation_prompt and not continued
         try:
             ids = self._render(template, conversation, variables)
         except UserError:
@@ -121,40 +123,32 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation; special tokens count only where the template writes them.
 
-        variables: of the template, besides the conversation.
+        variables: of `chat`.
         """
         guarded, variables = self._guard.hide([conversation, plain := variables])
-        text = template.render(guarded, **variables)
-        if (guarded, variables) == (conversation, plain):
-            return self._encode(
-                text, add_special_tokens=False
-            )  # the template has written them
+        unguarded = (guarded, variables) == (conversation, plain)
+        render = template.render
+        if variables.pop("continue_final_message", False):
+            render = partial(render_continued, template)
+        text = render(guarded, **variables)
+        if unguarded:  # the template has written the special tokens
+            return self._encode(text)
         with library_errors("the conversation"):
-            return self._guard.encode(_unicode(text))
-
-    def encode_guarded(self, text: str) -> list[int]:
-        """Return the ids of a text that continues a conversation; special tokens in it are ordinary
-        characters.
-        """
-        with library_errors("the conversation"):
-            return self._guard.encode(_unicode(self._guard.hide(text)))
+            return self._guard.encode(valid_text("the conversation", text))
 
     def _begun(self, ids: list[int]) -> list[int]:
-        """Return `ids` with the token that begins a text in front, if the model has one and it is not there
-        yet.
-        """
+        """Return `ids` with the token that begins a text in front, if the model has one, once."""
         bos = self.bos_token_id
-        begins = bos is not None and (
-            self._adds_bos or bool(self._config.get("add_bos_token"))
-        )
-        return [bos, *ids] if begins and ids[:1] != [bos] else ids  # type: ignore[list-item]
+        if bos is None or ids[:1] == [bos]:
+            return ids
+        return [bos, *ids] if self._adds_bos or self._config.get("add_bos_token") else ids
 
     @cached_property
     def _adds_bos(self) -> bool:
         """Return True if `tokenizer.json` puts the token that begins a text before every text."""
         if self.bos_token_id is None or self._config.get("add_bos_token") is False:
             return False
-        return self._encode("", add_special_tokens=True)[:1] == [self.bos_token_id]
+        return self._encode("", True)[:1] == [self.bos_token_id]
 
     def most_characters(self, tokens: int) -> int | None:
         """Return the most characters that `tokens` tokens may stand for; None: there is no such bound.
@@ -164,9 +158,8 @@ class Tokenizer:
         """
         if not (self.token_bytes.byte_level or self.token_bytes.byte_fallback):
             return None
-        return (
-            tokens * self._longest_token * (1 if self.backend.normalizer is None else _JOINED)
-        )
+        joined = 1 if self.backend.normalizer is None else _JOINED
+        return tokens * self._longest_token * joined
 
     @cached_property
     def _longest_token(self) -> int:
@@ -174,9 +167,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Return the ids of the tokens that are left out of a text, such as those that begin and end a
-        turn.
-        """
+        """Return the ids of the tokens that no text shows, such as those that begin and end a turn."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(index for index, token in added.items() if token.special)
 
@@ -194,20 +185,8 @@ class Tokenizer:
         """Return the model's chat templates."""
         return ModelTemplates(self.folder, self._config, self._special_tokens)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, special: bool = False) -> list[int]:
+        batch = [valid_text("the text", text)]
         with library_errors("the text"):
-            (found,) = self.backend.encode_batch_fast(
-                [_unicode(text)], add_special_tokens=add_special_tokens
-            )
+            (found,) = self.backend.encode_batch_fast(batch, add_special_tokens=special)
         return list(found.ids)
-
-
-def _unicode(text: str) -> str:
-    """Return `text` if Rust accepts it. Raises `UserError` if it holds half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"the text holds {text[error.start]!r} at position {error.start}, which is not valid Unicode"
-        ) from None
-    return text

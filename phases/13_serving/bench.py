@@ -60,15 +60,16 @@ def on_cpu(options: BenchOptions) -> list[Run]:
     bench = Bench(replace(options, dtype=cpu_dtype(options.dtype)))
     flags: dict[str, Any] = {"device": "cpu", "dtype": bench.dtype_name}
     sizes: dict[str, Any] = {"max_len": 1024, "cache_bytes": 1 << 30, "speculate": False}
-    quick, repeats = options.quick, options.repeats
+    quick = options.quick
     many, least = (8, 2) if quick else (64, None)
     runs: list[Run] = []
 
-    def ask(variant: str, server: Started, work: Workload, repeats: int, **facts: Any) -> None:
+    def ask(variant: str, server: Started, work: Workload, **facts: Any) -> None:
         server.sample(work.cold(99).first(2), users=1, processes=1)  # the first steps allocate
         users = facts["users"]
         samples = [
-            server.sample(work.cold(n), users=users, processes=2) for n in range(repeats)
+            server.sample(work.cold(n), users=users, processes=2)
+            for n in range(options.repeats)
         ]
         runs.append(bench.run_of(variant, work, Samples(samples), **facts))
 
@@ -78,12 +79,12 @@ def on_cpu(options: BenchOptions) -> list[Run]:
     ):
         for users in USERS[:least]:
             work = closed(max(4, users), QUESTION, 8 if quick else ANSWER)
-            ask(PHASE, server, work, 1 if users == 1 else repeats, users=users)
+            ask(PHASE, server, work, users=users)
             if users == many:
-                ask(ALONE, alone, work, 1, users=users)  # minutes
+                ask(ALONE, alone, work, users=users)
         for length in PROMPTS[:least]:
             work = closed(8, length, SHORT)
-            ask(LENGTHS, server, work, min(2, repeats), users=8, prompt=length)
+            ask(LENGTHS, server, work, users=8, prompt=length)
     return runs
 
 

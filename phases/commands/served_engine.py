@@ -19,7 +19,7 @@ from phases.process import signals
 if TYPE_CHECKING:
     from continuous.engine import Engine
     from phases.registry import Checked
-    from serving.worker import Observer
+    from serving.seams import Observer
 
 
 def check(phase: str, options: Mapping[str, Any], device: str, dtype: str) -> Checked:

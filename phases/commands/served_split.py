@@ -22,9 +22,10 @@ from common.request import Request
 from moving_blocks.tiers import TieredConnector
 from paged_cache import PagedEngine
 from phases.appendix.embeddings.prompt_states import PromptObserver
-from serving.client import EngineClient, Sink
+from serving.client import EngineClient
 from serving.liveness import EngineProcess
 from serving.messages import AddRequest, Command
+from serving.seams import Sink
 
 HANDOVER = "handover"
 """What a command wants that hands a completion over; its first token follows, if it has one."""

@@ -78,6 +78,19 @@ async def test_channels_are_reasoning_and_the_answer(
     assert parts(path, await ask(app, path)) == ("Simple sum.", "four")
 
 
+async def test_channels_come_in_their_order_in_a_stream_and_whole(tmp_path: Path) -> None:
+    text = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + CHANNELS
+    app = scripted(tmp_path, text, GPT_OSS)
+    blocks = (await ask(app, MESSAGES))["content"]
+    assert [each["type"] for each in blocks] == ["text", "thinking", "text"]
+    assert parts(CHAT, await ask(app, CHAT)) == ("Simple sum.", "I look.four")
+    body = BODIES[MESSAGES] | {"stream": True}
+    said = b"".join((await Client(app).request(MESSAGES, body).run()).chunks).decode()
+    events = [json.loads(line[6:]) for line in said.split("\n") if line.startswith("data: ")]
+    begun = [event["content_block"] for event in events if "content_block" in event]
+    assert [each["type"] for each in begun] == ["text", "thinking", "text"]
+
+
 @pytest.mark.parametrize(
     "text", ["plain", "<|chan", "<|channel|>commentary<|message|>I look.<|end|>", "<"]
 )
@@ -88,12 +101,23 @@ async def test_what_is_in_no_channel_of_reasoning_is_the_answer(
     assert parts(CHAT, await ask(scripted(tmp_path, text, GPT_OSS), CHAT)) == ("", expected)
 
 
-async def test_a_call_in_a_channel_is_a_call(tmp_path: Path) -> None:
-    text = "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary "
-    text += 'to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
-    app = scripted(tmp_path, text, GPT_OSS, MARKS)
+ANALYSIS = "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant"
+CALLED = " to=functions.weather<|channel|>commentary json"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        ANALYSIS + "<|channel|>commentary to=functions.weather <|constrain|>json",
+        ANALYSIS + CALLED,
+        CALLED,
+    ],
+)
+async def test_a_call_in_a_channel_is_a_call(tmp_path: Path, head: str) -> None:
+    app = scripted(tmp_path, head + '<|message|>{"city": "Rome"}<|call|>', GPT_OSS, MARKS)
     message = (await ask(app, CHAT, tools=[WEATHER]))["choices"][0]["message"]
-    assert message["reasoning_content"] == "Look." and message["content"] is None
+    assert message.get("reasoning_content") == ("Look." if ANALYSIS in head else None)
+    assert message["content"] is None
     (call,) = message["tool_calls"]
     assert app.engine.prompts[0].params.grammar is None, (
         "a grammar of text would forbid channels"
@@ -279,6 +303,7 @@ async def test_many_turns_are_joined_in_time_in_proportion_to_them(tmp_path: Pat
     assert parts(CHAT, await ask(app, CHAT, messages=turns))[1] == "ok"
 
 
+THINKS = THINKING + "{% if add_generation_prompt %}<think>{% endif %}"
 PREFILLED: dict[str, dict[str, Any]] = {
     MESSAGES: {},
     OLLAMA: {},
@@ -288,7 +313,7 @@ PREFILLED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", PREFILLED)
 @pytest.mark.parametrize(
-    "template", [TEMPLATE, THINKING + "<think>", ALTERNATING], ids=["plain", "thinks", "turns"]
+    "template", [TEMPLATE, THINKS, ALTERNATING], ids=["plain", "thinks", "turns"]
 )
 async def test_an_answer_goes_on_from_a_last_turn_of_the_assistant(
     tmp_path: Path, path: str, template: str
@@ -304,7 +329,23 @@ async def test_an_answer_goes_on_from_a_last_turn_of_the_assistant(
     assert text.endswith("Hello <end>") and 0 not in prompt, (
         "a user's text became a special token"
     )
-    assert "<think>" not in template.removeprefix("{# <think> #}") or "</think>" in text
+    assert "<think>" not in text
+
+
+async def test_what_was_thought_before_a_continued_turn_is_written(tmp_path: Path) -> None:
+    app = scripted(tmp_path, "x", "{% for m in messages %}{{ m.thinking }}|{{ m.content }}" +
+                   "{% endfor %}")  # fmt: skip
+    said = {"role": "assistant", "reasoning_content": "why", "content": [
+        {"type": "text", "text": "It"}]}  # fmt: skip
+    await ask(app, CHAT, messages=[*SAID, said], continue_final_message=True)
+    assert app.model.tokenizer.decode(app.engine.prompts[0].prompt).endswith("why|It")
+
+
+async def test_reasoning_that_a_client_has_begun_goes_on(tmp_path: Path) -> None:
+    app = scripted(tmp_path, "sum.\n</think>\nfour", THINKS)
+    said = {"role": "assistant", "content": "<think>\nA simple "}
+    answer = await ask(app, CHAT, messages=[*SAID, said], continue_final_message=True)
+    assert parts(CHAT, answer) == ("sum.", "four")
 
 
 async def test_reasoning_of_earlier_turns_is_kept_whole(tmp_path: Path) -> None:

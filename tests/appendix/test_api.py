@@ -272,6 +272,21 @@ async def test_an_echo_is_the_same_in_a_stream(make):
             assert told == choice["logprobs"][name]
 
 
+async def test_offsets_are_those_of_tokens_whose_text_is_held_back(make, tokenizer):
+    """It may be the beginning of a stop string, and comes with a later token."""
+    (token,) = tokenizer.encode("x")
+    body = {"prompt": "ab", "max_tokens": 4, "logprobs": 0, "logit_bias": {token: 100}}
+    body |= {"temperature": 0, "stop": "xxxy"}
+    for echo in (False, True):
+        asked = Client(make()).request(
+            "/v1/completions", body | {"echo": echo, "stream": True}
+        )
+        events = (await asked.run()).events()[:-1]
+        found = [event["choices"][0]["logprobs"] for event in events]
+        offsets = [offset for one in found if one for offset in one["text_offset"]]
+        assert offsets == ([0, 1, 2, 3, 4, 5] if echo else [0, 1, 2, 3])
+
+
 @pytest.mark.parametrize("what", TAKEN)
 async def test_what_other_servers_take_is_taken(make, what):
     app = make()

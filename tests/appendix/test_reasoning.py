@@ -13,6 +13,7 @@ from phases.appendix.tools.described import described, with_system
 from phases.appendix.tools.formats import HERMES
 from phases.appendix.tools.reader import CallReader
 from phases.appendix.tools.request import conversation
+from serving.seams import Delta
 from tests.appendix.test_tools import NOW, templated
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback
@@ -45,10 +46,12 @@ def test_reasoning_is_found_however_the_text_is_cut(case, size):
     begun, text, thought, rest = case
     reader = ThinkReader(begun, CallReader(HERMES))
     pieces = [text[at : at + size] for at in range(0, len(text), size)] or [""]
-    found = [(reader.answer(piece, False), reader.take_reasoning()) for piece in pieces[:-1]]
-    found.append((reader.answer(pieces[-1], True), reader.take_reasoning()))
-    assert "".join(one for _, one in found) == thought
-    assert "".join(one for one, _ in found) == rest
+    answers, deltas = list[str](), list[Delta]()
+    for place, piece in enumerate(pieces, 1):
+        answers.append(reader.answer(piece, place == len(pieces)))
+        deltas += reader.deltas("", False)
+    assert "".join(delta["reasoning_content"] for delta in deltas) == thought
+    assert "".join(answers) == rest
 
 
 @pytest.mark.parametrize(

@@ -171,10 +171,11 @@ def test_calls_are_found_however_the_text_is_cut(name, size):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_without_calls_is_left_as_it_is(name):
-    for text in ["", "  spaces  ", "a <tool_cal", "[TOOL_CALLS", " {x", "a\n\n"]:
+    for text in ["", "  spaces  ", "a <tool_cal", "[TOOL_CALLS", " {x", "a {x", "a\n\n"]:
         for size in (1, 3, 100):
             reader = CallReader(FORMATS[name])
             pieces = [text[at : at + size] for at in range(0, max(1, len(text)), size)]
+            pieces = [one for piece in pieces for one in (piece, "")]  # half of a character
             deltas = [
                 delta
                 for n, p in enumerate(pieces)

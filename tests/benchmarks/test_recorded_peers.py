@@ -48,12 +48,14 @@ def test_the_file_is_what_the_engines_printed() -> None:
             "run `python -m benchmarks.other_engines.record`"
         )
     for device in results():
-        for peer in load(device):
-            assert peer.when and peer.flags and peer.machine
-            assert peer.runs and all(
-                run.workload_sha256 == "" and run.noise is None for run in peer.runs
-            )
-            assert (record.RECORDED / peer.log).is_file(), f"{peer.name}: its log is not kept"
+        for run in load(device):
+            assert run.when and run.flags and run.metrics
+            assert run.workload_sha256 == "" and run.noise is None
+            assert (record.RECORDED / run.log).is_file(), f"{run.variant}: its log is not kept"
+        path = RESULTS / device / PEERS_FILE
+        if path.exists():
+            peers = json.loads(path.read_text(encoding="utf-8"))["peers"]
+            assert all(peer["machine"]["name"] and peer["runs"] for peer in peers)
 
 
 @pytest.mark.parametrize("field", ["git", "commit", "workload_sha256", "noise"])

@@ -25,13 +25,14 @@ from benchmarks.evidence import (
 )
 from benchmarks.gains import HEADLINES, factor_text, gain, gain_words, headline_of
 from benchmarks.labels import metric_of
-from benchmarks.numbers import GENERATED, NUMBER, QUOTED, UNIT, WORKED
+from benchmarks.numbers import NUMBER
 from benchmarks.published import PUBLISHED
 from benchmarks.recorded_peers import beside, versus
 from benchmarks.tables import fill, fill_all
 from common.errors import UserError
 from phases import PHASES, Phase, find_phase
 from phases.registry import import_phase, preset
+from tests.prose import GENERATED, QUOTED, UNIT, WORKED
 
 
 def run(variant: str, rate: float, **options: object) -> Run:

@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.errors import UserError
 from common.text.chat_template import ChatTemplate
+from common.text.continued import render_continued
 from common.text.template_sandbox import (
     MEMORY_BYTES,
     OUTPUT_CHARACTERS,
@@ -475,3 +476,40 @@ def test_a_template_may_name_roles_of_its_own() -> None:
     template = ChatTemplate(source, {})
     messages = template.conversation([{"role": "document", "content": "d"}, USER])
     assert template.render(messages, add_generation_prompt=True) == "document:d user:hello "
+
+
+CONTINUED = {
+    "mistral": "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
+    " {{ m.content }}</s>{% endif %}{% endfor %}",
+    "trims": "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}",
+    "thinks": "{% for m in messages %}<|{{ m.role }}|>{% if loop.last %}<think>\n{{ m.reasoning_content }}"
+    "\n</think>\n\n{% endif %}{{ m.content }}<|end|>{% endfor %}",
+    "parts": "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{{ part.text }}{% endfor %}{% endif %}|{% endfor %}",
+}
+TWO_PARTS = [{"type": "text", "text": "A"}, {"type": "text", "text": " b"}]
+
+
+@pytest.mark.parametrize("source", CONTINUED.values(), ids=CONTINUED)
+@pytest.mark.parametrize(
+    "content", ["The answer", "  The answer \n", "", "<end> The", TWO_PARTS]
+)
+def test_a_continued_message_is_written_as_transformers_writes_it(
+    source: str, content
+) -> None:
+    if content is TWO_PARTS and source is not CONTINUED["parts"]:
+        return
+    last = {"role": "assistant", "content": content, "reasoning_content": "why"}
+    (expected,), _ = render_jinja_template(
+        [[USER, last]], chat_template=source, continue_final_message=True
+    )
+    template = ChatTemplate(source, {})
+    messages = template.conversation([USER, last])
+    assert render_continued(template, messages, add_generation_prompt=False) == expected
+
+
+def test_a_message_that_is_not_written_cannot_be_continued() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    messages = template.conversation([USER, {"role": "assistant", "content": "x"}])
+    with pytest.raises(UserError, match="does not write the last message"):
+        render_continued(template, messages, add_generation_prompt=False)

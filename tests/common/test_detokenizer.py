@@ -41,6 +41,7 @@ KINDS = {
     "gemma": decoders.Sequence([REPLACE, FALLBACK, FUSE]),
     "llama-2": decoders.Sequence([REPLACE, FALLBACK, FUSE, decoders.Strip(" ", 1, 0)]),
     "metaspace": decoders.Metaspace(),
+    "wordpiece": decoders.WordPiece(),
     "metaspace-bytes": decoders.Sequence([FALLBACK, decoders.Metaspace()]),
     "none": None,
 }

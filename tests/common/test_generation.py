@@ -251,6 +251,8 @@ def test_text_leaves_out_the_token_that_ended_it(tokenizer: Tokenizer) -> None:
         "x",
         "a",
     ]  # it ended nothing
+    completes = SamplingParams(stop_token_ids=(x,), stop=("ax",))
+    assert collect(tokenizer, completes, [event(a), event(x, "stop")]) == ["", "a"]
 
 
 def test_text_of_an_interrupted_character_is_left_out(tokenizer: Tokenizer) -> None:

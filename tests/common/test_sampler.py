@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.sampling import noise, ops
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Sampled, Sampler, TokenBitmask
+from common.sampling.sampler import HostSampled, Sampled, Sampler, TokenBitmask
 from tests.dispatch import Operations
 
 Floats = NDArray[np.float64]
@@ -475,7 +475,7 @@ def test_logprobs_are_the_models_own() -> None:
         assert [value for _, value in logprob.top] == pytest.approx(
             expected[row, best].tolist(), abs=1e-5
         )
-    assert sampled.to_host().get() == [
+    assert HostSampled(sampled).get() == [
         (int(sampled.tokens[row]), sampled.logprob(row)) for row in range(4)
     ]
 
@@ -504,7 +504,7 @@ def test_bad_logits_give_a_token_and_harm_no_neighbour(
     tokens = sampled.tokens
     assert tokens[[0, 2]].tolist() == good[[0, 2]].tolist()
     assert 0 <= int(tokens[1]) < 500, "the device goes on with a token"
-    told = [token for token, _ in sampled.to_host().get()]
+    told = [token for token, _ in HostSampled(sampled).get()]
     assert told == [
         int(good[0]),
         NAN_TOKEN if logits[1].isnan().any() else int(tokens[1]),
@@ -534,7 +534,7 @@ def test_nan_is_told_where_it_may_be_chosen(
     rows = torch.arange(3)
     steps, allowed = torch.zeros(3, dtype=torch.int64), TokenBitmask(words, rows)
     sampled = sampler.sample(logits, rows, range(3), steps, allowed=allowed)
-    first, second, third = [token for token, _ in sampled.to_host().get()]
+    first, second, third = [token for token, _ in HostSampled(sampled).get()]
     assert second == NAN_TOKEN and 0 <= first < 64 and 0 <= third < 32
 
 

@@ -322,6 +322,17 @@ def test_offsets_of_an_echoed_prompt_are_positions_in_the_text(kit: Kit) -> None
     assert text.endswith("it Paris Paris") and sorted(ends) == ends
 
 
+def test_an_echoed_prompt_may_end_within_a_character(kit: Kit) -> None:
+    ids = [*kit.tokenizer.encode("a"), *(kit.token(bytes([byte])) for byte in "日".encode())]
+    body = {"prompt": ids[:-1], "echo": True, "logprobs": 0, **kit.always("日".encode()[-1:])}
+    choice, _ = asked(kit.app(), "/v1/completions", body | {"max_tokens": 1})
+    assert choice["text"].lstrip() == "a日" and len(choice["logprobs"]["text_offset"]) == len(
+        ids
+    )
+    choice, _ = asked(kit.app(), "/v1/completions", body | {"max_tokens": 0})
+    assert choice["text"] == kit.tokenizer.decode(ids[:-1])
+
+
 def test_tokens_are_spelled_as_the_text_has_them(kit: Kit) -> None:
     """Any tokens: parts of characters, bytes that are none, special tokens."""
     rng, special = random.Random(0), kit.tokenizer.special_ids

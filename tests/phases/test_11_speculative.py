@@ -42,7 +42,7 @@ from speculative.draft_model import DraftModel
 from speculative.feature import draft_engine
 from speculative.head import WEIGHTS, HeadSource
 from speculative.hidden_state_hooks import HiddenStateHooks, hooked_layers, stream
-from speculative.ngram import NGramIndex, follow
+from speculative.ngram import NGramIndex, NGrams, follow
 from speculative.speculation import Proposer, SpeculativeRunner, Verifier
 from speculative.stats import SpeculationStats
 from speculative.verify_graph import VerifyGraphExecutor, verify_sizes
@@ -380,6 +380,18 @@ def test_an_index_takes_each_token_once_and_stays_small(
         index.extend(tokens)
         assert len(index.tokens) < 64 and index.seen == len(tokens)
     assert index.propose(3) == [(1000 + n) % 23 for n in range(3)]
+
+
+def test_a_long_prompt_is_taken_in_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "MOST_NEW", 8)
+    proposer, request = NGrams(), Request(0, [1, 2, 3, 4] * 5, 20, 99, SamplingParams())
+    found = []
+    for taken in (8, 16, 20):
+        found += proposer.guess([request], [2])
+        assert proposer.indexes[request].seen == taken, (
+            "a step takes in at most MOST_NEW tokens"
+        )
+    assert found == [[], [], [1, 2]], "the n-grams of a part of the prompt guess nothing"
 
 
 def test_stats_for_people() -> None:

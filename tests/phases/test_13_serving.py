@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -26,6 +27,7 @@ from forward.shapes import SHAPES
 from phases.appendix.server import whole_app
 from serving import app as serving_app
 from serving.app import App
+from serving.completion import Choice
 from serving.endpoints import ServedModel
 from serving.messages import AbortRequests, AddRequest
 from serving.worker import Worker
@@ -828,3 +830,19 @@ async def test_the_end_of_a_prompt_is_what_a_text_goes_on_from(make, monkeypatch
     assert asked.status == 200 and len(seen) >= 8 and max(seen) <= 64
     begins = [choice["index"] for choice in asked.json()["choices"]]
     assert begins == [*range(8)]
+
+
+class Growing(list[str]):
+    """A list that gets another text as soon as somebody has asked for its length."""
+
+    def __len__(self) -> int:
+        size = super().__len__()
+        if size == 1:
+            self.append("b")
+        return size
+
+
+def test_a_text_that_comes_while_texts_are_taken_is_taken_once():
+    choice = SimpleNamespace(sent=0, texts=Growing(["a"]))
+    pieces = [Choice.take(choice), Choice.take(choice)]  # type: ignore[arg-type]
+    assert pieces == [("a", 0, 1), ("b", 1, 2)]

@@ -27,9 +27,10 @@ from paged_cache import PagedEngine
 from phases.commands.served_engine import make_engine
 from phases.commands.served_split import DecodeObserver, SplitEngine
 from serving import messages
-from serving.client import EngineClient, Sink
+from serving.client import EngineClient
 from serving.liveness import EngineProcess
 from serving.messages import Report
+from serving.seams import Sink
 from serving.worker import Worker
 from tests.phases.test_19_moving_blocks import engine_of, prompt_of, right, tiny
 from tests.schedules import greedy

@@ -1621,6 +1621,7 @@ def test_a_save_waits_for_the_kernel_that_writes(planted: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # other programs' copies would take their part of the bus
 @pytest.mark.parametrize("to_host", [False, True])
 def test_a_gentle_copy_leaves_half_of_the_bus(to_host: bool) -> None:
     """It takes as long as its rate says, and moves the same."""

@@ -14,6 +14,7 @@ import typer.main
 
 from common.http.limits import Limits
 from phases import ROOT
+from phases.appendix.observability.exposition import lines
 from phases.appendix.server import whole_app
 from phases.cli import app
 from phases.commands.flags import add_engine_flags
@@ -59,7 +60,7 @@ def test_every_flag_exists():
 
 def test_every_metric_exists(tmp_path: Path):
     app = whole_app(EngineClient(), tokenizer_for(tmp_path, 257), "tiny")
-    there = "\n".join(metrics(app).lines())
+    there = "\n".join(lines(metrics(app)))
     for name in re.findall(r"`((?:vllm|ladder):\w+)`", PAGE):
         assert f"# TYPE {name} " in there, f"there is no metric {name}"
 

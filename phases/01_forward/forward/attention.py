@@ -34,9 +34,7 @@ class Attention(Protocol):
     """Interface: maps one layer's queries, keys and values to its outputs. Every phase has its own."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return attention's output ``[..., H, D]`` for ``q [..., H, D]``, ``k`` and ``v [..., KH, D]`` of a
-        layer.
-        """
+        """Return a layer's attention ``[..., H, D]`` of ``q [..., H, D]``, ``k`` and ``v [..., KH, D]``."""
 
 
 def causal_mask(
@@ -103,9 +101,7 @@ class RecomputeAttention:
     """Causal attention over the whole sequence at every call; it stores nothing between calls."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return ``[..., S, H, D]`` for ``q [..., S, H, D]``, ``k`` and ``v [..., S, KH, D]`` of a whole
-        sequence.
-        """
+        """Return ``[..., S, H, D]`` of a sequence's ``q [..., S, H, D]``, ``k``, ``v [..., S, KH, D]``."""
         positions = torch.arange(q.shape[-3], device=q.device)
         mask = causal_mask(positions, positions, layer.sliding_window)  # [S, S]
         mask = mask.unsqueeze(-3)  # [1, S, S]: one mask for all heads

@@ -20,9 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Return the elementwise function that configurations call ``name``, such as ``silu``. Raises `UserError`
-    for an unknown name.
-    """
+    """Return the elementwise function that configurations call ``name``, or raise `UserError`."""
     if name not in ACTIVATIONS:
         raise UserError(f"activation {name!r} is not supported, only {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -45,22 +43,18 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x [..., size]`` normalized, in ``x``'s dtype."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(
-            x.dtype
-        )
+        weight = self.weight.float()
+        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
-    """Normalization by mean and variance over the last dimension, with weight and bias, in float32 (arXiv
-    1607.06450).
-    """
+    """Normalization by mean and variance, with weight and bias, in float32 (arXiv 1607.06450)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x [..., size]`` normalized, in ``x``'s dtype."""
         weight, bias = self.weight.float(), self.bias.float()
-        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(
-            x.dtype
-        )
+        normalized = F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps)
+        return normalized.to(x.dtype)
 
 
 class GatedMLP(nn.Module):

@@ -52,8 +52,7 @@ class Model(nn.Module, ABC):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits ``[..., V]`` float32 of ``hidden [..., hidden]``: of the rows that are sampled,
-        not of all.
+        """Return the logits ``[..., V]`` float32 of ``hidden [..., hidden]``: of the rows to sample alone.
 
         ``final_soft_cap = c`` replaces each logit ``l`` by ``c * tanh(l / c)``, in float32 too.
         """
@@ -90,9 +89,7 @@ class Model(nn.Module, ABC):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Return this model's name of a checkpoint's tensor, or ``None`` for a tensor that it
-        does not use.
-        """
+        """Return this model's name of a checkpoint's tensor; ``None``: it does not use the tensor."""
         return name
 
     @staticmethod

@@ -47,15 +47,12 @@ class Rope(nn.Module):
         first half of ``sin`` carries the minus sign of the rotation.
         """
         angles = positions.unsqueeze(-1).float() * self.inverse_frequencies  # [..., D/2]
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(
-            -2
-        )
+        cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)  # [..., 1, D/2]
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Return every head rotated: ``x [..., H, D]`` by ``cos, sin [..., 1, D]`` -> ``[..., H, D]`` in ``x``'s
-    dtype.
+    """Return ``x [..., H, D]`` rotated by ``cos, sin [..., 1, D]``: ``[..., H, D]`` in ``x``'s dtype.
 
     ``(a, b) -> (a cos - b sin, b cos + a sin)``: rolling by half a head gives each number its partner.
     """

@@ -1,6 +1,8 @@
-"""Attention over keys and values in rows, one for each request."""
+"""Attention of a ragged batch: its interface, and the simplest one, over keys and values in rows."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,6 +20,19 @@ from continuous.groups import (
     prompt_groups,
 )
 from forward.attention import LayerSpec
+
+
+class BatchAttention(Protocol):
+    """Interface of the attention that a model calls once a layer; it is given the batch once a step."""
+
+    def begin(self, batch: Batch) -> None:
+        """Prepare masks and indices for a step; all layers' calls then use `batch`."""
+
+    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store `k` and `v [T, KH, D]`, and return attention of `q [T, H, D]`: `[T, H, D]`."""
+
+    def wipe(self, row: int) -> None:
+        """Overwrite a row's keys and values, which may be NaN: no later request may read them."""
 
 
 class RowAttention:

@@ -51,14 +51,13 @@ class HostBatch:
 
     @classmethod
     def of(cls, works: Sequence[Work], prompt_lens: Ints) -> HostBatch:
-        """Return the layout of a step, given its works (a work: the tokens of one request) in the order of
-        the batch.
+        """Return the layout of a step, given its works (each the tokens of one request) in batch order.
 
         prompt_lens: `[R]`, prompt tokens of the request in each row. Samples are in the order of works, then
             of sampled requests, then of tokens.
         """
         _, row, start, count, drafts, sampled_requests, _ = zip(*works, strict=True)
-        rows, starts, lens = (np.array(column, np.int64) for column in (row, start, count))
+        rows, starts, lens = np.array((row, start, count), np.int64)
         ends = np.cumsum(lens)
         query_starts = np.concatenate(([0], ends))
         contexts = starts + lens
@@ -68,34 +67,21 @@ class HostBatch:
         else:
             token_rows = np.repeat(rows, lens)
             positions = np.arange(tokens) + np.repeat(starts - query_starts[:-1], lens)
-        counts = np.array([len(taking) for taking in sampled_requests], np.int64)  # [B]
+        counts = np.array([*map(len, sampled_requests)], np.int64)  # [B]
         sample_at = ends - 1
         sample_rows = rows
         sample_positions = contexts
         if (counts != 1).any():  # parts of prompts, which are not sampled, or several requests
-            sample_at, sample_positions = (
-                np.repeat(sample_at, counts),
-                np.repeat(contexts, counts),
-            )
+            sample_at, sample_positions = np.repeat((sample_at, contexts), counts, axis=1)
             sample_rows = np.array(
                 [request.row for taking in sampled_requests for request in taking], np.int64
             )
-        if any(
-            drafts
-        ):  # a work with drafts has one sampled request, with a sample after each of its last tokens
-            behind = np.array(
-                [
-                    len(d)
-                    for d, taking in zip(drafts, sampled_requests, strict=True)
-                    for _ in taking
-                ]
-            )
+        if any(drafts):  # such a work has one sampled request, and a sample after each draft
+            behind = np.repeat([len(some) for some in drafts], counts)
             back = np.concatenate([np.arange(k, -1, -1) for k in behind])
-            sample_at, sample_rows, sample_positions = (
-                np.repeat(values, behind + 1)
-                for values in (sample_at, sample_rows, sample_positions)
-            )
-            sample_at, sample_positions = sample_at - back, sample_positions - back
+            sample_at = np.repeat(sample_at, behind + 1) - back
+            sample_rows = np.repeat(sample_rows, behind + 1)
+            sample_positions = np.repeat(sample_positions, behind + 1) - back
         sample_steps = sample_positions - prompt_lens[sample_rows]
         return cls(
             rows, lens, query_starts, contexts, token_rows, positions,
@@ -127,8 +113,7 @@ class Batch:
 
     @classmethod
     def of(cls, host: HostBatch, rows: RequestRows, **more: NDArray[np.integer[Any]]) -> Self:
-        """Return a batch on the device: its layout is copied in one transfer, its tokens are read from the
-        rows.
+        """Return a batch on the device: its layout is copied in one transfer, its tokens read from the rows.
 
         rows: token ids of all running requests. more: fields of a subclass that are on the host as well.
         """
@@ -149,8 +134,7 @@ TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 def upload(
     device: torch.device, arrays: Mapping[str, NDArray[np.integer[Any]]]
 ) -> dict[str, Tensor]:
-    """Copy arrays of int64 and int32, of any shapes, to the device in one transfer, and return a tensor for
-    each, by name.
+    """Copy arrays of int64 and int32, of any shapes, to the device in one transfer; return them by name.
 
     Many small transfers cost far more than one: each has a fixed price of some microseconds. So all of them
     lie in one buffer of bytes, and are views of its copy on the device. Each begins at a multiple of 16
@@ -165,10 +149,8 @@ def upload(
     for name, array in arrays.items():
         flat[slices[name]].view(array.dtype)[:] = array.ravel()
     packed = torch.from_numpy(flat)
-    if device.type == "cuda":
-        packed = (
-            packed.pin_memory()
-        )  # only from pinned memory does the copy not wait for the device
+    if device.type == "cuda":  # only from pinned memory does the copy not wait
+        packed = packed.pin_memory()
     packed = packed.to(device, non_blocking=True)
     return {
         name: packed[slices[name]].view(TYPES[array.dtype]).view(array.shape)

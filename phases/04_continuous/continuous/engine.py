@@ -169,9 +169,7 @@ class Engine:
         return requests
 
     def process_inbox(self) -> None:
-        """Add and abort the requests that callers have asked for since the last step; a step begins
-        with this.
-        """
+        """Add and abort what callers have asked for since the last step; a step begins with this."""
         while self.inbox:
             command = self.inbox.popleft()
             command()
@@ -199,9 +197,7 @@ class Engine:
             self.end(request, "length")
 
     def _abort(self, request: Request) -> None:
-        """End a request, and the samples that wait for its prompt, with reason "abort", unless it has
-        ended.
-        """
+        """End a request, and the samples that wait for its prompt, with "abort", unless it has ended."""
         if request.finish_reason is None:
             for member in [request, *request.siblings]:
                 if member.finish_reason is None:
@@ -216,8 +212,7 @@ class Engine:
     # Steps.
 
     def step(self) -> list[Output]:
-        """Run one step for all requests that can take part, and return its outputs (tokens and ends of
-        requests).
+        """Run one step for all requests that can take part; return its outputs (tokens, ends of requests).
 
         Ctrl-C is raised at its end, when no request is half changed; the next step returns these outputs.
         """
@@ -246,9 +241,7 @@ class Engine:
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
-        """Launch the sampling of `step`, and return its results; None if `step` is None, or sampling
-        failed.
-        """
+        """Launch the sampling of `step`, and return its results; None if there is no step, or it failed."""
         if step is None:
             return None
         with self.failing(step.works):
@@ -256,20 +249,15 @@ class Engine:
             masked = grammars.needs_mask(step.works)
             allowed = grammars.fill_bitmask(step.works) if masked else None
             pending = self.runner.sample(step, allowed)
-            if masked:
-                for (
-                    request,
-                    why,
-                ) in grammars.pop_failed_requests():  # as if they were aborted now
+            if masked:  # what fails ends as if it were aborted now
+                for request, why in grammars.pop_failed_requests():
                     if request.finish_reason is None:
                         self.end(request, "error", why)
             return pending
         return None
 
     def collect(self, pending: Pending) -> None:
-        """Wait for the tokens of the step `pending`, and append them to their requests. A step that fails
-        ends only its own requests.
-        """
+        """Wait for the tokens of the step `pending`, and append them; if it fails, its requests end."""
         results = self.wait(pending)
         if results is not None:
             self.append_tokens(pending, results)
@@ -298,16 +286,10 @@ class Engine:
                     if self._receive(request, tokens, now):
                         ended.append(request)
                     accepted = max(0, len(request.tokens) - known - 1)
-                    if (
-                        work.drafts_forced
-                        and request.finish_reason is None
-                        and accepted < len(work.drafts)
-                    ):
-                        self.end(
-                            request,
-                            "error",
-                            RuntimeError("a token that was certain to come did not"),
-                        )
+                    missing = work.drafts_forced and accepted < len(work.drafts)
+                    if missing and request.finish_reason is None:
+                        error = RuntimeError("a token that was certain to come did not")
+                        self.end(request, "error", error)
             self.scheduler.finish_step(work, accepted=accepted if work.drafts else 0)
             for request in ended:
                 self.scheduler.leave(request)
@@ -323,11 +305,8 @@ class Engine:
         for token, logprob in tokens:
             if token == NAN_TOKEN:
                 self.runner.attention.wipe(request.row)
-                self.end(
-                    request,
-                    "error",
-                    NotANumber("the model's logits for this request are not a number (NaN)"),
-                )
+                words = "the model's logits for this request are not a number (NaN)"
+                self.end(request, "error", NotANumber(words))
                 return False
             if not request.params.max_tokens:  # only its prompt was wanted
                 self.outputs.append(Output(request, None, "length", now))
@@ -348,9 +327,7 @@ class Engine:
                 try:
                     reason, text = request.text.advance(token, reason)
                 except Exception as error:  # no other request's tokens may be lost for it
-                    log.error(
-                        "the text of request %d cannot be made", request.id, exc_info=error
-                    )
+                    log.error("request %d cannot be made a text", request.id, exc_info=error)
                     request.error, reason = error, "error"
             self.outputs.append(Output(request, token, reason, now, logprob, text))
             if reason is not None:
@@ -378,9 +355,8 @@ class Engine:
         log.error("a step failed, and with it %d requests", len(works), exc_info=error)
         for work in works:
             self.scheduler.finish_step(work, computed=False)
-            for request in dict.fromkeys(
-                (work.request, *work.sampled_requests, *work.request.siblings)
-            ):
+            members = (work.request, *work.sampled_requests, *work.request.siblings)
+            for request in dict.fromkeys(members):
                 if request.finish_reason is None:
                     self.end(request, "error", error)
         self.on_step_failed(error)
@@ -395,9 +371,7 @@ class Engine:
         return outputs
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the counts of scheduler and cache contradict each other. Slow: not
-        for every step.
-        """
+        """Raise `AssertionError` if the counts of scheduler and cache contradict each other. Slow."""
         self.scheduler.check_integrity()
 
     def end(
@@ -405,8 +379,7 @@ class Engine:
     ) -> None:
         """End a request without a further token: it leaves the scheduler, and its last output has the reason.
 
-        error: stored in the request; None keeps the one that it has. The output has the text that was held
-            back for a stop string.
+        error: stored in the request; None keeps its own. The output has text that a stop string held back.
         """
         request.finish_reason, request.finished = reason, time.perf_counter()
         request.error = error or request.error
@@ -428,10 +401,8 @@ class Engine:
         each = params_per_prompt(prompts, params)
         pairs = enumerate(zip(prompts, each, strict=True))
         groups = [self._prepare(*pair, index) for index, pair in pairs]
-        for settings in each:
-            self.grammar_manager.wait_until_compiled(
-                settings
-            )  # this caller has nothing else to do
+        for settings in each:  # this caller has nothing else to do
+            self.grammar_manager.wait_until_compiled(settings)
         return self._stream(groups)
 
     def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
@@ -460,12 +431,9 @@ class Engine:
                 if request.finish_reason is None:
                     self.abort(request)
             self.process_inbox()  # this thread runs the steps: what is left can end at once
-            self.outputs = [
-                o for o in self.outputs if o.request not in own
-            ]  # which this stream will not yield any more
+            # This stream will not yield the rest of its outputs.
+            self.outputs = [o for o in self.outputs if o.request not in own]
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
-        """Return the completions of all prompts (token ids), in (prompt, sample) order, after the last
-        end.
-        """
+        """Return the completions of all prompts (token ids), in (prompt, sample) order."""
         return generate(self, prompts, params)

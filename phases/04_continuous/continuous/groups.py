@@ -68,37 +68,25 @@ class Group:
         if padded:
             filled = columns < lens[:, None]  # [G, queries]
             real = (filled if meant is None else filled & meant[:, None]).ravel()
-            tokens, source = (
-                torch.from_numpy(x).to(device)
-                for x in (gather.ravel()[real], np.flatnonzero(real))
-            )
-            plan.scatter = tokens, source
+            tokens = torch.from_numpy(gather.ravel()[real]).to(device)
+            plan.scatter = tokens, torch.from_numpy(np.flatnonzero(real)).to(device)
         return plan
 
     def mask(self, window: int | None, columns: int, device: torch.device) -> Tensor | None:
         """Return the mask `[G, 1, queries, columns]` of visible keys; None if every query sees every key.
 
-        window: tokens that a query sees; None: all. columns: keys. Made once in a step for each sliding
-            window.
+        window: tokens that a query sees; None: all. columns: keys. Made once a step for each window.
         """
         if window not in self.masks:
-            contexts, lens = (
-                self.host.context_lens[self.members],
-                self.host.query_lens[self.members],
-            )
-            if (
-                self.queries == 1
-                and contexts.min() == columns
-                and (window is None or columns <= window)
-            ):
+            contexts = self.host.context_lens[self.members]
+            lens = self.host.query_lens[self.members]
+            inside = window is None or columns <= window
+            if self.queries == 1 and contexts.min() == columns and inside:
                 self.masks[window] = None
             else:
-                first = torch.from_numpy(contexts - lens).to(
-                    device
-                )  # [G], the first query's position
-                positions = first[:, None] + torch.arange(
-                    self.queries, device=device
-                )  # [G, queries]
+                first = torch.from_numpy(contexts - lens).to(device)  # [G], of the first query
+                later = torch.arange(self.queries, device=device)
+                positions = first[:, None] + later  # [G, queries]
                 seen = causal_mask(positions, torch.arange(columns, device=device), window)
                 self.masks[window] = seen.unsqueeze(1)
         return self.masks[window]
@@ -126,8 +114,7 @@ def group(
     """Return requests in groups, each padded to its longest query and context, so that little is padded.
 
     order: indices into the batch, sorted so that neighbours have similar lengths.
-    queries, contexts: `[B]`, numbers of new tokens and of keys. padding: most padded query-key pairs of a
-        group.
+    queries, contexts: `[B]`, numbers of new tokens and of keys. padding: most padded pairs of a group.
     rows: `[B]`, increasing in this order; if given, one view must cover a group's rows, and rows between them
         that no request of the group has are padding too. None: rows do not matter.
 
@@ -175,9 +162,8 @@ def attend_masked(
     grouped = q.reshape(q.shape[0], layer.num_kv_heads, heads * q.shape[2], layer.head_dim)
     if mask is not None and heads > 1 and q.shape[2] > 1:
         mask = mask.repeat(1, 1, heads, 1)
-    return F.scaled_dot_product_attention(
-        grouped, k, v, attn_mask=mask, scale=layer.scale
-    ).reshape(q.shape)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=layer.scale)
+    return out.reshape(q.shape)
 
 
 def avoid_plans_per_shape() -> None:
@@ -192,8 +178,7 @@ def avoid_plans_per_shape() -> None:
 def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:
     """Return the requests without cached tokens in `Group`s of similar length, and the others' indices.
 
-    host: the batch's lengths. A request without cached tokens needs no cache to attend: its keys and
-        values are this step's.
+    host: the batch's lengths. A request without cached tokens attends to this step's keys and values.
     """
     fresh = (host.query_lens == host.context_lens) & (host.query_lens > 1)
     found = np.flatnonzero(fresh)
@@ -205,8 +190,7 @@ def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], I
 def prompt_attention(
     plan: Group, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> None:
-    """Compute attention of one group of prompts from this step's keys and values, and write it to `out [T,
-    H, D]`.
+    """Write the attention of one group of prompts to `out [T, H, D]`, from this step's keys and values.
 
     plan: a group of `prompt_groups`. q: `[T, H, D]`; k and v: `[T, KH, D]`, of the whole batch.
     """

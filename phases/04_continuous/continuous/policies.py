@@ -24,8 +24,7 @@ def fcfs(request: Request) -> tuple[float, ...]:
 
 
 def shortest_first(request: Request) -> tuple[float, ...]:
-    """Return a request's rank by the tokens it may have in all, the fewest first, which makes the mean wait
-    as short as it can be.
+    """Return a request's rank by the tokens it may have, the fewest first, for the shortest mean wait.
 
     These are the prompt and the most tokens that may be generated (Smith, 1956). A long request can
     starve as long as short ones keep coming.

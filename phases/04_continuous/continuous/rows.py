@@ -29,13 +29,10 @@ class RequestRows:
 
     def __init__(self, count: int, max_len: int, device: torch.device | str = "cpu") -> None:
         self.count, self.max_len = count, max_len
-        self.tokens = torch.zeros(
-            count, max_len, dtype=torch.int64, device=device
-        )  # [R, max_len]
-        self.prompt_lens = np.zeros(count, np.int64)  # [R]
-        self._free = list(
-            range(count)
-        )  # a heap: the lowest row first keeps running requests adjacent
+        self.tokens = torch.zeros(count, max_len, dtype=torch.int64, device=device)
+        self.prompt_lens = np.zeros(count, np.int64)
+        # A heap: the lowest row first keeps running requests adjacent.
+        self._free = list(range(count))
         self.fresh: dict[int, Request] = {}
 
     @property
@@ -56,9 +53,7 @@ class RequestRows:
         request.row = NO_ROW
 
     def upload(self) -> list[Request]:
-        """Copy the tokens of requests that got a row since the last call to the device, and return these
-        requests.
-        """
+        """Copy the tokens of requests that are new in their rows to the device; return these requests."""
         fresh = list(self.fresh.values())
         if fresh:
             write(self.tokens, [(one.row, 0, one.ids(0, len(one.tokens))) for one in fresh])

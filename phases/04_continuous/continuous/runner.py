@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from common.events import Logprob
-from common.request import Request
 from common.sampling.metadata import SamplingMetadata
-from common.sampling.sampler import TORCH, Sampled, Sampler, SamplerBackend, TokenBitmask
+from common.sampling.sampler import (
+    TORCH,
+    HostSampled,
+    Sampled,
+    Sampler,
+    SamplerBackend,
+    TokenBitmask,
+)
+from continuous.attention import BatchAttention
 from continuous.batch import Batch, HostBatch
 from continuous.rows import RequestRows
 from continuous.work import Work
-from forward.attention import LayerSpec
 from forward.model import Model
 
 _by_row = attrgetter("row")
@@ -28,25 +33,8 @@ Results = Sequence[Sequence[Token]]
 """The tokens of a step: for each sampled request of each work, in order, a list of tokens."""
 
 
-class BatchAttention(Protocol):
-    """Interface of the attention that a model calls, once for each layer; it is given the batch once a
-    step.
-    """
-
-    def begin(self, batch: Batch) -> None:
-        """Prepare masks and indices for a step; all layers' calls then use `batch`."""
-
-    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store `k` and `v [T, KH, D]`, and return attention of `q [T, H, D]`: `[T, H, D]`."""
-
-    def wipe(self, row: int) -> None:
-        """Overwrite a row's keys and values, which may be NaN: no later request may read them."""
-
-
 class OutputVerifier:
-    """Decides which of a step's sampled tokens each request gets: here all, one each. Phase 11's verifies
-    draft tokens.
-    """
+    """Decides which sampled tokens each request gets: here one each. Phase 11's verifies draft tokens."""
 
     def write(self, works: Sequence[Work]) -> None:
         """Write the draft tokens of a step into their requests' rows, before it runs; here there are none.
@@ -78,17 +66,14 @@ class Pending:
         verifier: OutputVerifier = ONE_TOKEN_EACH,
     ) -> None:
         self.works, self.verifier = works, verifier
-        self._arriving = (
-            None if sampled is None else sampled.to_host()
-        )  # starts the copy, does not wait
+        # This starts the copy, and does not wait.
+        self._arriving = None if sampled is None else HostSampled(sampled)
 
     def get(self) -> Results:
         """Wait for the step, and return for each sampled request the list of its tokens."""
-        return (
-            ()
-            if self._arriving is None
-            else self.verifier.accepted(self.works, self._arriving.get())
-        )
+        if self._arriving is None:
+            return ()
+        return self.verifier.accepted(self.works, self._arriving.get())
 
 
 @dataclass
@@ -151,8 +136,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, allowed: TokenBitmask | None = None) -> Pending:
-        """Sample the next tokens from the last hidden states of every request; return the results to wait
-        for.
+        """Sample the next tokens from the last hidden states of every request; return the pending results.
 
         step: what `forward` returned. allowed: bit masks of tokens that may be sampled; None: every token.
         """
@@ -163,12 +147,9 @@ class Runner:
         if not rows_host:
             return Pending(step.works, None)
         plan = self.sampler.plan(rows_host)
-        # An executor may have computed the logits already; else of the sampled rows only: [S, V], not [T, V].
-        logits = (
-            self.logits(step.hidden[batch.sample_at], plan)
-            if step.logits is None
-            else step.logits
-        )
+        logits = step.logits  # an executor may have computed them already
+        if logits is None:  # of the sampled rows only: [S, V], not [T, V]
+            logits = self.logits(step.hidden[batch.sample_at], plan)
         sampled = self.sampler.sample(
             logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed
         )
@@ -185,19 +166,15 @@ class Runner:
         The drafts of this step's works are written to their rows as well.
         """
         for request in self.rows.upload():
-            self.set_row(request)
+            self.sampler.set_row(
+                request.row,
+                request.params,
+                request.ids(0, request.prompt_len),
+                output_ids=request.ids(request.prompt_len, len(request.tokens)),
+                eos_ids=self.model.config.eos_token_ids,
+                seed=request.seed,
+            )
         self.verifier.write(works)
-
-    def set_row(self, request: Request) -> None:
-        """Copy a request's sampling settings to its row of the sampler."""
-        self.sampler.set_row(
-            request.row,
-            request.params,
-            request.ids(0, request.prompt_len),
-            output_ids=request.ids(request.prompt_len, len(request.tokens)),
-            eos_ids=self.model.config.eos_token_ids,
-            seed=request.seed,
-        )
 
     def prepare(self, works: Sequence[Work]) -> Batch:
         """Return the inputs of a step on the device.

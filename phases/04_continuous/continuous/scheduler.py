@@ -22,8 +22,7 @@ class Scheduler:
     """Iteration-level scheduling of whole prompts and decodes, as many as `step_tokens` and the cache allow.
 
     There is one rule: let `num_computed_tokens` catch up with the tokens there are. A prompt is far
-    behind, a decode is one behind. Later phases override `order`, `should_yield`, `num_new_tokens`,
-    `preempt_for`, `fork`.
+    behind, a decode is one behind. Later phases override the hooks below.
 
     Args:
         rows: one for each request that runs, at most `rows.count` at a time.
@@ -102,8 +101,7 @@ class Scheduler:
         - Room is reserved for all that is computed, and before the work is taken. A request for which the
           cache has none may take memory from those after it in the queue, which this step has not served yet
           (`preempt_for` removes its victims from the queue). That step has preempted, whether room was
-          found or not, and admits no request afterwards: it would take the room that the victim has just
-          lost.
+          found or not, and admits no request afterwards: it would take what the victim has just lost.
         - The drafter is asked once a step whether it guesses at all (`begin`). A request whose room was there
           at once may have drafts (`_drafts`), within what the budget holds after its share and what is
           `reserved_for_decodes` for the requests behind it.
@@ -140,8 +138,7 @@ class Scheduler:
     def _admit_waiting(
         self, works: list[Work], budget: int, before: tuple[float, ...] | None = None
     ) -> int:
-        """Admit requests from the head of the waiting queue while there is room, and schedule their first
-        tokens.
+        """Admit requests from the head of the waiting queue while there is room; schedule their first tokens.
 
         works: gets their works. budget: tokens of the step that are left. before: only requests of a smaller
             rank are admitted; None: all. No request overtakes the head.
@@ -168,8 +165,7 @@ class Scheduler:
         return budget
 
     def _drafts(self, request: Request, end: int, budget: int) -> tuple[int, ...]:
-        """Return draft tokens after a request's newest token, which this step computes, and reserve cache for
-        them.
+        """Return drafts after a request's newest token, which this step computes, and reserve cache for them.
 
         There are none if there is no room, since no request loses its place for a draft; if siblings fork,
         for each goes on in its own way; and with penalties, which count all tokens before one.
@@ -224,8 +220,7 @@ class Scheduler:
         return running.copy()
 
     def reserved_for_decodes(self, later: int) -> int:
-        """Return the tokens of the budget that drafts may not use: one for each request still to be
-        scheduled.
+        """Return the tokens of the budget that drafts may not use: one for each request to be scheduled.
 
         later: how many running requests this step has still to schedule.
         """

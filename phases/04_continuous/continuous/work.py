@@ -15,8 +15,7 @@ class Work(NamedTuple):
     drafts: guessed tokens among them, at the end; only a work with one sampled request has any.
     sampled_requests: requests that get a token sampled from the last one's logits: none in the middle of a
         prompt, then the request itself, and after a shared prompt its siblings too.
-    drafts_forced: True if the drafts are certain to be accepted, so that the next step may be scheduled
-        behind them.
+    drafts_forced: True if the drafts are certain to be accepted, so that a next step may follow them.
     """
 
     request: Request

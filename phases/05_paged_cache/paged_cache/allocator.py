@@ -59,9 +59,7 @@ class BlockAllocator:
                 raise AssertionError(f"block {block} was released once too often")
 
     def check(self, users: Iterable[int]) -> None:
-        """Raise `AssertionError` unless the reference counts agree with `users`: the number of each block,
-        once for each user.
-        """
+        """Raise `AssertionError` unless `users` has each block's number once for each of its users."""
         counted = [0] * self.count
         for block in users:
             counted[block] += 1

@@ -24,8 +24,7 @@ from paged_cache.pool import BlockPool, LayerBlocks, largest
 
 
 def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return keys or values `x [..., KH, D]` as they are stored: divided by `scale [KH]`, within `dtype`'s
-    range.
+    """Return keys or values `x [..., KH, D]` as stored: divided by `scale [KH]`, in the range of `dtype`.
 
     scale: None: only the dtype changes.
     """
@@ -79,8 +78,7 @@ class PagedAttention(ABC):
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
         """Write every token's key and value to its slot in a layer's blocks, in the cache's format.
 
-        cache: the layer's blocks. k, v: `[T, KH, D]`. Slots count the tokens of the whole pool: `block * P
-            + offset`.
+        cache: the layer's blocks. k, v: `[T, KH, D]`. A slot of the pool is `block * P + offset`.
         """
         cache.k.flatten(0, 1)[self.batch.slots] = encode(k, cache.k_scale, cache.k.dtype)
         cache.v.flatten(0, 1)[self.batch.slots] = encode(v, cache.v_scale, cache.v.dtype)
@@ -106,8 +104,7 @@ class PagedAttention(ABC):
 
 
 class TorchPagedAttention(PagedAttention):
-    """Paged attention in plain torch: gather each group's blocks into one padded tensor, then attend with
-    a mask.
+    """Paged attention in plain torch: gather a group's blocks into one padded tensor, attend with a mask.
 
     The gather copies every key and value of every context at every step: the price of paging without a
     kernel that can read through a block table.
@@ -125,17 +122,15 @@ class TorchPagedAttention(PagedAttention):
         else:  # a prompt attends to its keys as they are stored, as later requests will
             self._prompts, others = [], np.arange(len(host.query_lens))
         # By queries first, by contexts next, so that neighbours need little padding.
-        order = others[
-            np.lexsort((host.context_lens[others], host.query_lens[others]))
-        ].tolist()
+        by_length = np.lexsort((host.context_lens[others], host.query_lens[others]))
+        order = others[by_length].tolist()
         found = group(order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type])
         self._others = [
             (Group.of(members, host, device), self._blocks(members)) for members in found
         ]
 
     def _blocks(self, members: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        """Return the blocks of a group's requests: `[G * blocks]`, as many of each as the longest context
-        has.
+        """Return the blocks of a group's requests: `[G * blocks]`, of each as many as the longest context.
 
         members: `[G]`, indices into the batch.
 
@@ -148,9 +143,7 @@ class TorchPagedAttention(PagedAttention):
         counts = -(-self.batch.host.context_lens[members] // size)
         where = torch.from_numpy(members).to(self.batch.block_tables.device)
         tables = self.batch.block_tables[where, : int(counts.max())]  # [G, blocks]
-        if (
-            counts != counts.max()
-        ).any():  # what lies past a table's end may be no block at all
+        if (counts != counts.max()).any():  # past a table's end there may be no block at all
             used = torch.arange(tables.shape[1]) < torch.from_numpy(counts)[:, None]
             tables = tables.where(used.to(tables.device), tables[:, :1])
         return tables.flatten()
@@ -163,23 +156,20 @@ class TorchPagedAttention(PagedAttention):
         for plan in self._prompts:
             prompt_attention(plan, layer, q, k, v, out)
         for plan, blocks in self._others:
-            keys, values = (
-                self._gather(numbers, blocks, plan).to(q.dtype) for numbers in cache[:2]
-            )
+            keys = self._gather(cache.k, blocks, plan).to(q.dtype)
+            values = self._gather(cache.v, blocks, plan).to(q.dtype)
             mask = plan.mask(layer.sliding_window, keys.shape[2], q.device)
             # A head's scales are factors of all its scores and of all its outputs.
             queries = _scaled(plan.take(q), cache.k_scale)
-            plan.put(
-                out, _scaled(attend_masked(layer, queries, keys, values, mask), cache.v_scale)
-            )
+            seen = attend_masked(layer, queries, keys, values, mask)
+            plan.put(out, _scaled(seen, cache.v_scale))
         return out
 
     @staticmethod
     def _gather(numbers: Tensor, blocks: Tensor, plan: Group) -> Tensor:
         """Return the keys or values of a group's contexts, heads first: `[G, KH, blocks * P, D]`.
 
-        numbers: `[N, P, KH, D]`. blocks: `[G * blocks]`, equally many of each request. plan: the group of
-            requests.
+        numbers: `[N, P, KH, D]`. blocks: `[G * blocks]`, equally many of each request. plan: the requests.
         """
         taken = numbers.index_select(0, blocks)  # [G * blocks, P, KH, D], a copy
         return taken.view(len(plan.members), -1, *numbers.shape[2:]).transpose(1, 2)

@@ -19,8 +19,7 @@ from paged_cache.allocator import BlockAllocator
 
 
 class PagedCache:
-    """The host's side of a paged KV cache: block tables over a free list. Cached blocks end with their
-    request.
+    """The host's side of a paged KV cache: block tables over a free list; no block outlives its request.
 
     Args:
         rows: running requests at most.
@@ -70,22 +69,17 @@ class PagedCache:
 
         Blocks reserved for others in this step are not free any more.
         """
-        alone = self.free == self.allocator.count
-        return self.blocks_for(len(request.tokens)) <= self.free - (
-            0 if alone else self.reserve_blocks
-        )
+        kept = 0 if self.free == self.allocator.count else self.reserve_blocks
+        return self.blocks_for(len(request.tokens)) <= self.free - kept
 
     def reserve(self, request: Request, upto: int) -> bool:
-        """Grow the request's block table to `upto` tokens; return False, with nothing changed, if blocks are
-        lacking.
-        """
+        """Grow the request's block table to `upto` tokens; False, with nothing changed: no blocks."""
         if upto <= self._writable[request.row]:
             return True
         return self.grow(request, upto)
 
     def grow(self, request: Request, upto: int) -> bool:
-        """Take blocks for a request's first `upto` tokens, and copy a shared block that is about to be
-        written.
+        """Take blocks for a request's first `upto` tokens, and copy a shared block that will be written.
 
         The slow path of `reserve`. The device makes the copy before the step's writes.
 
@@ -123,8 +117,7 @@ class PagedCache:
 
         A full block is shared for good. The last, partial one is shared until one of them writes to it: the
         first to do so takes a copy, and the last user keeps the original (copy on write). So from here on
-        neither may write anything without asking `reserve` again. Blocks that the parent has beyond `tokens`
-        stay its own.
+        neither may write without asking `reserve` again. Blocks of the parent beyond `tokens` stay its own.
         """
         blocks = self.blocks_of(parent.row)[: self.blocks_for(tokens)]
         self.allocator.retain(blocks)
@@ -150,8 +143,7 @@ class PagedCache:
         return fresh
 
     def take_moves(self, works: Sequence[Work]) -> Any:
-        """Return which blocks move between groups of layers before a step: None here, with one block table
-        for all.
+        """Return which blocks move between groups of layers before a step: None, with one block table.
 
         Phase 17 overrides it. works: the step's requests and tokens.
         """
@@ -182,7 +174,5 @@ class PagedCache:
         return [block for row in range(len(self._owned)) for block in self.blocks_of(row)]
 
     def check(self) -> None:
-        """Raise `AssertionError` unless every block's count of users equals the number of tables that
-        hold it.
-        """
+        """Raise `AssertionError` unless every block has as many users as tables hold it."""
         self.allocator.check(self.users())

@@ -63,8 +63,7 @@ class PagedRunner(Runner):
         attention: any backend over the pool.
         rows: where the tokens are.
         cache: whose tables say where keys and values are.
-        executors: factories, called with this runner in the order of asking; one that returns None is left
-            out.
+        executors: factories, called with this runner in the order of asking; None from one: it is left out.
         options: those of `continuous.Runner`.
 
     executors: asked for each step in this order; `eager` runs what none supports.
@@ -112,9 +111,7 @@ class PagedRunner(Runner):
         """Destroy CUDA graphs, after the last step; this runner has none."""
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Upload tokens and settings of new requests, copy blocks, and zero those that may hold NaN, before a
-        step. works: its requests and tokens.
-        """
+        """Upload new requests, copy blocks, and zero those that may hold NaN, before a step (`works`)."""
         super().refresh(works)
         if (moves := self.cache.take_moves(works)) is not None:
             self.attention.pool.regroup(moves)

@@ -45,8 +45,7 @@ class PagedScheduler(Scheduler):
         """Preempt the last request by rank until `request` has room; it may be `request` itself.
 
         upto: tokens that it needs room for. queue, at: only requests that this step does not serve yet,
-            `queue[at:]`, which is not always in the order of ranks, can lose their blocks; they are
-            removed from it.
+            `queue[at:]`, not always in the order of ranks, can lose their blocks, and their place in it.
 
         Returns:
             False if there is still no room.
@@ -80,13 +79,9 @@ class PagedScheduler(Scheduler):
         return self.rows.free > len(request.siblings) and super().can_admit(request)
 
     def start_request(self, request: Request) -> None:
-        """Allocate rows for all samples of an admitted prompt, and blocks for the first; drop aborted
-        samples.
-        """
+        """Allocate rows for all samples of a prompt, and blocks for the first; drop aborted samples."""
         super().start_request(request)
-        request.siblings = [
-            sibling for sibling in request.siblings if sibling.finish_reason is None
-        ]
+        request.siblings = [each for each in request.siblings if each.finish_reason is None]
         for sibling in request.siblings:
             self.rows.acquire(sibling)
 
@@ -110,8 +105,7 @@ class PagedScheduler(Scheduler):
     def leave(self, request: Request) -> None:
         """Free the blocks and the row of a request that has ended or is preempted.
 
-        Before the fork, siblings have rows but do not run; they leave with the first sample, or by
-        themselves.
+        Before the fork, siblings have rows but do not run; they leave with the first sample, or alone.
         """
         if request.row >= 0 and request.num_computed_tokens == 0:
             self.rows.release(request)
@@ -122,9 +116,7 @@ class PagedScheduler(Scheduler):
         super().leave(request)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` unless every block has exactly the users that hold it, and none if no
-        request runs.
-        """
+        """Raise `AssertionError` unless every block has the users that hold it, and none if idle."""
         super().check_integrity()
         held = self.cache.allocator.count - self.cache.free
         if self.idle and held:

@@ -1,8 +1,7 @@
 """One token budget a step, shared by decodes and pieces of prompts.
 
 Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024
-(arXiv 2403.02310). A whole prompt in one step makes all other requests wait for it; a chunk of it makes them
-wait for the chunk.
+(arXiv 2403.02310). A whole prompt in one step makes all other requests wait for it; a chunk much less.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class ChunkedScheduler(PagedScheduler):
         rows: the slots of running requests. cache: block tables of their KV cache.
         chunk_tokens: most tokens of one prompt in a step; the whole budget by default. With less, several
             prompts advance side by side.
-        options: those of `Scheduler`. `step_tokens` is the budget: it bounds the time of a step, and so the
-            gap between two tokens.
+        options: those of `Scheduler`. `step_tokens`, the budget, bounds the time of a step and the gaps.
     """
 
     def __init__(
@@ -54,17 +52,14 @@ class ChunkedScheduler(PagedScheduler):
         """Accept a prompt of any length: it takes as many steps as it needs."""
 
     def order(self, running: list[Request]) -> list[Request]:
-        """Return a new list of running requests in the order of scheduling: decodes, then prompts, each by
-        rank.
+        """Return a new list of running requests in the order of scheduling: decodes, prompts, each by rank.
 
         If the budget has too little for all decodes, those come first that had no turn in the last step.
         """
         prompts = [request for request in running if request.prefilling]
-        decodes = (
-            [request for request in running if not request.prefilling]
-            if prompts
-            else running.copy()
-        )
+        decodes = running.copy()
+        if prompts:
+            decodes = [request for request in running if not request.prefilling]
         kept = max(1, self.step_tokens // 4)
         many = len(decodes) > self.step_tokens - kept
         self._kept = kept if prompts or self._newcomer() else 0
@@ -76,8 +71,7 @@ class ChunkedScheduler(PagedScheduler):
         return decodes + prompts
 
     def reserved_for_decodes(self, later: int) -> int:
-        """Return the tokens of the budget that drafts may not use: `later`, and the quarter reserved for
-        prompts.
+        """Return the tokens of the budget that drafts may not use: `later`, and the quarter for prompts.
 
         later: how many running requests this step has still to schedule.
         """
@@ -89,9 +83,7 @@ class ChunkedScheduler(PagedScheduler):
         return head is not None and not head.in_flight and self.can_admit(head)
 
     def should_yield(self, request: Request) -> bool:
-        """Return True for a prompt that has begun if a waiting request ranks before it, which then goes
-        first.
-        """
+        """Return True for a prompt that has begun if a waiting request ranks, and so goes, before it."""
         if not request.prefilling:
             return False
         head = self._head()
@@ -104,9 +96,8 @@ class ChunkedScheduler(PagedScheduler):
         """
         known = len(request.tokens) + request.placeholders
         behind = known - request.num_computed_tokens
-        count = max(
-            0, min(behind, budget, self.chunk_tokens)
-        )  # drafts in flight may make it negative
+        # Drafts in flight may make it negative.
+        count = max(0, min(behind, budget, self.chunk_tokens))
         if request.siblings and request.in_flight and count == behind:
             return 0  # they fork when all earlier chunks are known to be computed
         if behind == 1 and request.row >= 0:

@@ -14,9 +14,7 @@ from prefix_cache.index import Key, Match, PrefixIndex
 
 
 def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> list[Key]:
-    """Return the keys (the tokens) of the full blocks of `block_size` tokens, in order, without a partial
-    last one.
-    """
+    """Return the keys (the tokens) of the full blocks of `block_size` tokens, in order."""
     width = 4 * block_size
     raw = np.asarray(tokens, np.int32).tobytes()
     return [raw[at : at + width] for at in range(0, len(raw) - width + 1, width)]
@@ -84,8 +82,7 @@ class PrefixCache(PagedCache):
         """Return how many of a request's tokens are in cached full blocks; always fewer than the request has.
 
         The last token has to be computed, since its logits are wanted. If the last block is full and
-        cached, all of that block is computed: one token alone would be written into a block that others
-        share.
+        cached, all of that block is computed: one token would be written into a block that others share.
         """
         return len(self._match(request).blocks) * self.block_size
 
@@ -99,16 +96,12 @@ class PrefixCache(PagedCache):
         """
         length = len(request.tokens)
         if self._keys[0] is not request or self._keys[1] != length:
-            self._keys = (
-                request,
-                length,
-                block_keys(request.ids(0, length - 1), self.block_size),
-            )
+            keys = block_keys(request.ids(0, length - 1), self.block_size)
+            self._keys = request, length, keys
         return self._keys[2]
 
     def grow(self, request: Request, upto: int) -> bool:
-        """Reserve blocks for a request's first `upto` tokens; at its first call, attach its cached blocks
-        before.
+        """Reserve blocks for a request's first `upto` tokens; attach its cached blocks at the first call.
 
         Returns:
             False if there are not enough free blocks.
@@ -130,9 +123,7 @@ class PrefixCache(PagedCache):
         return super().grow(request, upto)
 
     def take_blocks(self, count: int) -> list[int]:
-        """Take `count` blocks and return their numbers; evict the least recently used cached ones for
-        what is missing.
-        """
+        """Take `count` blocks; what is missing, evict from the least recently used cached ones."""
         missing = count - self.allocator.free
         if missing > 0:
             evicted = self.index.evict(missing)
@@ -180,9 +171,7 @@ class PrefixCache(PagedCache):
         self.stats = PrefixStats()
 
     def users(self) -> list[int]:
-        """Return the number of every block, once for each user: each request that shares it, and the
-        index.
-        """
+        """Return the number of every block once for each user: requests that share it, and the index."""
         return super().users() + self.index.blocks()
 
     def check(self) -> None:

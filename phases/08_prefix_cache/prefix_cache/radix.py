@@ -14,8 +14,7 @@ from prefix_cache.index import Key, Match
 
 
 class Node:
-    """A node of a radix tree: a run of blocks that continues its parent's. Children differ in their first
-    block.
+    """A node of a radix tree: a run of blocks behind its parent's. Children differ in their first block.
 
     keys, blocks: the tokens and the numbers of its blocks, equally long, never empty but in a root.
     children: by their first key. parent: None for a root. salt: of the tree.
@@ -71,7 +70,7 @@ class RadixIndex:
 
         A node that is matched in part is split, so that pins are exact.
         """
-        node = self._root(salt)
+        node = self._roots.setdefault(salt, Node([], [], None, salt))
         for child, length in self._walk(keys, salt):
             node = child if length == len(child.keys) else self._split(child, length)
         self._pin(node)
@@ -80,8 +79,7 @@ class RadixIndex:
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[Node, list[int], list[int]]:
-        """Follow the known keys after the cursor, then append the other blocks to the request's leaf or to a
-        new one.
+        """Follow the known keys after the cursor, then append the other blocks to a leaf, or to a new one.
 
         keys, blocks: one of each for every block after the cursor.
 
@@ -111,9 +109,7 @@ class RadixIndex:
         return node, held + new, new
 
     def fork(self, cursor: object) -> Node:
-        """Return a second cursor at the same position: the same node, which is pinned once more with all
-        above it.
-        """
+        """Return a second cursor: the same node, which is pinned once more with all above it."""
         assert isinstance(cursor, Node)
         self._pin(cursor)
         return cursor
@@ -177,11 +173,6 @@ class RadixIndex:
                 break
         return path
 
-    def _root(self, salt: str) -> Node:
-        if salt not in self._roots:
-            self._roots[salt] = Node([], [], None, salt)
-        return self._roots[salt]
-
     def _grow(self, parent: Node, keys: list[Key], blocks: list[int]) -> Node:
         node = parent.children[keys[0]] = Node(keys, blocks, parent, parent.salt)
         self.evictable += len(blocks)  # until it is pinned, in a moment
@@ -212,9 +203,7 @@ class RadixIndex:
         node.pins += 1
 
     def _offer(self, node: Node) -> None:
-        """Add `node` to the evictable leaves if it is a leaf without pins; remove its tree if that is
-        empty.
-        """
+        """Add `node` to the evictable leaves if it is one without pins; remove its tree if it is empty."""
         if node.pins == 0 and not node.children:
             if node.parent is None:
                 self._roots.pop(node.salt, None)  # an empty tree

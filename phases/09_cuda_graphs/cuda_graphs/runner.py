@@ -104,7 +104,7 @@ class GraphRunner(PagedRunner):
 
         works: the step's requests. batch: its inputs. hidden: `[T, hidden]`. tokens: what the graph sampled.
         """
-        done = Sampled(tokens)
+        done = Sampled(tokens, tokens)
         return Forwarded(
             works, batch, hidden, rest=lambda allowed: Pending(works, done, self.verifier)
         )

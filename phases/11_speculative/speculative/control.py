@@ -97,9 +97,7 @@ class Tries:
     tried: float = 0.0
 
     def add(self, tried: int, accepted: int, memory: float) -> None:
-        """Add the drafts of a step, `tried` of them; each multiplies the weight of earlier ones by
-        `memory`.
-        """
+        """Add `tried` drafts of a step, of which each multiplies the weight of earlier ones by `memory`."""
         keep = memory**tried
         self.tried = self.tried * keep + tried
         self.accepted = self.accepted * keep + accepted
@@ -112,8 +110,7 @@ class StepCost:
     plain: seconds of a step without drafts, measured `samples` times.
     fixed: what a step with any drafts takes longer, in plain steps.
     each: what each draft costs besides, in tokens: the plain steps that one draft of every request adds.
-    most: drafts of a request, twice as many as were tried. drafting: steps with drafts so far, and those put
-        between them.
+    most: drafts of a request, twice what was tried. drafting: steps with drafts so far, and rests between.
     tried_at: number of the last step with drafts.
     """
 
@@ -161,11 +158,6 @@ def is_drafted(request: Request) -> bool:
     return not (request.prefilling or request.siblings or request.params.penalized)
 
 
-def size_of(rows: int) -> int:
-    """Return the batch size under which `rows` requests are counted: the next power of two."""
-    return 1 << max(0, rows - 1).bit_length()
-
-
 class DraftController:
     """Decides before each step whether there are drafts, and how many for each request.
 
@@ -209,12 +201,11 @@ class DraftController:
 
     def cost(self, rows: int) -> StepCost:
         """Return the measured times of steps of about `rows` requests; batch sizes are powers of two."""
-        return self.costs.setdefault(size_of(rows), StepCost(self.steps))
+        size = 1 << max(0, rows - 1).bit_length()
+        return self.costs.setdefault(size, StepCost(self.steps))
 
     def rate(self, request: Request) -> float:
-        """Return the estimated chance that a draft of a request is accepted, from its own drafts and
-        those of all.
-        """
+        """Return the estimated chance that a request's draft is accepted, from its drafts and all others."""
         if not is_drafted(request):
             return LOWEST_RATE
         overall = self._overall.accepted / self._overall.tried
@@ -235,24 +226,19 @@ class DraftController:
         self._measure(len(running))
         lengths = self._choose(running)
         on = lengths is not None
-        if on != self.on or not running:
-            self._began = (
-                None  # the next step overlaps with only one of its neighbours: do not time it
-            )
+        if on != self.on or not running:  # the next step overlaps with only one neighbour
+            self._began = None  # so do not time it
         self.on = on
         return lengths
 
     def is_gain(self, drafts: Mapping[Request, Sequence[int]], rows: int) -> bool:
-        """Return True if a step of `rows` requests is expected to gain tokens by these drafts (token ids by
-        request).
-        """
+        """Return True if a step of `rows` requests should gain by these drafts (token ids by request)."""
         cost = self.cost(rows)
         gained = sum(gain(self.rate(one), cost.each, len(its)) for one, its in drafts.items())
         return not self.adaptive or gained > cost.fixed * rows
 
     def add_tries(self, request: Request, drafts: int, accepted: int) -> None:
-        """Count a request's drafts of a step, and how many were accepted; those after the first wrong one
-        were not tried.
+        """Count a request's drafts of a step, and how many were accepted; behind a wrong one none was tried.
 
         No draft at all counts as a wrong one: a drafter that finds nothing gains nothing.
         """
@@ -293,9 +279,8 @@ class DraftController:
             cost.forget_drafts()
             cost.tried_at = self.steps
             self._forget_rates()
-        rates = [self.rate(request) for request in running] or [
-            max(LOWEST_RATE, self.first_rate)
-        ]
+        rates = [self.rate(request) for request in running]
+        rates = rates or [max(LOWEST_RATE, self.first_rate)]
         fixed = cost.fixed if self.on else cost.fixed + SWITCH
         lengths = choose_lengths(rates, fixed, cost.each, min(self.most, cost.most))
         return None if lengths is None else lengths[:rows]
@@ -333,7 +318,5 @@ class DraftController:
 
 
 def is_decode(work: Work) -> bool:
-    """Return True for a work (one request's tokens in a step) that computes its newest token, and its
-    drafts.
-    """
+    """Return True for a work that computes its request's newest token, and drafts, alone."""
     return work.count == 1 + len(work.drafts) and len(work.sampled_requests) == 1

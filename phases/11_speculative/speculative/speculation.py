@@ -71,8 +71,7 @@ class Proposer:
         """Bind to the engine whose tokens are guessed."""
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Learn from a finished step; its hidden states are in the engine's `runner.last` until the next
-        step.
+        """Learn from a finished step; its hidden states are in `runner.last` until the next step.
 
         work: one request's tokens in it. accepted: its drafts that the model confirmed.
         """
@@ -119,9 +118,7 @@ class SpeculativeRunner(WaitingDrafter):
 
     @property
     def needs_finished_step(self) -> bool:
-        """Return True while every token must be known before a step is scheduled: drafts are made or
-        compared.
-        """
+        """Return True while every token must be known before a step is scheduled, to draft behind it."""
         return self.control.on
 
     def attach(self, engine: Engine) -> None:
@@ -130,9 +127,7 @@ class SpeculativeRunner(WaitingDrafter):
         self.source.attach(engine)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Make drafts for all running requests whose tokens are known; return True if there are any
-        drafts.
-        """
+        """Make drafts for all running requests whose tokens are known; return True if there are any."""
         self.guesses = {}
         lengths = self.control.decide(running)
         if lengths is None:
@@ -159,9 +154,7 @@ class SpeculativeRunner(WaitingDrafter):
         return any(self.guesses.values())
 
     def _rehearse(self, request: Request) -> None:
-        """Compare a request's earlier drafts with the tokens that came, and draft anew, without
-        verification.
-        """
+        """Compare a request's earlier drafts with the tokens that came, and draft anew."""
         known, drafts = self._rehearsed.get(request, (0, ()))
         came = request.tokens[known:]
         if not (came and is_drafted(request)):
@@ -177,8 +170,7 @@ class SpeculativeRunner(WaitingDrafter):
         return self.guesses.get(request, ())[:most]
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Count a request's accepted drafts of a finished step, and let the proposer of drafts learn from the
-        step.
+        """Count a request's accepted drafts of a finished step, and let the proposer learn from the step.
 
         work: the request's tokens in the step. accepted: its drafts that the model confirmed.
         """
@@ -206,8 +198,7 @@ class Verifier(OutputVerifier):
     """Decides which sampled tokens a request with drafts gets: the accepted drafts, and one more.
 
     tokens: `[R, max_len]` int64, the rows of the engine.
-    agree: returns how many drafts are right, given the sampled tokens and them; another rule changes the
-        text.
+    agree: returns how many drafts are right, given the sampled tokens; another rule changes the text.
     """
 
     def __init__(self, tokens: Tensor, agree: Agree = agreeing) -> None:
@@ -218,8 +209,10 @@ class Verifier(OutputVerifier):
 
         works: the step's requests and tokens.
         """
-        ends = ((work, work.start + work.count) for work in works if work.drafts)
-        lines = [(work.row, end - len(work.drafts), work.drafts) for work, end in ends]
+        lines = []
+        for work in works:
+            if drafts := work.drafts:
+                lines.append((work.row, work.start + work.count - len(drafts), drafts))
         if lines:
             write(self.tokens, lines)
 
@@ -228,8 +221,7 @@ class Verifier(OutputVerifier):
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
         """Return for each sampled request its accepted drafts, and the token sampled after them.
 
-        works: the step's requests and tokens. tokens: all that the step has sampled, at each draft's position
-            and after the last.
+        works: the step's requests and tokens. tokens: all samples, at each draft and after the last.
         """
         if not any(work.drafts for work in works):
             return super().accepted(works, tokens)
@@ -241,9 +233,7 @@ class Verifier(OutputVerifier):
         for work in works:
             for _ in work.sampled_requests:
                 sampled = list(islice(tokens, len(work.drafts) + 1))
-                right = (
-                    self.agree([token for token, _ in sampled], work.drafts)
-                    if work.drafts
-                    else 0
-                )
+                right = 0
+                if work.drafts:
+                    right = self.agree([token for token, _ in sampled], work.drafts)
                 yield sampled[: right + 1]

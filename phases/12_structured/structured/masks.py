@@ -23,8 +23,7 @@ from structured.pool import Compilation, GrammarPool
 class Constraint:
     """A request's position in its grammar: a matcher, and how many output tokens it has accepted.
 
-    accepted: number of these tokens. Preemption leaves it as it is, since a preempted request keeps its
-        tokens.
+    accepted: number of these tokens; a preempted request keeps its tokens, and so this count.
     """
 
     matcher: Matcher
@@ -57,13 +56,11 @@ class Constraint:
         )
 
     def masks(self, drafts: Sequence[int], width: int) -> Words:
-        """Return the bit masks of the next token and of the token after each draft: int32 `[drafts + 1,
-        width]`.
+        """Return bit masks `[drafts + 1, width]`, int32, of the next token and of the token after each draft.
 
         width: numbers of a mask. The mask after a draft is made when the matcher has accepted that draft. A
         draft that it does not accept is forbidden or ends the output, so nothing is sampled after it: the
-        masks after it and after all later drafts are zero. At the end the matcher is rolled back to where it
-        was.
+        masks after it and after all later drafts are zero. At the end the matcher is where it was.
         """
         words = np.zeros((len(drafts) + 1, width), np.int32)
         self.matcher.fill(words[0])
@@ -79,8 +76,7 @@ class AutomataGrammarManager(GrammarManager):
     """A grammar manager that masks tokens by the matchers of a backend, while the device computes.
 
     In a step the engine launches forward n + 1, reads token n, and calls `fill_bitmask`, which advances
-    every matcher by token n and makes the masks of n + 1 while the device computes. The sampling comes
-    last.
+    every matcher by token n and makes the masks of n + 1 while the device computes. Sampling comes last.
 
     Args:
         pool: compiles grammars.
@@ -156,8 +152,7 @@ class AutomataGrammarManager(GrammarManager):
         )
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """Return the bit masks of all samples of a step that have a grammar, copied to the device; None if
-        none has.
+        """Return the bit masks of all samples that have a grammar, copied to the device; None if none has.
 
         A request whose grammar cannot be followed fails (`_fail`) and has no masks. `hold_back` forbids the
         end tokens that are `held`. `positions` has the index of each mask's sample among all samples.
@@ -189,8 +184,7 @@ class AutomataGrammarManager(GrammarManager):
     def held(self, request: Request, row: int, count: int) -> list[tuple[int, int]]:
         """Return the end tokens that `min_tokens` and `ignore_eos` forbid: (row of the mask, token id) pairs.
 
-        request: whose masks they are. row: that of the mask of its next token. count: number of its masks, in
-            consecutive rows.
+        request: whose masks. row: that of the mask of its next token. count: number of its masks, row by row.
         """
         params, length = request.params, len(request.tokens) - request.prompt_len
         found = list[tuple[int, int]]()

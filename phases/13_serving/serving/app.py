@@ -20,10 +20,11 @@ from common.json_text import FieldError, decode_object
 from common.text.tokenizer import LONG
 from serving.client import EngineClient
 from serving.completion import serve
-from serving.endpoints import ChatEndpoint, CompletionEndpoint, Endpoint, ServedModel
+from serving.endpoints import ChatEndpoint, CompletionEndpoint, ServedModel
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 from serving.messages import Ready
-from serving.parsed import FieldHandler, ParsedRequest
+from serving.parsed import ParsedRequest
+from serving.seams import Endpoint, FieldHandler
 
 log = logging.getLogger(__name__)
 
@@ -136,9 +137,7 @@ class App:
         await http.json({"status": self.state}, 200 if self.state == "ready" else 503)
 
     async def _models(self, http: HttpRequest) -> None:
-        """Send the description of the served model, alone or in a list of one. Raises `ApiError` (503) before
-        it is ready.
-        """
+        """Send the model's description, alone or in a list; raise `ApiError` (503) before it is ready."""
         card = {
             "id": self.model.name,
             "object": "model",
@@ -148,8 +147,8 @@ class App:
         }
         if self.model.defaults:
             card["default_sampling_params"] = dict(self.model.defaults)
-        alone = http.path != "/v1/models"
-        await http.json(card if alone else {"object": "list", "data": [card]})
+        every = {"object": "list", "data": [card]}
+        await http.json(every if http.path == "/v1/models" else card)
 
     # Requests for tokens.
 
@@ -188,8 +187,7 @@ class App:
         source: str | None = None,
         threaded: bool = False,
     ) -> T:
-        """Decode and parse the body of `http`; a thread does it unless the body is short, so that no stream
-        waits.
+        """Decode and parse the body of `http`, in a thread unless it is short, so that no stream waits.
 
         parse: returns a value, given the decoded fields and the engine's sizes (`Ready`).
         source: the field that an error is about unless it names one. threaded: always use a thread.

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from common.events import Logprob
 from common.sampling.params import SamplingParams
 from serving.messages import (
     AbortRequests,
@@ -21,36 +20,14 @@ from serving.messages import (
     StepStats,
     encode,
 )
+from serving.seams import Sink
 
 State = Literal["starting", "ready", "restarting", "stopped"]
 DIED = "the engine has ended and is being restarted; try again"
 
 
-class Sink(Protocol):
-    """Interface of what receives the tokens and the end of one completion."""
-
-    def note(self, kind: str, values: list[Any]) -> None:
-        """Receive extra data of the engine's observer about this completion, before the tokens of its step.
-
-        kind: what the data is, such as "cached" tokens. values: a list, of a type that the kind decides.
-        """
-
-    def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """Receive the next token id. reason: why it is the last one ("stop" or "length"); None: it is not.
-
-        logprob: its log-probability and those of alternatives; None unless they were asked for.
-        """
-
-    def end(self, reason: str, message: str) -> None:
-        """Receive the end of a completion that gets no further token.
-
-        reason: "stop", "length", "abort", "refused", "nan", "error" or "died". message: a sentence about it.
-        """
-
-
 class EngineClient:
-    """Sends requests to an engine and gives the tokens to their sinks. A subclass starts and watches the
-    engine.
+    """Sends requests to an engine and gives the tokens to their sinks. A subclass runs the engine.
 
     state: of the engine; only at "ready" it takes completions.
     ready, stats: the engine's sizes, and its statistics after the last step.
@@ -119,9 +96,7 @@ class EngineClient:
             self.tell(AbortRequests(mine))
 
     def tell(self, command: Command) -> None:
-        """Send a command to the engine. Commands given in one turn of the event loop travel in one
-        message.
-        """
+        """Send a command to the engine; those given in one turn of the event loop travel in one message."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(command)
@@ -140,8 +115,7 @@ class EngineClient:
 
         A sink takes first what was noted, then its tokens in their order. An end with a token arrives with
         the token, another afterwards. A sink that ends or leaves is called no more, and is not in flight when
-        it gets its end. The hooks come last. Sinks may abort completions, their own and others, while this
-        runs.
+        it gets its end. The hooks come last. Sinks may abort completions, any of them, while this runs.
         """
         self.stats, sinks = step.stats, self._sinks
         for number, kind, values in step.notes:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from common.events import FinishReason, Logprob
 from common.http.errors import STATUS, ApiError, too_many
-from common.http.limits import Limits
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from serving.http.request import ClientDisconnected, HttpRequest, listed
-from serving.parsed import Delta, ParsedRequest
+from serving.parsed import ParsedRequest
+from serving.seams import Delta
 
 if TYPE_CHECKING:
     from serving.app import App
@@ -39,6 +39,7 @@ class Choice:
     """One of a request's completions: a `Sink` that makes text of tokens and looks for stop strings.
 
     group: all completions of the request. index: among them. number: the engine's, -1 before it has one.
+    prompt: token ids of the prompt that it continues.
     tokens, texts: each token id, and what it adds to the text; perhaps one more text at the end.
     times, logprobs: when each token came, and log-probabilities of each if they were asked for.
     notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
@@ -51,6 +52,7 @@ class Choice:
         self.group = group
         self.index = index
         self.request = request = group.request
+        self.prompt = request.prompts[index // request.params.n]
         self.number = -1
         self.tokens = list[int]()
         self.texts = list[str]()
@@ -65,15 +67,8 @@ class Choice:
         self.stream = TextStream(tokenizer, request.params, last, request.shown, answer)
 
     @property
-    def prompt(self) -> list[int]:
-        """Return the token ids of the prompt that this completion continues."""
-        return self.request.prompts[self.index // self.request.params.n]
-
-    @property
     def finish_reason(self) -> str | None:
-        """Return why the completion has ended, in the API's words ("tool_calls", "stop", ...); None: it has
-        not.
-        """
+        """Return why the completion has ended, in the API's words, such as "tool_calls"; None: it has not."""
         called = self.reader is not None and self.reader.complete
         return "tool_calls" if called and self.reason == "stop" else self.reason
 
@@ -82,12 +77,10 @@ class Choice:
         self.notes[kind].extend(values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """Append the next token id and its text. A stop string ends the completion here, and aborts it in the
-        engine.
+        """Append the next token id and its text. A stop string ends the completion, and in the engine, too.
 
         reason: why the engine made it the last one; None: it is not. logprob: None unless asked for. With
-            more than `most_unsent` unsent texts of a stream the group gives up ("slow"), and takes no token
-            any more.
+            more than `most_unsent` unsent texts of a stream the group gives up ("slow"), and takes no more.
         """
         group = self.group
         ended, text = self.stream.advance(token, cast("FinishReason | None", reason))
@@ -108,8 +101,7 @@ class Choice:
     def end(self, reason: str, message: str) -> None:
         """Record the end of a completion that gets no further token; a failure ends the whole group.
 
-        reason: "stop", "length", "abort", or of failures "refused", "error", "nan", "died". message: a
-            sentence.
+        reason: "stop", "length", "abort", or a failure: "refused", "error", "nan", "died". message: about it.
         """
         if reason in STATUS:
             self.group.give_up(reason, message)
@@ -119,13 +111,15 @@ class Choice:
         self.group.hear(True)
 
     def take(self) -> Piece:
-        """Return all of the completion's text that is unsent, as one piece, and count it as sent."""
+        """Return all of the completion's text that is unsent, as one piece, and count it as sent.
+
+        A thread may call it while tokens come.
+        """
         start, self.sent = self.sent, len(self.texts)
-        return Piece("".join(self.texts[start:]), start, self.sent)
+        return Piece("".join(self.texts[start : self.sent]), start, self.sent)
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Return the parts that the next text adds to a chat message: its reasoning, its content, its tool
-        calls.
+        """Return what the next text adds to a chat message: its reasoning, its content, its tool calls.
 
         last: the completion has ended.
         """
@@ -138,9 +132,9 @@ class ChoiceGroup:
     """The completions (`choices`) of one HTTP request.
 
     most_unsent: unsent texts of a stream after which its reader counts as too slow.
-    failure: why they cannot be completed (a key of `STATUS`, "slow" or "left"), and a sentence about it; None
-        until then.
+    failure: why they cannot be completed (of `STATUS`, "slow", "left"), and a sentence; None until then.
     unsent: those of a stream whose end has not been sent. prompt_tokens: of all prompts.
+    updated: set when a stream has text to send, and at the last end or a failure.
     """
 
     def __init__(self, app: App, request: ParsedRequest) -> None:
@@ -156,7 +150,7 @@ class ChoiceGroup:
         self.left = len(self.choices)
         self.unsent = self.choices
         self.prompt_tokens = sum(map(len, request.prompts))
-        self._updated = asyncio.Event()
+        self.updated = asyncio.Event()
 
     def submit(self) -> None:
         """Send all completions to the engine, without their stop strings, which are looked for here."""
@@ -172,30 +166,21 @@ class ChoiceGroup:
         """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
         self.left -= ended
         if self.streamed or self.left == 0:
-            self._updated.set()
+            self.updated.set()
 
     def give_up(self, failure: str, message: str) -> None:
-        """Abort the completions that have not ended, and set `self.failure` to the kind of failure and the
-        message, a sentence. The engine frees them at its next step.
-        """
+        """Set `self.failure` to its kind and a sentence, and abort the completions that have not ended."""
         if self.failure is None and (self.left or failure == "slow"):
             self.failure = failure, message
         self.close()
-        self._updated.set()
+        self.updated.set()
 
     def close(self) -> None:
         """Abort the completions that have not ended; does nothing once all have."""
         self.engine.abort(choice.number for choice in self.choices if choice.reason is None)
 
-    async def wait_for_updates(self) -> None:
-        """Wait until a completion has text to send, or has ended. Only one task may wait."""
-        await self._updated.wait()
-        self._updated.clear()
-
     def events(self) -> bytes:
-        """Return the bytes of the server-sent events for all text and ends that are unsent, and count them as
-        sent. More tokens may come meanwhile.
-        """
+        """Return the server-sent events for all unsent text and ends; these count as sent from now on."""
         formatter, data = self.request.formatter, b""
         unsent = list[Choice]()
         for choice in self.unsent:
@@ -220,14 +205,20 @@ class ChoiceGroup:
 async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     """Run a request for tokens in the engine, and send its whole response, from admission to the last byte.
 
-    A header names the fields that were ignored. However this function is left, the engine drops what is not
-    finished.
+    A header names ignored fields. However this function is left, the engine drops what is not finished.
 
     Raises:
         ApiError: the request cannot be answered, or not in full.
         ClientDisconnected: the client has left.
     """
-    check_admission(request, app.limits, app.engine.in_flight)
+    limits, in_flight = app.limits, app.engine.in_flight
+    more = len(request.prompts) * request.params.n
+    most = min(limits.max_requests, request.ready.max_rows + limits.max_queue)
+    if more > min(most, limits.max_choices):  # it would be told to try again for ever
+        raise too_many("n", more, min(most, limits.max_choices), "completions in all")
+    if in_flight + more > most:
+        words = f"{in_flight} completions are in flight, and the server takes at most {most}"
+        raise ApiError(429, words, code="queue_full")
     http.extra += request.headers
     if request.ignored:
         http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
@@ -236,7 +227,7 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
     passed = time.perf_counter() - http.started
     try:
-        async with asyncio.timeout(min(request.seconds, app.limits.max_seconds) - passed):
+        async with asyncio.timeout(min(request.seconds, limits.max_seconds) - passed):
             group.submit()
             await (_stream(http, group) if group.streamed else _answer(http, group))
     except TimeoutError:
@@ -256,7 +247,7 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
 
 async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
     """Wait until all completions of a group have ended, and send them as one response."""
-    await group.wait_for_updates()  # there is none before the last, or a failure
+    await group.updated.wait()  # at the last end, or a failure
     if group.failure is not None:
         return
     write = group.request.formatter.body
@@ -268,12 +259,11 @@ async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
 
 
 async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
-    """Send the text of a group's completions as server-sent events as it comes. Before the first token
-    nothing is sent, so that errors have a status.
-    """
+    """Send the text of a group as server-sent events. Before the first token, errors have a status."""
     request = group.request
     while group.unsent:
-        await group.wait_for_updates()
+        await group.updated.wait()
+        group.updated.clear()
         if group.failure is not None:
             return
         long = request.details and not http.status  # those of a whole prompt
@@ -282,14 +272,3 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
             await http.start(200, request.formatter.headers)
         if data:
             await http.write(data, more=bool(group.unsent))
-
-
-def check_admission(request: ParsedRequest, limits: Limits, in_flight: int) -> None:
-    """Raise `ApiError` if `in_flight` completions and those of this request are more than `limits` allow."""
-    more = len(request.prompts) * request.params.n
-    most = min(limits.max_requests, request.ready.max_rows + limits.max_queue)
-    if more > min(most, limits.max_choices):  # it would be told to try again for ever
-        raise too_many("n", more, min(most, limits.max_choices), "completions in all")
-    if in_flight + more > most:
-        words = f"{in_flight} completions are in flight, and the server takes at most {most}"
-        raise ApiError(429, words, code="queue_full")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
@@ -20,7 +20,8 @@ from serving.formatter import ChatFormatter, ResponseFormatter
 from serving.http.request import HttpRequest
 from serving.http.schema import ChatFields, CompletionFields, GenerationFields
 from serving.messages import Ready
-from serving.parsed import FieldHandler, ParsedRequest
+from serving.parsed import ParsedRequest
+from serving.seams import FieldHandler
 
 DEFAULT_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
@@ -34,38 +35,12 @@ RESERVED = {
     "messages",
     "add_generation_prompt",
     "add_special_tokens",
+    "continue_final_message",
     "ignored",
     "tools",
     "self",
 }
 """Variables of a template that are not a client's."""
-
-
-class Endpoint(Protocol):
-    """Interface of an HTTP route that generates tokens.
-
-    kinds: structs that declare the fields of its requests.
-    source: the name of the field with the prompt.
-    form: the JSON form of its errors.
-    threaded: whether a thread parses its requests, however short they are.
-    """
-
-    kinds: Sequence[type[Struct]]
-    source: str
-    form: ErrorForm
-    threaded: bool
-
-    def parse(
-        self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
-    ) -> ParsedRequest:
-        """Return an HTTP request for tokens, parsed and checked.
-
-        http: for its headers. fields: the decoded body. ready: the engine's sizes.
-
-        Raises:
-            ApiError: it could never be served.
-            UserError: the same, because of the prompt.
-        """
 
 
 @dataclass
@@ -82,9 +57,7 @@ class ServedModel:
     defaults: Mapping[str, float] = field(default_factory=dict)
 
     def check(self, name: str | None) -> None:
-        """Raise `ApiError` (404) if `name`, the model that a client asks for, is another one; None is
-        accepted.
-        """
+        """Raise `ApiError` (404) if a client asks for another model by this name; None: it names none."""
         if name is not None and name != self.name:
             words = f"model is {name[:100]!r}, but this is {self.name!r}"
             raise ApiError(404, words, param="model", code="model_not_found")
@@ -105,18 +78,15 @@ class ServedModel:
     def check_length(self, characters: int, ready: Ready, param: str) -> None:
         """Raise `ApiError` if a text of so many characters is too long whatever its tokens are.
 
-        It is called before the text is tokenized. ready: the engine's sizes. param: the field that has the
-        text.
+        It is called before tokenizing. ready: the engine's sizes. param: the field that has the text.
         """
         most = self.tokenizer.most_characters(ready.max_len)
         if most is not None and characters > most:
             context = f"more than a context of {ready.max_len} tokens holds"
             raise wrong(param, f"{param} has {characters:,} characters, {context}")
 
-    def prompts(
-        self, given: Any, ready: Ready, param: str = "prompt", special: bool = True
-    ) -> list[list[int]]:
-        """Return the token ids of each prompt in the field `param`.
+    def prompts(self, given: Any, ready: Ready, special: bool = True) -> list[list[int]]:
+        """Return the token ids of each prompt in the field `prompt`.
 
         given: a text, token ids, or a list of these. ready: the engine's sizes. special: whether the
             tokenizer adds its special tokens to texts.
@@ -127,15 +97,15 @@ class ServedModel:
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
         if not given:
-            raise wrong(param, f"the {param} is empty, but must have at least 1 token")
+            raise wrong("prompt", "the prompt is empty, but must have at least 1 token")
         if len(given) > self.limits.max_choices:
-            raise too_many(param, len(given), self.limits.max_choices, "prompts")
+            raise too_many("prompt", len(given), self.limits.max_choices, "prompts")
         if len({type(item) for item in given}) > 1:
             words = "is a mixed list, but must hold only texts, only token ids, or only lists"
-            raise wrong(param, f"{param} {words}")
+            raise wrong("prompt", f"prompt {words}")
         if not isinstance(given[0], str):
             return given
-        self.check_length(max(map(len, given)), ready, param)
+        self.check_length(max(map(len, given)), ready, "prompt")
         return [self.tokenizer.encode(text, special) for text in given]
 
     def finish(self, request: ParsedRequest, default_tokens: int = MAX_INT) -> None:
@@ -217,8 +187,9 @@ class TextEndpoint:
         Raises:
             ApiError: a field asks for what cannot be served.
         """
-        roles = (str(message.get("role")) for message in request.messages)
-        names = set(request.fields).union(roles, *request.messages)
+        names = set(request.fields)
+        for message in request.messages:
+            names.update(message, [str(message.get("role"))])
         for handler in self.handlers:
             if not names.isdisjoint(handler.names):
                 handler.read(convert_fields(handler.fields, request.fields), request)
@@ -236,7 +207,7 @@ class CompletionEndpoint(TextEndpoint):
         """See `TextEndpoint.fill`: `prompt` is one prompt or several, as text or token ids."""
         self.read_fields(request)
         special = request.generation.add_special_tokens is not False
-        request.prompts = self.model.prompts(given.prompt, request.ready, special=special)
+        request.prompts = self.model.prompts(given.prompt, request.ready, special)
 
 
 class ChatEndpoint(TextEndpoint):

@@ -19,9 +19,7 @@ NOTHING: dict[str, Any] = {"logprobs": None}
 
 
 def usage(group: ChoiceGroup) -> dict[str, Any]:
-    """Return the `usage` object of a response: counts of prompt and output tokens of a group of
-    completions.
-    """
+    """Return a response's `usage` object: counts of the tokens of a group of completions."""
     prompt, output = group.prompt_tokens, group.output_tokens
     cached = sum(max(choice.notes[CACHED], default=0) for choice in group.choices)
     thoughts = sum(c.reader.reasoning_tokens for c in group.choices if c.reader is not None)
@@ -48,11 +46,10 @@ class ResponseFormatter:
         self.request = request
         options = request.generation.stream_options
         self.usage = bool(options and options.include_usage)
-        created = int(time.time())
         self._head = {
             "id": id,
             "object": self.chunk_object,
-            "created": created,
+            "created": int(time.time()),
             "model": model,
         }
         self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
@@ -105,9 +102,7 @@ class ResponseFormatter:
     def event(
         self, choice: Choice, fields: dict[str, Any], reason: str | None = None
     ) -> bytes:
-        """Return one server-sent event with these JSON fields of a completion. reason: why it has ended;
-        None: it has not.
-        """
+        """Return an event with JSON fields of a completion. reason: why it has ended; None: it has not."""
         fields_json = encode_json({"index": choice.index, **fields, "finish_reason": reason})
         return self._before + fields_json + self._after
 
@@ -139,7 +134,8 @@ class ChatFormatter(ResponseFormatter):
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
         piece = choice.take()
         for delta in choice.deltas(piece.text, True):
-            message |= delta
+            for name in delta.keys() - {"tool_calls"}:
+                message[name] = message.get(name, "") + delta[name]
         if choice.reader is not None and (calls := choice.reader.calls):
             message |= {"content": message["content"] or None, "tool_calls": calls}
         details = self.details(choice, piece)

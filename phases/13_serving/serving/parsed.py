@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from common.http.errors import ApiError, wrong
 from common.sampling.params import SamplingParams
@@ -13,64 +13,10 @@ from serving.http.schema import GenerationFields
 from serving.messages import Ready
 
 if TYPE_CHECKING:
-    from msgspec import Struct
+    from serving.completion import Choice, Piece
+    from serving.seams import Formatter, MessageReader
 
-    from serving.completion import Choice, ChoiceGroup, Piece
-
-Delta = dict[str, Any]
-"""An addition to a message: `reasoning_content`, `content`, or `tool_calls` with a call or a part of one."""
-
-
-class MessageReader(Protocol):
-    """Interface of what makes a chat message of a completion's text, as it comes, with more than content.
-
-    calls: the tool calls found so far, as in the API's field `tool_calls`.
-    """
-
-    calls: list[dict[str, Any]]
-
-    @property
-    def answer(self) -> Callable[[str, bool], str] | None:
-        """Return a function that gets the text of each token, and whether it is the last. It returns what of
-        it belongs to the answer, in which stop strings are looked for. None: all does.
-        """
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Return how many output tokens so far belong to reasoning, at least in part."""
-
-    @property
-    def complete(self) -> bool:
-        """Return True if there are calls, and the answer has ended after a whole one."""
-
-    def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Add the next text of the answer; return the parts that it adds to the message.
-
-        last: the completion has ended.
-        """
-
-
-class Formatter(Protocol):
-    """Interface of what formats the response to one request.
-
-    headers: the HTTP headers of a streamed response.
-    """
-
-    headers: list[tuple[bytes, bytes]]
-
-    def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the bytes of the events for `piece`, the next text of the completion `choice` in a stream.
-
-        last: the completion has ended.
-        """
-
-    def end(self, group: ChoiceGroup) -> bytes:
-        """Return the bytes that end the stream of a group of completions."""
-
-    def body(self, group: ChoiceGroup) -> bytes:
-        """Return the bytes of the whole response, for a request that is not streamed. group: its
-        completions.
-        """
+DEFAULTS = SamplingParams()
 
 
 @dataclass
@@ -105,7 +51,7 @@ class ParsedRequest:
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: SamplingParams = DEFAULTS
     options: dict[str, Any] = field(default_factory=dict)
     seconds: float = inf
     names: dict[str, str] = field(default_factory=dict)
@@ -135,25 +81,3 @@ class ParsedRequest:
             return wrong(name if name in self.fields else None, message)
         code = "context_length_exceeded" if "must have at most" in message else None
         return ApiError(400, message, param=self.source, code=code)
-
-
-class FieldHandler(Protocol):
-    """Interface of what reads some fields of requests, and adds their part to the responses.
-
-    names: of fields of requests and of messages, and roles; the handler reads requests that have one of
-        these.
-    """
-
-    names: frozenset[str]
-
-    @property
-    def fields(self) -> type[Struct]:
-        """Return the struct that declares the handler's fields; every field may be left out."""
-
-    def read(self, given: Any, request: ParsedRequest) -> None:
-        """Read the fields into `request`, in place, before the prompt is made. given: an instance of
-        `fields`.
-
-        Raises:
-            ApiError: a field asks for what cannot be served.
-        """

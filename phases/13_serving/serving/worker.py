@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from common.errors import NotANumber, UserError
 from common.request import Request
@@ -29,6 +28,7 @@ from serving.messages import (
     StepStats,
     Stop,
 )
+from serving.seams import NullObserver, Observer
 
 if TYPE_CHECKING:
     from serving.liveness import Pipe
@@ -67,30 +67,6 @@ def ending(
     return End(number, reason, message, place)
 
 
-class Observer(Protocol):
-    """Watches the engine's steps in its process, and adds extra data to reports.
-
-    due: whether it has something to add to the next report, so that one is sent although no step was run.
-    """
-
-    due: bool = False
-
-    def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """Receive a command for the observer: a `DrawEngine`, or an `AddRequest` that wants extra data.
-
-        requests: those that an `AddRequest` has added to the engine.
-        """
-        return
-
-    def write(self, step: StepReport) -> None:
-        """Add extra data to the report `step`, in place; called while `due`."""
-        return
-
-
-class NullObserver(Observer):
-    """An observer that adds nothing to reports; the appendix has one that draws the engine."""
-
-
 class Worker:
     """The loop of the engine process: takes commands, runs steps, and reports them.
 
@@ -115,9 +91,7 @@ class Worker:
             self.turn()
 
     def turn(self) -> None:
-        """Carry out all commands that have come, run a step if the engine has requests, and send a report if
-        needed.
-        """
+        """Carry out all commands that have come, run a step if there are requests, and report it."""
         for command in self.channel.receive(IDLE_SECONDS if self.engine.idle else 0.0):
             self.obey(command)
         if self._stopped:
@@ -130,9 +104,7 @@ class Worker:
             self.channel.send(self._report(outputs, started))
 
     def obey(self, command: Command) -> None:
-        """Carry out one command. An error in a request is reported to its sender and harms no other
-        request.
-        """
+        """Carry out one command. An error in a request is reported to its sender and harms no other."""
         match command:
             case AddRequest():
                 self._add(command)

@@ -79,11 +79,12 @@ class RankSamplerBackend(SamplerBackend):
         tokens = self.inner.choose(sampler, logits, rows, steps, plan, masked)
         return self.ranks.first(tokens) if masked else tokens
 
-    def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
-        """Return `tokens [B]` with a special number in place of those whose logit is NaN; None if `logits`
-        are only a part of the vocabulary.
+    def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Return `tokens [B]` with a special number in place of those whose logit is NaN.
+
+        If `logits` are only a part of the vocabulary, return them as they are.
         """
-        return None if logits.shape[1] == self.room else self.inner.report(logits, tokens)
+        return tokens if logits.shape[1] == self.room else self.inner.report(logits, tokens)
 
     def reduce_argmax(
         self,

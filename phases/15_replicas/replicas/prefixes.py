@@ -54,6 +54,7 @@ def chain_of(body: bytes) -> list[int]:
     try:
         found = _decoder.decode(body)
     except (msgspec.DecodeError, RecursionError):
+        # No JSON, or too deep: its replica refuses it.
         return []
     parts = [bytes(found.tools), *map(bytes, found.messages), bytes(found.prompt)]
     text = b"".join(parts)[: BLOCK * LONGEST]

@@ -103,12 +103,9 @@ class AccessPolicy:
         raise ApiError(421, words, code="host")
 
     def check_key(self, http: HttpRequest) -> None:
-        """Raise `ApiError` for a request that sends none of the API keys; all keys are compared, in
-        constant time.
-        """
-        other = b"bearer " + http.headers.get(
-            b"x-api-key", b""
-        )  # as older clients of Anthropic send it
+        """Raise `ApiError` for a request without one of the keys; all are compared, in constant time."""
+        # As older clients of Anthropic send it.
+        other = b"bearer " + http.headers.get(b"x-api-key", b"")
         given = http.headers.get(b"authorization") or other
         scheme, _, value = given.partition(b" ")
         if scheme.lower() != b"bearer":
@@ -129,15 +126,10 @@ class AccessPolicy:
         headers, extra = http.headers, http.extra
         any_page = ANY in self.origins
         origin = headers.get(b"origin", b"")
-        asks = (
-            http.method == "OPTIONS"
-            and origin != b""
-            and b"access-control-request-method" in headers
-        )
-        if not any_page:
-            extra.append(
-                (b"vary", b"origin")
-            )  # or a cache would give one page's answer to another
+        question = http.method == "OPTIONS" and b"access-control-request-method" in headers
+        asks = question and origin != b""
+        if not any_page:  # or a cache would give one page's answer to another
+            extra.append((b"vary", b"origin"))
         shown = origin.decode("latin-1")
         if origin and (any_page or shown in self.origins):
             extra.append((b"access-control-allow-origin", b"*" if any_page else origin))

@@ -19,7 +19,7 @@ from phases.appendix.api.scheduling import SchedulingHandler
 from phases.appendix.observability.live import HTML
 from phases.appendix.tools.request import ToolHandler
 from serving.app import App
-from serving.parsed import FieldHandler
+from serving.seams import FieldHandler
 
 DOCS = Path(__file__).parent / "docs.html"
 REFERENCES = "#/components/schemas/{name}"
@@ -30,8 +30,12 @@ def completion_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandl
 
     limits: the server's, such as the largest grammar.
     """
-    first: list[FieldHandler] = [SchedulingHandler(), GrammarHandler(limits)]
-    return [*first, CompletionLogprobs(tokenizer), TokenIds()]
+    return [
+        SchedulingHandler(),
+        GrammarHandler(limits),
+        CompletionLogprobs(tokenizer),
+        TokenIds(),
+    ]
 
 
 def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
@@ -39,14 +43,15 @@ def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
 
     limits: the server's, such as the largest grammar.
     """
-    first: list[FieldHandler] = [
+    return [
         SchedulingHandler(),
-        Prefill(tokenizer),
+        Prefill(),
         GrammarHandler(limits),
         ToolHandler(tokenizer, limits),
+        ChatLogprobs(tokenizer),
+        TokenIds(),
+        Reasoning(tokenizer),  # compiles the template now, not while others stream
     ]
-    reasoning = Reasoning(tokenizer)  # compiles the template now, not while others stream
-    return [*first, ChatLogprobs(tokenizer), TokenIds(), reasoning]
 
 
 class Document:
@@ -87,7 +92,6 @@ class Document:
             )
             schemas |= components
             parts = [components[kind.__name__] for kind in reversed(endpoint.kinds)]
-            own = [kind for kind in endpoint.kinds if kind is not endpoint.kinds[0]]
             name = path.strip("/").replace("/", ".")  # OpenAPI allows no slash in it
             schemas[name] = {
                 "type": "object",
@@ -98,7 +102,7 @@ class Document:
             }
             body = {"schema": {"$ref": REFERENCES.format(name=name)}}
             paths[path]["post"] |= {
-                "summary": (inspect.getdoc(own[0]) or "").split("\n")[0],
+                "summary": (inspect.getdoc(endpoint.kinds[1]) or "").split("\n")[0],
                 "requestBody": {"required": True, "content": {"application/json": body}},
             }
         info = {"title": "Inference Ladder", "version": self.version}

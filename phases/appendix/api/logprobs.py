@@ -81,9 +81,10 @@ class CompletionLogprobs:
         """Set up `request` for `logprobs` and `echo`, and register what adds them to the response."""
         echoed = list[str]()  # the text of each prompt
         if given.echo:
-            decode = self.tokenizer.decode
             request.on_prompt.append(
-                lambda: echoed.extend(decode(prompt) for prompt in request.prompts)
+                lambda: echoed.extend(
+                    self._text(prompt, request) for prompt in request.prompts
+                )
             )
             request.details.append(partial(_with_prompt, echoed))
             if (
@@ -124,9 +125,10 @@ class CompletionLogprobs:
                     self._top(token, logprob, spell),
                 )
             )
-        before += sum(map(len, choice.texts[: piece.start]))
-        sizes = map(len, choice.texts[piece.start : piece.stop])
-        offsets += list(accumulate(sizes, initial=before))[: len(rows) - len(offsets)]
+        sizes = choice.stream.sizes  # a text may be held back, and be sent with a later token
+        before += sum(sizes[: piece.start])
+        own = accumulate(sizes[piece.start : piece.stop], initial=before)
+        offsets += list(own)[: len(rows) - len(offsets)]
         if not rows:
             return {"logprobs": None}
         texts, values, tops = zip(*rows, strict=True)
@@ -138,6 +140,12 @@ class CompletionLogprobs:
                 "text_offset": offsets,
             }
         }
+
+    def _text(self, prompt: list[int], request: ParsedRequest) -> str:
+        """Return a prompt's text; a character that the output completes is the output's."""
+        decoder = Detokenizer(self.tokenizer)
+        text = "".join(map(decoder.push, prompt))
+        return text + decoder.incomplete() if request.prompt_only else text
 
     def _prompt(self, choice: Choice) -> Iterator[Row]:
         """Yield (text, log-probability, likeliest tokens) of each prompt token; (text, None, None) for

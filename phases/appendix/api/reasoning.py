@@ -14,12 +14,15 @@ from msgspec import Struct
 
 from common.errors import UserError
 from common.text.tokenizer import Tokenizer
+from phases.appendix.tools.described import text_of
 from phases.appendix.tools.formats import HERMES, OPENING
 from phases.appendix.tools.reader import decided_length, settled
-from serving.parsed import Delta, MessageReader, ParsedRequest
+from serving.parsed import ParsedRequest
+from serving.seams import Delta, MessageReader
 
 BEGIN, END = "<think>", "</think>"
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+RECIPIENT = "to=functions."
 ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 """Marks of gpt-oss's format behind a message: https://github.com/openai/harmony."""
 TAIL = 8
@@ -81,6 +84,9 @@ class Reasoning:
             within = opened(tokenizer, request.prompts[0])
             if within is None:
                 return
+            if request.variables.get("continue_final_message"):
+                said = text_of(request.messages[-1]["content"])
+                within = within or said.rfind(BEGIN) > said.rfind(END)
             request.reader = lambda: ThinkReader(within, inner and inner())
             marks = [BEGIN, END]
         ids = {tokenizer.backend.token_to_id(mark) for mark in marks}
@@ -117,18 +123,13 @@ class ReasoningReader:
     inner: reads the answer, such as for tool calls; None: all of it is content.
     """
 
-    _reasoning_tokens = 0
-
     def __init__(self, inner: MessageReader | None = None) -> None:
         self._inner = inner
         self._rest = ""
-        self._reasoning_parts: list[str] = []
+        # Each behind so many characters of the answer; and how many of them have come to `deltas`.
+        self._reasoning_parts: list[tuple[int, str]] = []
+        self._answered = self._read = 0
         self.calls = [] if inner is None else inner.calls
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Return how many tokens so far belong to the reasoning, at least in part."""
-        return self._reasoning_tokens
 
     @property
     def complete(self) -> bool:
@@ -142,19 +143,26 @@ class ReasoningReader:
         """
         raise NotImplementedError
 
-    def take_reasoning(self) -> str:
-        """Return the text of the reasoning that has come since the last call."""
-        reasoning, self._reasoning_parts = "".join(self._reasoning_parts), []
-        return reasoning
-
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Add the next text of the answer; return the parts that it and the reasoning add to the message."""
-        found = list[Delta]()
-        if reasoning := self.take_reasoning():
+        """Add the next text of the answer; return the parts that it and the reasoning add to the message, in
+        the order in which they came.
+        """
+        found, parts = list[Delta](), self._reasoning_parts
+        while parts and (last or parts[0][0] <= self._read + len(text)):
+            place, reasoning = parts[0][0], ""
+            while parts and parts[0][0] == place:
+                reasoning += parts.pop(0)[1]  # a thread may be here while tokens come
+            if size := max(0, place - self._read):
+                found += self._answer_deltas(text[:size], False)
+            self._read, text = self._read + size, text[size:]
             found.append({"reasoning_content": reasoning})
+        self._read += len(text)
+        return found + self._answer_deltas(text, last)
+
+    def _answer_deltas(self, text: str, last: bool) -> list[Delta]:
         if self._inner is not None:
-            return found + self._inner.deltas(text, last)
-        return [*found, {"content": text}] if text else found
+            return self._inner.deltas(text, last)
+        return [{"content": text}] if text else []
 
 
 class ThinkReader(ReasoningReader):
@@ -213,7 +221,7 @@ class ThinkReader(ReasoningReader):
         return text
 
     def _think(self, total: int, last: bool) -> None:
-        """Move text of the reasoning, up to `</think>` or a tool call, to what `take_reasoning` returns.
+        """Move text of the reasoning, up to `</think>` or a tool call, to what `deltas` returns.
 
         total: characters of the output so far. last: the output has ended, so no text is held back.
         """
@@ -234,7 +242,7 @@ class ThinkReader(ReasoningReader):
             self._state = "behind"
         self._rest = rest
         if reasoning:
-            self._reasoning_parts.append(reasoning)
+            self._reasoning_parts.append((0, reasoning))
             self._reasoning_begun = True
 
 
@@ -247,6 +255,7 @@ class ChannelReader(ReasoningReader):
     inner: finds the calls of tools; None: there are no tools.
     """
 
+    reasoning_tokens = 0
     _state: Literal["start", "head", "analysis", "answer", "call"] = "start"
 
     def answer(self, text: str, last: bool) -> str:
@@ -254,14 +263,16 @@ class ChannelReader(ReasoningReader):
         self._rest += text
         before, answer = self._state, list[str]()
         if self._state == "start":
-            if CHANNEL.startswith(self._rest[: len(CHANNEL)]) and not last:
-                self._state = "start" if len(self._rest) < len(CHANNEL) else "head"
-            else:
-                self._state = "head" if self._rest.startswith(CHANNEL) else "answer"
+            heads = (CHANNEL, " " + RECIPIENT)
+            if any(self._rest.startswith(head) for head in heads):
+                self._state = "head"
+            elif last or not any(head.startswith(self._rest) for head in heads):
+                self._state = "answer"
         while self._state != "start" and self._step(answer, last):
             pass
         if before == self._state == "analysis":
-            self._reasoning_tokens += 1
+            self.reasoning_tokens += 1
+        self._answered += sum(map(len, answer))
         return "".join(answer)
 
     def _step(self, answer: list[str], last: bool) -> bool:
@@ -281,7 +292,8 @@ class ChannelReader(ReasoningReader):
             size = len(self._rest) if last else decided_length(self._rest, *marks)
             text, self._rest = self._rest[:size], self._rest[size:]
         if self._state == "analysis" and text:
-            self._reasoning_parts.append(text)
+            place = self._answered + sum(map(len, answer))
+            self._reasoning_parts.append((place, text))
         elif self._state == "head":
             answer.append(self._open(text))
             return True
@@ -298,9 +310,10 @@ class ChannelReader(ReasoningReader):
 
         head: what stands between the marks of channel and message, such as `final`.
         """
-        channel, _, to = head.rpartition(CHANNEL)[2].strip().partition(" ")
-        name = to.strip().removeprefix("to=functions.").partition(" ")[0].partition("<")[0]
-        if self._inner is not None and to.strip().startswith("to=functions."):
+        channel = head.rpartition(CHANNEL)[2].strip().partition(" ")[0]
+        _, called, name = head.partition(RECIPIENT)  # behind the role or behind the channel
+        name = name.partition(" ")[0].partition("<")[0]
+        if self._inner is not None and called:
             self._state = "call"
             return (
                 HERMES.trigger

@@ -212,7 +212,8 @@ class MaskedGraphExecutor:
         """
         graph.first.masks.put(allowed, graph.first.half.size)
         graph.replay()
-        return Pending(works, Sampled(graph.for_host[: len(works)]), self.runner.verifier)
+        tokens = graph.for_host[: len(works)]
+        return Pending(works, Sampled(tokens, tokens), self.runner.verifier)
 
 
 PER_HALF = 1 << 20

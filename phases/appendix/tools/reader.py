@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from phases.appendix.tools.formats import OPENING, CallFormat
 from phases.appendix.tools.written import decode_written
-from serving.parsed import Delta
+from serving.seams import Delta
 
 
 def decided_length(text: str, *marks: str) -> int:
@@ -75,7 +75,7 @@ class CallReader:
         else:
             known = len(rest) if last or not trigger else settled(rest, trigger)
             content, self._rest = rest[:known], rest[known:]
-            self._state = "text" if rest else "start"
+            self._state = "text" if rest else self._state
         return [{"content": content}] if content else []
 
     def _name(self, deltas: list[Delta]) -> bool:

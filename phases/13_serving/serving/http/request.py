@@ -122,9 +122,7 @@ class HttpRequest:
         await self._send({"type": "http.response.start", "status": status, "headers": every})
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """Send a part of the response's body, and wait until a slow client has taken it. more: another part
-        follows.
-        """
+        """Send a part of the body, and wait until the client has taken it. more: another part follows."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self.sent_bytes += len(data)
 
