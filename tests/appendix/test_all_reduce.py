@@ -69,7 +69,7 @@ def _sums(ranks: Any) -> list[str]:
             ("sum", reducer.sum(ranks, parts[ranks.rank].clone()), whole),
             (
                 "sum and residual",
-                reducer.add(ranks, parts[ranks.rank].clone(), residual),
+                reducer.sum(ranks, parts[ranks.rank].clone(), residual),
                 whole + residual,
             ),
         ):

@@ -48,8 +48,10 @@ def kernels_run_on() -> str:
 
 def test_the_kernel_masks_what_torch_masks() -> None:
     pytest.importorskip("triton")
-    from phases.appendix.masked_graphs.kernel import forbid, with_kernel
+    from phases.appendix.masked_graphs.kernel import with_kernel
 
+    sampler: Any = None  # not used
+    backend = with_kernel(TORCH)
     device = kernels_run_on()
     made = torch.Generator().manual_seed(3)
     for vocab in (257, 32, 4096, 9001):
@@ -60,15 +62,16 @@ def test_the_kernel_masks_what_torch_masks() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             logits = torch.randn(6, vocab, generator=made).to(device, dtype)
             expected = ops.forbid(logits.clone(), allowed.words, allowed.positions)
-            forbid(logits, allowed)
+            backend.forbid(sampler, logits, allowed)
             assert torch.equal(logits, expected), f"{vocab} tokens in {dtype}"
-            forbid(wide := logits.new_zeros(vocab, 6).T, allowed)
+            wide = logits.new_zeros(vocab, 6).T
+            backend.forbid(sampler, wide, allowed)
             assert torch.equal(wide == 0, expected > -math.inf), (
                 f"{vocab} tokens in columns, {dtype}"
             )
             padded = TokenBitmask(allowed.words, torch.tensor([0, -1, -1], device=device))
             room = logits.new_zeros(8, vocab)
-            forbid(room[2:], padded)
+            backend.forbid(sampler, room[2:], padded)
             touched = room.any(1).nonzero().flatten().tolist()
             assert touched in ([], [2]), (
                 f"padding masks places {[place - 2 for place in touched]}"

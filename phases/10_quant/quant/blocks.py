@@ -119,7 +119,8 @@ class BlockLinear(BlockWeight):
 def expect_blocks(model: Model, kinds: Mapping[str, Any]) -> None:
     """Replace the modules of a model on `meta` whose matrices the checkpoint has in a GGUF format.
 
-    A head that is tied to a quantized embedding has no tensors in the checkpoint: `tie_blocks` replaces it.
+    A head that is tied to a quantized embedding has no tensors in the checkpoint: `Quantize.finish`
+    replaces it.
 
     Args:
         kinds: the format ("q8_0" or "q4_1") of each matrix by the name of its module.
@@ -135,12 +136,6 @@ def expect_blocks(model: Model, kinds: Mapping[str, Any]) -> None:
                 model.set_submodule(name, made)
     for head, _ in tied_blocks(model):
         model.set_submodule(head, nn.Identity())
-
-
-def tie_blocks(model: Model) -> None:
-    """Give output heads that are tied to quantized embeddings the tensors of these, once they are loaded."""
-    for head, embedding in tied_blocks(model):
-        model.set_submodule(head, BlockLinear.tied(embedding))
 
 
 def tied_blocks(model: Model) -> list[tuple[str, BlockEmbedding]]:

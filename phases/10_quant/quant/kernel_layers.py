@@ -16,7 +16,6 @@ from quant.products import (
     round_rows,
     to_words,
     unpack,
-    words_fit,
 )
 from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles
 from triton_paged_attention.linear import FusedLinear
@@ -75,7 +74,8 @@ def install(model: Model) -> Model:
         if not isinstance(fused, FusedLinear):
             continue
         linear = fused.linear
-        if isinstance(linear, QuantLinear) and words_fit(linear.scheme):
+        # Words of four-bit numbers have scales of whole groups of 32 inputs.
+        if isinstance(linear, QuantLinear) and linear.scheme.group % 32 == 0:
             fused.linear = KernelLinear(linear)
     return model
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.models.checkpoint import assign
 from forward.model import Model
-from quant.blocks import METHOD, expect_blocks, tie_blocks
+from quant.blocks import METHOD, BlockLinear, expect_blocks, tied_blocks
 from quant.formats import Scheme
 from quant.linear import QuantLinear, quantized
 
@@ -73,7 +73,8 @@ class Quantize:
 
     def finish(self, model: Model) -> Model:
         """Tie heads to their embeddings after all tensors are loaded, and return the model."""
-        tie_blocks(model)
+        for head, embedding in tied_blocks(model):
+            model.set_submodule(head, BlockLinear.tied(embedding))
         for name in plain_layers(model):
             layer = model.get_submodule(name)
             scheme = self.wanted(name, model.device)

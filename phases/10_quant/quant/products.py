@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quant.formats import BLOCK, DTYPES, LARGEST, Activations, Scheme
+from quant.formats import BLOCK, DTYPES, LARGEST, Activations
 from quant.weights import QuantizedWeight, unpack_nibbles
 from triton_paged_attention.hardware import at_least
 
@@ -114,11 +114,6 @@ def round_rows(x: Tensor, kind: Activations) -> Rounded:
 
 SPAN = 128
 """Inputs that 16 words hold: bits 4 i and 16 + 4 i of word j are inputs 32 i + 2 j and 32 i + 2 j + 1."""
-
-
-def words_fit(scheme: Scheme) -> bool:
-    """Return True if kernels can read a four-bit scheme as words: its groups are multiples of 32 inputs."""
-    return scheme.group % 32 == 0
 
 
 def to_words(weight: QuantizedWeight) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -56,12 +54,5 @@ class RowLinear(nn.Module):
         from triton_paged_attention.linear import join  # Triton comes with it
 
         fused = join(self.linear)
-        fused.total = partial(add_up, self.ranks)
+        fused.total = self.ranks.all_reduce
         return fused
-
-
-def add_up(ranks: Ranks, part: Tensor, residual: Tensor | None) -> Tensor:
-    """Return the sum of all ranks' `part` of a product, plus `residual` once (None: nothing): `[...,
-    out]`.
-    """
-    return ranks.all_reduce(part) if residual is None else ranks.reduce_add(part, residual)

@@ -94,13 +94,13 @@ def destroy_unused_group() -> None:
 class Reducer:
     """Sums tensors over ranks by torch.distributed. A subclass may be faster for some sizes."""
 
-    def sum(self, ranks: Ranks, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' `part`, equal in every bit on all ranks; may overwrite `part`."""
-        return ranks.plain_sum(part)
+    def sum(self, ranks: Ranks, part: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of all ranks' `part`, equal in every bit on all ranks; may overwrite `part`.
 
-    def add(self, ranks: Ranks, part: Tensor, residual: Tensor) -> Tensor:
-        """Return `residual`, which all ranks have, plus the sum of all ranks' `part`."""
-        return residual + self.sum(ranks, part)
+        residual: added once; all ranks have it. None: nothing is added.
+        """
+        total = ranks.plain_sum(part)
+        return total if residual is None else residual + total
 
     def stop(self) -> None:
         """End all waits of this process for other ranks, because one is lost."""
@@ -153,13 +153,12 @@ class Ranks:
 
     # Sums.
 
-    def all_reduce(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' `part`, equal in every bit on all ranks; may overwrite `part`."""
-        return self.reducer.sum(self, part.contiguous())
+    def all_reduce(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of all ranks' `part`, equal in every bit on all ranks; may overwrite `part`.
 
-    def reduce_add(self, part: Tensor, residual: Tensor) -> Tensor:
-        """Return `residual`, which all ranks have, plus the sum of all ranks' `part`."""
-        return self.reducer.add(self, part.contiguous(), residual)
+        residual: added once; all ranks have it. None: nothing is added.
+        """
+        return self.reducer.sum(self, part.contiguous(), residual)
 
     # Plain operations of the library.
 

@@ -105,7 +105,10 @@ class HybridPool(BlockPool):
         """
         if self.states is not None:
             self.states.begin(batch)
-        tables, slots = self.tables_of(batch.block_tables), self.slots_of(batch.slots)
+        tables, slots = self.tables_of(batch.block_tables), batch.slots
+        blocks = self.tables_of(slots.clamp(min=0) // self.block_size).long()
+        in_groups = blocks * self.block_size + slots % self.block_size
+        slots = torch.where(slots < 0, slots, in_groups)  # [groups, T]; -1 (none) stays
         return [
             replace(batch, block_tables=t, slots=s) for t, s in zip(tables, slots, strict=True)
         ]
@@ -113,12 +116,3 @@ class HybridPool(BlockPool):
     def tables_of(self, pages: Tensor) -> Tensor:
         """Return the block numbers `[groups, ...]` int32 of page numbers `[...]`, for each KV cache group."""
         return self.page_blocks.index_select(1, pages.flatten()).view(-1, *pages.shape)
-
-    def slots_of(self, slots: Tensor) -> Tensor:
-        """Return tokens' slots in each group's blocks, `[groups, T]`, given their `slots` in pages,
-        `[T]`; -1 (none) stays.
-        """
-        blocks = self.tables_of(slots.clamp(min=0) // self.block_size).long()
-        return torch.where(
-            slots < 0, slots, blocks * self.block_size + slots % self.block_size
-        )

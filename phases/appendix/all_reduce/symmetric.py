@@ -84,32 +84,16 @@ class SymmetricMemoryReducer(Reducer):
         self.shared = SymmetricBuffer(ranks, 2 * self.half + PROGRAMS * ALIGN.value)
         self.barriers_passed = torch.zeros(PROGRAMS, dtype=torch.int64, device=ranks.device)
 
-    def sum(self, ranks: Ranks, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' `part`, in its shape and dtype."""
-        if not self._fits(part):
-            return super().sum(ranks, part)
-        return self._launch(ranks, part, None)
-
-    def add(self, ranks: Ranks, part: Tensor, residual: Tensor) -> Tensor:
-        """Return `residual` plus the sum of all ranks' `part`, in its shape and dtype."""
-        if not self._fits(part):
-            return super().add(ranks, part, residual)
-        return self._launch(ranks, part, residual.contiguous())
-
-    def _fits(self, part: Tensor) -> bool:
-        rows = part.numel() // self.hidden
-        return (
-            part.shape[-1] == self.hidden
-            and part.dtype == self.dtype
-            and 0 < rows <= self.most_rows
-        )
-
-    def _launch(self, ranks: Ranks, part: Tensor, residual: Tensor | None) -> Tensor:
+    def sum(self, ranks: Ranks, part: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of all ranks' `part`, plus `residual` if there is one, in its shape and dtype."""
         rows, size = part.numel() // self.hidden, self.hidden
+        same = part.shape[-1] == size and part.dtype == self.dtype
+        if not same or not 0 < rows <= self.most_rows:
+            return super().sum(ranks, part, residual)
         out = torch.empty_like(part)
         padded = triton.next_power_of_2(size)
         all_reduce_kernel[(min(rows, PROGRAMS),)](
-            out, part, part if residual is None else residual,
+            out, part, part if residual is None else residual.contiguous(),
             self.shared.table, self.barriers_passed, self.shared.stop, rows,
             RANK=ranks.rank, RANKS=ranks.size, RANKS_PAD=triton.next_power_of_2(ranks.size),
             SIZE=size, SIZE_PAD=padded, SLOT=self.place, HALF=self.half,

@@ -8,7 +8,6 @@ in registers.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -24,7 +23,6 @@ from phases.appendix.delta_layers.step import (
     convolve,
     finish,
     gates,
-    given,
     shift,
     step_kernel,
     unit,
@@ -230,65 +228,50 @@ def scan_kernel(
                 )  # fmt: skip
 
 
-def scan(
-    out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]
-) -> None:
-    """Compute the rows of `out [T, H, Dv]` of requests with several tokens, in two kernels; update the
-    states.
-
-    pool: recurrent states, and which slots of them this step reads and writes.
-    weights: of the layer between its projections. x: output `[T, ...]` of the layer's first projection.
-    sizes: the kernels' constants.
-    """
-    layer, config, conv, *rates, (norm, eps, _) = weights
-    index = pool.index[layer]
-    requests = pool.step.shape[1]
-    (tokens, heads, _) = out.shape
-    states = pool.recurrent[index]
-    kept = pool.conv[index]
-    keys = config.key_heads
-    where = pool.batch.query_starts, pool.step, requests
-    q, k = (x.new_empty(tokens, keys, config.key_dim) for _ in range(2))
-    solved, scores = (x.new_empty(tokens, heads, CHUNK) for _ in range(2))
-    totals = x.new_empty(tokens, heads, dtype=torch.float32)
-    made = q, k, torch.empty_like(out), solved, scores, totals
-    chunked = {
-        **sizes,
-        "CHUNK": CHUNK,
-        "PRECISION": "ieee" if x.dtype.itemsize == 4 else "tf32",
-    }
-    prepare_kernel[requests, keys, min(MOST_PARTS, triton.cdiv(tokens, CHUNK))](
-        *made, x, conv, *rates, kept, *where, config.key_dim**-0.5, **chunked, num_warps=4
-    )
-    scan_kernel[requests, heads](
-        out, *made, x, norm, states, kept, *where, eps, **chunked, num_warps=8
-    )
-
-
 def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Tensor:
     """Return the inputs `[T, H Dv]` of a Gated DeltaNet layer's last projection; update the recurrent
     states.
 
     x: `[T, ...]`, the first projection's outputs for the step's tokens, request after request.
-    weights: of the layer between its projections. decodes: True if every request computes one token.
+    weights: of the layer between its projections. decodes: True if every request computes one token; requests
+        of several tokens need two kernels more.
     pool: recurrent states, and which slots of them this step reads and writes.
     """
-    layer = weights.config
-    out = x.new_empty(len(x), layer.value_heads, layer.value_dim)
+    number, config, conv, *rates, norm = weights
+    states, kept = (part[pool.index[number]] for part in (pool.recurrent, pool.conv))
+    tokens, keys = len(x), config.key_heads
+    requests = pool.step.shape[1]
+    where = pool.batch.query_starts, pool.step, requests
+    out = x.new_empty(tokens, config.value_heads, config.value_dim)
     sizes = {
-        "KH": layer.key_heads, "GROUPS": layer.value_heads // layer.key_heads,
-        "DK": layer.key_dim, "DK_PAD": max(16, triton.next_power_of_2(layer.key_dim)),
-        "DV": layer.value_dim, "DV_PAD": max(16, triton.next_power_of_2(layer.value_dim)),
-        "C": layer.channels, "W": layer.conv_width, "W_PAD": triton.next_power_of_2(layer.conv_width),
+        "KH": keys, "GROUPS": config.value_heads // keys,
+        "DK": config.key_dim, "DK_PAD": max(16, triton.next_power_of_2(config.key_dim)),
+        "DV": config.value_dim, "DV_PAD": max(16, triton.next_power_of_2(config.value_dim)),
+        "C": config.channels, "W": config.conv_width, "W_PAD": triton.next_power_of_2(config.conv_width),
         "WIDTH": x.shape[1],
     }  # fmt: skip
-    step_kernel[pool.step.shape[1], layer.key_heads](
-        *given(out, pool, weights, x), **sizes, num_warps=8,
-        **dependent_launch(x.device, len(x) == 1),
+    scale = config.key_dim**-0.5
+    step_kernel[requests, keys](
+        out, x, conv, *rates, norm.weight, states, kept, *where, scale, norm.eps, **sizes,
+        num_warps=8, **dependent_launch(x.device, tokens == 1),
     )  # fmt: skip
     if not decodes:
-        scan(out, pool, weights, x, sizes)
-    return out.view(len(x), -1)
+        q, k = (x.new_empty(tokens, keys, config.key_dim) for _ in range(2))
+        solved, scores = (x.new_empty(*out.shape[:2], CHUNK) for _ in range(2))
+        totals = x.new_empty(out.shape[:2], dtype=torch.float32)
+        made = q, k, torch.empty_like(out), solved, scores, totals
+        chunked = {
+            **sizes,
+            "CHUNK": CHUNK,
+            "PRECISION": "ieee" if x.dtype.itemsize == 4 else "tf32",
+        }
+        prepare_kernel[requests, keys, min(MOST_PARTS, triton.cdiv(tokens, CHUNK))](
+            *made, x, conv, *rates, kept, *where, scale, **chunked, num_warps=4
+        )
+        scan_kernel[requests, config.value_heads](
+            out, *made, x, norm.weight, states, kept, *where, norm.eps, **chunked, num_warps=8
+        )
+    return out.view(tokens, -1)
 
 
 @triton.jit

@@ -82,7 +82,12 @@ class FusedGatedAttention(FusedAttention):
         made = self.qkv_proj(x, norm=norm)
         out = self.spec.num_heads * self.spec.head_dim
         qkv, gate = made[..., :-out].contiguous(), made[..., -out:]
-        if isinstance(attention, GroupedTriton) and self.alone(len(x), attention):
+        if (
+            isinstance(attention, GroupedTriton)
+            and len(x) == 1
+            and attention.decodes
+            and not attention.pool.layers[self.spec.index].scaled
+        ):
             mixed = attend_step(
                 attention,
                 self.spec,
@@ -95,15 +100,6 @@ class FusedGatedAttention(FusedAttention):
         else:
             mixed = self.attend(qkv, cos_sin, attention)
         return self.o_proj(apply_gate(mixed, gate), residual=residual)
-
-    def alone(self, tokens: int, attention: GroupedTriton) -> bool:
-        """Return True if the single-request attention kernel can run: one token, and a KV cache without
-        scales.
-
-        tokens: of the step.
-        """
-        scaled = attention.pool.layers[self.spec.index].scaled
-        return tokens == 1 and attention.decodes and not scaled
 
 
 class FusedDelta(nn.Module):

@@ -7,7 +7,7 @@ crosses the memory bus once each way.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.models.config import DeltaConfig
-from hybrid_cache.states.pool import StatePool
 from triton_paged_attention.kernels.norms import NormWeights
 
 
@@ -208,16 +207,3 @@ class DeltaWeights(NamedTuple):
     a_log: Tensor
     dt_bias: Tensor
     norm: NormWeights
-
-
-def given(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor) -> tuple[Any, ...]:
-    """Return the arguments that all kernels of a layer share, in order: output, input, weights, states,
-    slots.
-
-    out: the layer's output buffer. pool: recurrent states, and which slots of them this step uses.
-    x: output of the layer's first projection.
-    """
-    layer, config, *own, norm = weights
-    states = pool.recurrent[pool.index[layer]], pool.conv[pool.index[layer]]
-    step = pool.batch.query_starts, pool.step, pool.step.shape[1]
-    return out, x, *own, norm.weight, *states, *step, config.key_dim**-0.5, norm.eps

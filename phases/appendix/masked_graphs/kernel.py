@@ -40,21 +40,6 @@ def forbid_kernel(
     )
 
 
-def forbid(logits: Tensor, allowed: TokenBitmask) -> None:
-    """Set the logits of forbidden tokens to minus infinity, in place.
-
-    logits: `[B, V]` of any dtype. allowed: bit masks of some rows.
-    """
-    count, vocab = len(allowed.positions), logits.shape[1]
-    block = min(BLOCK, max(32, triton.next_power_of_2(vocab)))
-    if count:
-        forbid_kernel[(count, triton.cdiv(vocab, block))](
-            logits, allowed.words, allowed.positions,
-            logits.stride(0), logits.stride(1), allowed.words.stride(0),
-            V=vocab, BLOCK=block,
-        )  # fmt: skip
-
-
 class Forbids(SamplerBackend):
     """A sampler backend that applies grammar masks by a kernel and samples by torch."""
 
@@ -63,7 +48,14 @@ class Forbids(SamplerBackend):
 
         allowed: bit masks of some rows. sampler: not used.
         """
-        forbid(logits, allowed)
+        count, vocab = len(allowed.positions), logits.shape[1]
+        block = min(BLOCK, max(32, triton.next_power_of_2(vocab)))
+        if count:
+            forbid_kernel[(count, triton.cdiv(vocab, block))](
+                logits, allowed.words, allowed.positions,
+                logits.stride(0), logits.stride(1), allowed.words.stride(0),
+                V=vocab, BLOCK=block,
+            )  # fmt: skip
 
 
 class ForbidsTriton(Forbids, TritonSamplerBackend):

@@ -10,7 +10,6 @@ number and rounds (`Rounded`).
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,11 +22,9 @@ from quant.products import (
     TYPES,
     Rounded,
     hardware_rounds,
-    multiply_numbers,
     rounded,
     token_scale,
 )
-from quant.weights import QuantizedWeight
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.linear import KINDS, activate
 
@@ -41,26 +38,6 @@ class PendingScales(NamedTuple):
     values: Tensor
     rows: Tensor
     columns: Tensor
-
-
-def unscaled(x: Rounded, weight: QuantizedWeight) -> PendingScales:
-    """Return `x [T, K]` times an eight-bit weight `[N, K]`, with the scales of both still pending.
-
-    weight: with scales by channel.
-    """
-    if not (x.values.is_cuda and weight.data.dtype == torch.float8_e4m3fn):
-        return PendingScales(multiply_numbers(x.values, weight.data), x.scale, weight.scale)
-    one = _one(x.values.device)
-    out = torch._scaled_mm(
-        x.values, weight.data.t(), scale_a=one, scale_b=one,
-        out_dtype=torch.bfloat16, use_fast_accum=True,  # sums overflow float16
-    )  # fmt: skip
-    return PendingScales(out, x.scale, weight.scale)
-
-
-@cache
-def _one(device: torch.device) -> Tensor:
-    return torch.ones((), device=device)
 
 
 @triton.jit

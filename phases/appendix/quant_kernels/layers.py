@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,11 +25,16 @@ from phases.appendix.quant_kernels.inputs import (
     gated_rows,
     norm_rows,
     round_vector,
-    unscaled,
 )
 from quant.formats import LARGEST, Activations
 from quant.kernel_layers import KernelLinear
-from quant.products import Rounded, eight_by_eight, hardware_rounds, round_rows
+from quant.products import (
+    Rounded,
+    eight_by_eight,
+    hardware_rounds,
+    multiply_numbers,
+    round_rows,
+)
 from triton_paged_attention.kernels.rope import ProductScales
 from triton_paged_attention.layers import (
     FusedAttention,
@@ -147,9 +153,21 @@ def multiply(
     """
     assert isinstance(layer.linear, KernelLinear) and isinstance(x, Rounded)
     weight = layer.linear.stored
-    if len(x.values) >= MANY and x.values.is_cuda and weight.scheme.weights == "fp8":
+    if not (x.values.is_cuda and weight.scheme.weights == "fp8"):
+        return PendingScales(multiply_numbers(x.values, weight.data), x.scale, weight.scale)
+    if len(x.values) >= MANY:
         return eight_by_eight(x, weight, dtype)
-    return unscaled(x, weight)
+    one = _one(x.values.device)
+    out = torch._scaled_mm(
+        x.values, weight.data.t(), scale_a=one, scale_b=one,
+        out_dtype=torch.bfloat16, use_fast_accum=True,  # sums overflow float16
+    )  # fmt: skip
+    return PendingScales(out, x.scale, weight.scale)
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
 
 
 class PendingScalesNorm(FusedRMSNorm):
