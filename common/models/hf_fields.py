@@ -162,7 +162,7 @@ ONLY = {
     "attn_logit_softcapping": None,  # Gemma 3 has the field, but `transformers` does not apply it
 }
 """Fields that change what is computed, and the one value that is computed here."""
-DELTA_ONLY = {"attn_output_gate": True}
-"""As `ONLY`, for models with layers of Gated DeltaNet; in other models the field means nothing."""
+DELTA_ONLY = {"attn_output_gate": True, "hidden_act": "silu"}
+"""As `ONLY`, for models with layers of Gated DeltaNet, whose convolution has the activation of the MLP."""
 OUTSIDE = ("model_type", "tie_word_embeddings", "bos_token_id", "quantization_config")
 """Fields of a multimodal model's outer object that hold for the language model inside."""

@@ -122,6 +122,7 @@ RAW = {**AWKWARD, "model_type": "qwen3_5_text"}
     ("change", "says"),
     [
         ({"attn_output_gate": False}, "attn_output_gate is False, but only True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but only silu"),
         ({"linear_num_value_heads": 4}, "not a multiple of linear_num_key_heads 3"),
         (
             {"layer_types": [LINEAR, "full_attention"]},
