@@ -44,4 +44,4 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 232_448
     properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined,no-any-return]
+    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined]

@@ -5,9 +5,9 @@ The norm bounds the attention scores, which keeps training stable and lets Qwen3
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.models.config import ModelConfig
 from forward.attention import LayerSpec
@@ -18,7 +18,7 @@ from forward.models.llama import Llama, LlamaAttention, LlamaBlock
 class Qwen3Attention(LlamaAttention):
     """Llama's attention with a norm of query heads and one of key heads, each with a weight of size D."""
 
-    norm_class: ClassVar[type[nn.Module]] = RMSNorm
+    norm_class: ClassVar[type[Any]] = RMSNorm
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__(config, spec)
