@@ -260,7 +260,7 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
                 seed=number,
                 grammar=grammars[number % 2],
             )
-            masks.wait_until_compiled(params)
+            masks.wait_until_compiled(grammars[number % 2])
             requests += engine.add(prompt, params)
         take_failed = masks.pop_failed_requests
 

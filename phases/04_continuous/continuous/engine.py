@@ -156,7 +156,8 @@ class Engine:
             for _ in range(params.n)
         ]
         self.scheduler.check(requests)
-        self.grammar_manager.check(params)
+        if params.grammar is not None:
+            self.grammar_manager.check(params.grammar)
         now = time.perf_counter()
         for sample, request in enumerate(requests):
             request.id, request.arrival = next(self._ids), now
@@ -401,8 +402,9 @@ class Engine:
         each = params_per_prompt(prompts, params)
         pairs = enumerate(zip(prompts, each, strict=True))
         groups = [self._prepare(*pair, index) for index, pair in pairs]
-        for settings in each:  # this caller has nothing else to do
-            self.grammar_manager.wait_until_compiled(settings)
+        for settings in each:
+            if settings.grammar is not None:  # this caller has nothing else to do
+                self.grammar_manager.wait_until_compiled(settings.grammar)
         return self._stream(groups)
 
     def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from common.errors import UserError
 from common.request import Request
 from common.rules import NO_GRAMMARS
-from common.sampling.params import SamplingParams
+from common.sampling.grammar import Grammar
 from common.sampling.sampler import TokenBitmask
 from continuous.work import Work
 
@@ -73,22 +73,19 @@ class SequentialLoop:
 
 
 class GrammarManager:
-    """Makes the masks of tokens that a grammar allows, between the two halves of a step; this class masks
-    none.
+    """Makes the masks of tokens that a grammar allows, between the halves of a step; here there are none.
 
     A request whose grammar is still being compiled stays outside the waiting queue, so that no other waits
     for it.
     """
 
-    def check(self, params: SamplingParams) -> None:
-        """Start to compile the grammar of these sampling settings, if they have one. Any thread may call
-        this.
+    def check(self, grammar: Grammar) -> None:
+        """Start to compile a request's grammar. Any thread may call this.
 
         Raises:
             UserError: the grammar cannot be used here.
         """
-        if params.grammar is not None:
-            raise UserError(NO_GRAMMARS)
+        raise UserError(NO_GRAMMARS)
 
     def ready(self, request: Request) -> bool:
         """Return True if the grammar of a request is compiled; else the engine asks again at every step.
@@ -98,10 +95,8 @@ class GrammarManager:
         """
         return True
 
-    def wait_until_compiled(self, params: SamplingParams) -> None:
-        """Wait until the grammar that `check` started is compiled. Raises `UserError` if it cannot be
-        used.
-        """
+    def wait_until_compiled(self, grammar: Grammar) -> None:
+        """Wait until a grammar is compiled, or raise `UserError` if it cannot be used."""
 
     def needs_mask(self, works: Sequence[Work]) -> bool:
         """Return True if a request that this step samples is constrained by a grammar.

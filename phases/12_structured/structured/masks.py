@@ -9,7 +9,7 @@ import torch
 
 from common.errors import UserError
 from common.request import Request
-from common.sampling.params import SamplingParams
+from common.sampling.grammar import Grammar
 from common.sampling.sampler import TokenBitmask
 from continuous.batch import upload
 from continuous.seams import GrammarManager
@@ -51,17 +51,16 @@ class AutomataGrammarManager(GrammarManager):
 
     # Before a request runs.
 
-    def check(self, params: SamplingParams) -> None:
-        """Begin to compile the grammar of a request with these settings; any thread may call it.
+    def check(self, grammar: Grammar) -> None:
+        """Begin to compile a request's grammar; any thread may call it.
 
         Raises:
             UserError: this engine cannot follow grammars.
         """
-        if params.grammar is not None:
-            if self.refusal:
-                raise UserError(self.refusal)
-            self._any = True
-            self.pool.ask(params.grammar)
+        if self.refusal:
+            raise UserError(self.refusal)
+        self._any = True
+        self.pool.ask(grammar)
 
     def ready(self, request: Request) -> bool:
         """Return True if a request's grammar is compiled; the request then gets a matcher."""
@@ -76,14 +75,13 @@ class AutomataGrammarManager(GrammarManager):
             request.constraint = Constraint(compiled.matcher())
         return True
 
-    def wait_until_compiled(self, params: SamplingParams) -> None:
-        """Wait until the grammar of these settings is compiled.
+    def wait_until_compiled(self, grammar: Grammar) -> None:
+        """Wait until a grammar is compiled.
 
         Raises:
             UserError: it cannot be used.
         """
-        if params.grammar is not None:
-            self.pool.ask(params.grammar).wait()
+        self.pool.ask(grammar).wait()
 
     # In a step.
 

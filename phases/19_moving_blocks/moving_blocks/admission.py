@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from common.request import Request
-from common.sampling.params import SamplingParams
+from common.sampling.grammar import Grammar
 from common.sampling.sampler import TokenBitmask
 from continuous.engine import Engine
 from continuous.seams import GrammarManager, Loop
@@ -38,13 +38,13 @@ class AdmissionGate(GrammarManager):
             request.sample > 0 or self.connector.ready(request)
         )
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, grammar: Grammar) -> None:
         """See `GrammarManager.check`: `inner` begins to compile the request's grammar."""
-        self.inner.check(params)
+        self.inner.check(grammar)
 
-    def wait_until_compiled(self, params: SamplingParams) -> None:
+    def wait_until_compiled(self, grammar: Grammar) -> None:
         """See `GrammarManager.wait_until_compiled`: wait for the grammar, in `inner`."""
-        self.inner.wait_until_compiled(params)
+        self.inner.wait_until_compiled(grammar)
 
     def needs_mask(self, works: Sequence[Work]) -> bool:
         """See `GrammarManager.needs_mask`: return True if `inner` has a grammar for a request of the step."""
