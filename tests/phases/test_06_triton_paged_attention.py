@@ -407,18 +407,18 @@ def test_kernels_are_one_option() -> None:
         triton_paged_attention.load(model, kernels="cuda", **sizes)
 
 
-def test_few_query_tokens_get_small_tiles_and_the_same_attention() -> None:
-    """Up to `few` tokens in a step, tiles have 64 rows; the kernel is launched with tiles of that size."""
-    model, few = load_model("random:tiny", device=DEVICE, dtype="float32"), 40
+def test_a_small_batch_of_tokens_gets_small_tiles_and_the_same_attention() -> None:
+    """Up to so many tokens in a step, tiles have 64 rows; the kernel is launched with tiles of that size."""
+    model, most = load_model("random:tiny", device=DEVICE, dtype="float32"), 40
     sizes = {"max_len": 128, "max_rows": 2, "block_size": 16}
-    prompts = [[7 * token % 251 for token in range(length)] for length in (few, 90)]
+    prompts = [[7 * token % 251 for token in range(length)] for length in (most, 90)]
     plain = triton_paged_attention.load(model, kernels="torch", **sizes)
     fused = triton_paged_attention.load(model, kernels="triton", **sizes)
     attention = fused.runner.attention
     assert isinstance(attention, TritonPagedAttention)
-    attention._few_tokens = few
+    attention._small_batch = most
     group = model.config.num_heads // model.config.num_kv_heads
-    assert [attention.tile_tokens(tokens) * group for tokens in (few, few + 1)] == [64, 128]
+    assert [attention.tile_tokens(tokens) * group for tokens in (most, most + 1)] == [64, 128]
     params = [SamplingParams(max_tokens=3)]
     for prompt in prompts:
         (wanted,), (found,) = (e.generate([prompt], params) for e in (plain, fused))

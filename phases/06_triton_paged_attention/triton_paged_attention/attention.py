@@ -43,8 +43,8 @@ class TritonPagedAttention(PagedAttention):
         d_pad = max(16, triton.next_power_of_2(d))
         self._prefill_config = prefill_default(d_pad, pool.data.element_size(), device)
         # So many query tokens make a small tile for each multiprocessor.
-        few = self._prefill_config.tma and self._group <= SMALL
-        self._few_tokens = few * SMALL * multiprocessors(device) // num_heads
+        supported = self._prefill_config.tma and self._group <= SMALL
+        self._small_batch = supported * SMALL * multiprocessors(device) // num_heads
         # Only launches with little work split, so this bounds pairs * splits * rows: see `decode_default`.
         pairs = 4 * multiprocessors(device) + kv_heads
         self._workspace = Workspace(pairs * self.most_queries * self._group, d_pad, device)
@@ -86,8 +86,8 @@ class TritonPagedAttention(PagedAttention):
 
     def tile_tokens(self, tokens: int) -> int:
         """Return the most query tokens that a query tile has in a step of so many tokens."""
-        usual = self._prefill_config.block_m
-        return (SMALL if tokens <= self._few_tokens else usual) // self._group
+        default = self._prefill_config.block_m
+        return (SMALL if tokens <= self._small_batch else default) // self._group
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
         """Start a step whose requests the caller has sorted; CUDA graphs call this instead of `begin`.
@@ -138,7 +138,7 @@ class TritonPagedAttention(PagedAttention):
                 self._tiles,
                 for_step(
                     self._prefill_config,
-                    len(q) <= self._few_tokens,
+                    len(q) <= self._small_batch,
                     self._prefill_keys,
                     cache.k.shape[1],
                 ),

@@ -106,19 +106,21 @@ def prefill_default(d_pad: int, itemsize: int, device: torch.device) -> PrefillC
 
 
 SMALL = 64
-"""Rows of a tile where a step has few query tokens."""
+"""Rows of a tile where a step has a small batch of query tokens."""
 LONG = 8192
 """Keys above which a prefill program runs alone on its multiprocessor."""
 
 
-def for_step(config: PrefillConfig, few: bool, keys: int, block_size: int) -> PrefillConfig:
+def for_step(
+    config: PrefillConfig, small_batch: bool, keys: int, block_size: int
+) -> PrefillConfig:
     """Return the prefill block sizes of a step for prompts of up to `keys` tokens, in blocks of `block_size`.
 
-    Long prompts run with one program per multiprocessor, others as `config` says. `few` query tokens would
+    Long prompts run with one program per multiprocessor, others as `config` says. A small batch would
     leave multiprocessors idle: smaller tiles go to more of them, with more stages. So 64 tokens of 32 heads
     of 128 over 32,768 keys take 356 us instead of 545, of 9 heads of 64 310 instead of 442.
     """
-    if few:
+    if small_batch:
         return replace(config, block_m=SMALL, num_warps=4, num_stages=3, maxnreg=None)
     alone = config.tma and block_size % config.block_n == 0 and keys >= LONG
     return replace(config, num_stages=3, maxnreg=None) if alone else config
