@@ -79,7 +79,11 @@ class Bench(benchmarks.bench.Bench):
     def engine(self, number: str, **more: Any) -> PagedEngine:
         """Make the engine of a phase with room for the longest prompt."""
         room = int(BLOCKS * self.kv_bytes(self.longest))
-        sizes = {"max_rows": 8, "max_len": self.longest + 16, "cache_bytes": room}
+        sizes: dict[str, Any] = {
+            "max_rows": 8,
+            "max_len": self.longest + 16,
+            "cache_bytes": room,
+        }
         if not self.on_cpu:
             sizes["step_tokens"] = 8192
         if number == "19":
