@@ -1,4 +1,4 @@
-"""The compiled library on disk: loaded only from where no other user can write, else compiled again."""
+"""The compiled library on disk: loaded only if it is what was compiled here, and compiled again otherwise."""
 
 from __future__ import annotations
 
@@ -57,23 +57,38 @@ def test_it_is_compiled_once(source: Path, home: Path, capsys: pytest.CaptureFix
     assert len(list((home / "compiled").glob("*.so"))) == 2, "another source is another file"
 
 
-@pytest.mark.parametrize("damage", ["", "cut", "rubbish", "other"])
-def test_what_is_no_library_of_this_user_is_compiled_again(
+@pytest.mark.parametrize(
+    "damage", ["", "cut", "flipped", "larger", "no record", "record", "folder", "other"]
+)
+def test_a_damaged_file_is_compiled_again(
     damage: str, source: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ):
     load(source, capsys)
     path, first = stored(home), inode(home)
-    image = path.read_bytes()
+    record, image = path.with_name(path.name + ".sha256"), path.read_bytes()
     match damage:
         case "cut":
-            path.write_bytes(image[:100])
-        case "rubbish":
-            path.write_bytes(b"rubbish")
+            path.write_bytes(image[: len(image) // 2])
+        case "flipped":
+            path.write_bytes(image[:100] + bytes([image[100] ^ 1]) + image[101:])
+        case "larger":
+            os.truncate(path, build.MOST_BYTES + 1)
+        case "no record":
+            record.unlink()
+        case "record":
+            record.write_bytes(b"\xff" * 9)
+        case "folder":
+            record.unlink()
+            record.mkdir()
         case "other":
             path.chmod(0o666)
-    load(source, capsys)
+    load(source, capsys, lines=int(damage == "folder"))
+    if damage == "folder":
+        return
     assert (inode(home) == first) == (not damage)
-    assert stored(home).read_bytes() == image
+    if damage:
+        load(source, capsys)
+        assert path.read_bytes() == image
 
 
 @pytest.mark.parametrize("place", [".", "compiled"])
@@ -143,3 +158,17 @@ def test_a_compiler_that_makes_no_library_is_an_error_not_the_end(
     path.chmod(0o700)
     with pytest.raises((OSError, subprocess.SubprocessError)):
         load_library(source, [str(path)])
+
+
+def test_what_killed_compilers_of_earlier_versions_left_is_deleted(
+    source: Path, home: Path, capsys: pytest.CaptureFixture[str]
+):
+    (home / "compiled").mkdir(parents=True)
+    left = [
+        home / "compiled" / name
+        for name in ("step-0.4711", ".4711-step-0.so", ".4711-seven-0.so")
+    ]
+    for path in left:
+        path.touch()
+    load(source, capsys)
+    assert not any(path.exists() for path in left)

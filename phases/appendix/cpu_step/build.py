@@ -1,30 +1,32 @@
-"""Compile a shared library once, and load it from the cache folder.
+"""Compile a shared library once, and load it from the cache folder as long as it is what was compiled.
 
-A library of another user would run as this user. So one is loaded only from a folder that no other user can
-write. It is written whole or not at all.
+A damaged library ends the process that loads it, and one of another user runs as this user. So a file is
+loaded only from a folder that no other user can write, and only if its SHA-256 is the one beside it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import signal
 import stat
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from ctypes import CDLL
 from pathlib import Path
 
 from common.console import err
 from common.errors import UserError
-from common.files import whole
+from common.files import read_bytes, whole
 from common.paths import cache_home
-from common.temporary import delete_folder, temporary_folder
+from common.temporary import delete_folder, sweep, temporary_folder
 
 PATIENCE = 60.0
 """Seconds that a compiler may take."""
+MOST_BYTES = 1 << 26
+"""Of a library; a larger file is not what was compiled, and is not read."""
+MOST_RECORD_BYTES = 1 << 10
+"""Of the file beside it, which has a size and a SHA-256."""
 
 
 def load_library(source: Path, compiler: Sequence[str]) -> CDLL:
@@ -44,27 +46,22 @@ def load_library(source: Path, compiler: Sequence[str]) -> CDLL:
     key = hashlib.sha256(source.read_bytes() + native).hexdigest()[:16]
     path = cache_home() / "compiled" / f"{source.stem}-{key}.so"
     reason = _prepare(path.parent)
-    if not reason:
-        with suppress(OSError):  # there is none yet, or the file is no library
-            if not may_be_written_by_others(path):
-                return CDLL(str(path))
+    image = None if reason else _read(path)
     folder = temporary_folder()
     try:
         made = folder / path.name
-        _run([*compiler, str(source), "-o", str(made)])
-        try:
-            if not reason:
-                with whole(path) as scratch:
-                    shutil.copyfile(made, scratch)
-                    scratch.chmod(0o600)
-        except UserError as error:
-            reason = str(error)
+        if image is not None:
+            made.write_bytes(image)
+        else:
+            _run([*compiler, str(source), "-o", str(made)])
+            reason = reason or _store(made.read_bytes(), path)
         if reason:
             err.print(
                 f"{source.name} is compiled at every start: {reason}",
                 markup=False,
                 soft_wrap=True,
             )
+        # A copy: a change of the file in the cache would end this process.
         return CDLL(str(made))
     finally:
         delete_folder(folder)  # what is loaded stays
@@ -90,13 +87,18 @@ def _run(command: Sequence[str]) -> bytes:
 
 
 def _prepare(folder: Path) -> str:
-    """Create the cache folder; return why it must not be used, or an empty string."""
+    """Create the cache folder, and delete files that killed processes have left.
+
+    Returns:
+        Why the folder must not be used, or an empty string.
+    """
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         folder = folder.resolve()
         for place in (folder, *folder.parents):
             if may_be_written_by_others(place, inside=place is folder):
                 return f"others can write {place}"
+        sweep(folder.glob("*.[0-9]*"))
     except OSError as error:
         return f"{folder} cannot be used: {error.strerror}"
     return ""
@@ -118,3 +120,41 @@ def may_be_written_by_others(path: Path, *, inside: bool = True) -> bool:
     if not inside and found.st_gid == user != 0:
         others &= ~stat.S_IWGRP
     return bool(others)
+
+
+def _record_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _record(image: bytes) -> str:
+    return f"{len(image)} bytes, SHA-256 {hashlib.sha256(image).hexdigest()}\n"
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the library's bytes if other users cannot write the file and its SHA-256 is as recorded,
+    else None.
+    """
+    try:
+        if may_be_written_by_others(path):
+            return None
+        image = read_bytes(path, MOST_BYTES)
+        record = read_bytes(_record_of(path), MOST_RECORD_BYTES).decode(errors="replace")
+    except (OSError, UserError):
+        return None
+    return image if record == _record(image) else None
+
+
+def _store(image: bytes, path: Path) -> str:
+    """Write a library `image` to `path`, and its size and SHA-256 into a file beside it.
+
+    Returns:
+        Why they cannot be written, or an empty string.
+    """
+    try:
+        for file, content in ((path, image), (_record_of(path), _record(image).encode())):
+            with whole(file) as scratch:
+                scratch.write_bytes(content)
+                scratch.chmod(0o600)
+    except UserError as error:
+        return str(error)
+    return ""
