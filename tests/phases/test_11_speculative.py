@@ -387,11 +387,27 @@ def test_a_long_prompt_is_taken_in_over_several_steps(monkeypatch: pytest.Monkey
     proposer, request = NGrams(), Request(0, [1, 2, 3, 4] * 5, 20, 99, SamplingParams())
     found = []
     for taken in (8, 16, 20):
-        found += proposer.guess([request], [2])
+        (made,) = proposer.guess([request], [2])
+        assert (made is None) == (taken < 20), "None: the prompt is not taken in yet"
+        found.append(made or [])
         assert proposer.indexes[request].seen == taken, (
             "a step takes in at most MOST_NEW tokens"
         )
     assert found == [[], [], [1, 2]], "the n-grams of a part of the prompt guess nothing"
+
+
+def test_a_prompt_that_is_not_taken_in_yet_counts_as_no_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ngram, "MOST_NEW", 8)
+    drafter, tried = SpeculativeRunner(NGrams(), 2), list[tuple[int, ...]]()
+    monkeypatch.setattr(drafter.control, "add_tries", lambda _, *said: tried.append(said))
+    request = Request(0, [1, 2, 3, 4] * 5, 19, 99, SamplingParams())
+    for token in (1, 2, 3, 4):
+        request.num_computed_tokens = len(request.tokens) - 1
+        drafter._rehearse(request)
+        request.tokens.append(token)
+    assert tried == [(1, 1)], "two steps take the prompt in, one drafts, one compares"
 
 
 def test_stats_for_people() -> None:

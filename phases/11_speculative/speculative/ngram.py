@@ -75,14 +75,18 @@ class NGrams(Proposer):
     def __init__(self) -> None:
         self.indexes = defaultdict[Request, NGramIndex](NGramIndex)
 
-    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
-        """Return the drafts of each request, at most as many as `lengths` says."""
+    def guess(
+        self, requests: Sequence[Request], lengths: Sequence[int]
+    ) -> list[list[int] | None]:
+        """Return the drafts of each request, at most as many as `lengths` says; None: more steps have to take
+        in its prompt first.
+        """
         found = []
         for request, length in zip(requests, lengths, strict=True):
-            index = self.indexes[request]
-            index.extend(request.tokens[: index.seen + MOST_NEW])
-            behind = index.seen < len(request.tokens)
-            found.append([] if behind else index.propose(length))
+            index, tokens = self.indexes[request], request.tokens
+            far = len(tokens) - index.seen > MOST_NEW  # else there is nothing to copy
+            index.extend(tokens[: index.seen + MOST_NEW] if far else tokens)
+            found.append(None if far else index.propose(length))
         return found
 
     def leave(self, request: Request) -> None:

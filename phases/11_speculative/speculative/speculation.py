@@ -58,8 +58,9 @@ class Proposer:
 
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
-    ) -> Sequence[Sequence[int]]:
-        """Return for each request the draft tokens that may follow its known `tokens`.
+    ) -> Sequence[Sequence[int] | None]:
+        """Return for each request the draft tokens that may follow its known `tokens`; None if it is too
+        early to say, which counts for nothing, while no drafts count as a wrong one.
 
         Args:
             requests: those to draft for.
@@ -146,8 +147,8 @@ class SpeculativeRunner(WaitingDrafter):
         for request, most, made in zip(
             requests, wanted, self.source.guess(requests, wanted), strict=True
         ):
-            self.guesses[request] = made[:most]
-            if not made:
+            self.guesses[request] = (made or ())[:most]
+            if made is not None and not made:
                 self.control.add_tries(request, 0, 0)
         if not self.control.is_gain(self.guesses, len(running)):
             self.guesses = {}
@@ -162,8 +163,9 @@ class SpeculativeRunner(WaitingDrafter):
         if known:
             tried = drafts[: len(came)]
             self.control.add_tries(request, len(tried), agreeing(came, tried))
-        (drafts,) = self.source.guess([request], [self.most])
-        self._rehearsed[request] = len(request.tokens), drafts
+        (made,) = self.source.guess([request], [self.most])
+        if made is not None:
+            self._rehearsed[request] = len(request.tokens), made
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Return at most `most` drafts of a request for the step that is being scheduled."""
