@@ -29,8 +29,7 @@ class NGramIndex:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.seen = 0  # tokens of the request that were taken in or dropped
-        # n-gram -> place of the token that followed it
-        self._ends = dict[tuple[int, ...], int]()
+        self._ends = dict[tuple[int, ...], int]()  # n-gram -> place of the token behind it
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add those of a request's tokens that are not in the index yet. tokens: from its first on."""
@@ -78,9 +77,7 @@ class NGrams(Proposer):
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
     ) -> list[list[int] | None]:
-        """Return the drafts of each request, at most as many as `lengths` says; None: more steps have to take
-        in its prompt first.
-        """
+        """Return at most `lengths` drafts of each request; None while steps still take its prompt in."""
         found = []
         for request, length in zip(requests, lengths, strict=True):
             index, tokens = self.indexes[request], request.tokens

@@ -59,12 +59,10 @@ class Proposer:
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
     ) -> Sequence[Sequence[int] | None]:
-        """Return for each request the draft tokens that may follow its known `tokens`; None if it is too
-        early to say, which counts for nothing, while no drafts count as a wrong one.
+        """Return for each request the draft tokens that may follow its `tokens`; None: too early to say.
 
-        Args:
-            requests: those to draft for.
-            lengths: the number of drafts wanted for each; drafts beyond it are dropped.
+        None counts for nothing, no drafts count as a wrong one. requests: those to draft for. lengths: the
+            number of drafts wanted for each; drafts beyond it are dropped.
         """
         raise NotImplementedError
 
@@ -144,9 +142,8 @@ class SpeculativeRunner(WaitingDrafter):
         if not asked:
             return False
         requests, wanted = zip(*asked, strict=True)
-        for request, most, made in zip(
-            requests, wanted, self.source.guess(requests, wanted), strict=True
-        ):
+        guesses = self.source.guess(requests, wanted)
+        for request, most, made in zip(requests, wanted, guesses, strict=True):
             self.guesses[request] = (made or ())[:most]
             if made is not None and not made:
                 self.control.add_tries(request, 0, 0)
