@@ -67,6 +67,8 @@ def load_model(
             else name
         )
     where = pick_device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)  # Triton's kernels and CUDA graphs run on the current one
     kind = pick_dtype(dtype, where)
     config = config_of(name)
     if str(name).startswith(RANDOM):
