@@ -103,6 +103,9 @@ class Tries:
         self.accepted = self.accepted * keep + accepted
 
 
+UNTRIED = Tries()
+
+
 @dataclass
 class StepCost:
     """Measured times of steps at one batch size, with and without drafts.
@@ -153,9 +156,11 @@ class StepCost:
 def is_drafted(request: Request) -> bool:
     """Return True if a request may have drafts.
 
-    Its prompt is computed, it will not fork, and it has no penalty that counts the tokens before one.
+    Its prompt is computed, it may have more than one token yet, it will not fork, and it has no penalty that
+    counts the tokens before one.
     """
-    return not (request.prefilling or request.siblings or request.params.penalized)
+    more = len(request.tokens) + 1 < request.limit
+    return more and not (request.prefilling or request.siblings or request.params.penalized)
 
 
 class DraftController:
@@ -209,10 +214,8 @@ class DraftController:
         if not is_drafted(request):
             return LOWEST_RATE
         overall = self._overall.accepted / self._overall.tried
-        own = self._rates.get(request)
-        rate = overall
-        if own is not None:
-            rate = (own.accepted + PRIOR * overall) / (own.tried + PRIOR)
+        own = self._rates.get(request, UNTRIED)
+        rate = (own.accepted + PRIOR * overall) / (own.tried + PRIOR)
         return min(0.99, max(LOWEST_RATE, rate))
 
     def decide(self, running: Sequence[Request]) -> list[int] | None:
