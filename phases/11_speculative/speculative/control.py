@@ -221,7 +221,7 @@ class DraftController:
     def decide(self, running: Sequence[Request]) -> list[int] | None:
         """Return the number of drafts for each running request in the next step, or None: there are none.
 
-        Called once a step, before it is scheduled; the time since the last call is that of a step.
+        Called once a step, before it is scheduled; the time since the last call is a step's.
         """
         if not self.adaptive:
             return [self.most] * len(running)
@@ -282,17 +282,13 @@ class DraftController:
             cost.forget_drafts()
             cost.tried_at = self.steps
             self._forget_rates()
-        rates = [self.rate(request) for request in running]
-        rates = rates or [max(LOWEST_RATE, self.first_rate)]
+        rates = list(map(self.rate, running)) or [max(LOWEST_RATE, self.first_rate)]
         fixed = cost.fixed if self.on else cost.fixed + SWITCH
         lengths = choose_lengths(rates, fixed, cost.each, min(self.most, cost.most))
         return None if lengths is None else lengths[:rows]
 
     def _rests(self, cost: StepCost) -> bool:
-        """Return True if the next step goes without drafts, to measure the time of such steps too.
-
-        cost: measured times at this batch size.
-        """
+        """Return True if the next step goes without drafts, to measure such steps' time; cost: of the batch."""
         resting = cost.drafting % REFRESH >= REFRESH - REST
         cost.drafting += self.on or resting
         return resting
