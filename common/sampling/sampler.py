@@ -171,8 +171,8 @@ class SamplerBackend:
         logits: `[B, V]`. features: operations to apply, such as top-p.
         rows, steps: `[B]` int64, each request's row of settings and number of tokens generated before.
 
-        Of the Gumbel-max trick's argmax of logit / temperature - log(E) this is the exponential: the largest
-        weight / E, or -E / weight, which is minus infinity for a weight of 0.
+        The Gumbel-max trick takes the argmax of logit / temperature - log(E). This takes the argmax of its
+        exponential, weight / E, as the largest -E / weight, which is minus infinity for a weight of 0.
         """
         weights = sampler.weigh(logits, rows, features)  # [B, V]
         noise = negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)  # [B, V]

@@ -151,7 +151,7 @@ def run(
 
 
 def copy_reference(folder: Path) -> None:
-    """Copy everything that tests read into `folder`: no bytecode, expected values, or planted mistakes."""
+    """Copy all that tests read into `folder`, without bytecode, expected values and planted mistakes."""
     left_out = shutil.ignore_patterns("__pycache__", "exercises.toml", "patches")
     for name in COPIED:
         if (ROOT / name).is_dir():

@@ -34,7 +34,7 @@ class WeightLoader(Protocol):
         """Store a tensor of a checkpoint, or a quantized form of it, at `name` in `model`."""
 
     def finish(self, model: Model) -> Model:
-        """Return the model with all weights loaded, every layer in its final form."""
+        """Return the model after all weights are loaded, with every layer ready to compute."""
 
     def changes(self, model: Model) -> bool:
         """Return True if `finish` would replace layers of a model that was loaded before."""
@@ -93,7 +93,7 @@ def load_model(
 
 
 def facts_of(model: str | Path | Model) -> ModelConfig:
-    """Return the configuration of a loaded model, or of a model by its name, as its `config.json` says it.
+    """Return the configuration of a model, given the loaded model or its name (from its `config.json`).
 
     Raises:
         UserError: there is no such model, or its `config.json` describes none that we have.

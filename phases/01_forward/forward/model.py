@@ -94,5 +94,5 @@ class Model(nn.Module, ABC):
 
     @staticmethod
     def transform(name: str, tensor: Tensor) -> Tensor:
-        """Return a checkpoint's tensor in this model's layout; ``name`` is this model's."""
+        """Return a checkpoint's tensor in this model's layout; ``name`` is its name in this model."""
         return tensor

@@ -129,8 +129,8 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request at the next step, in whatever state it is; its tokens so far stay.
 
-        Requests that have ended stay as they are. Of a request with `n > 1`, samples that still wait for this
-        one to compute their prompt end with it. Any thread may call this.
+        Requests that have ended stay as they are. Samples of the same prompt (`n > 1`) that still wait for
+        this request to compute the prompt end, too. Any thread may call this.
         """
         self.inbox.append(partial(self._abort, request))
 
@@ -338,7 +338,7 @@ class Engine:
 
     @contextmanager
     def failing(self, works: Sequence[Work]) -> Iterator[None]:
-        """Return a context in which an `Exception` ends the requests of `works`; any other is raised on."""
+        """Return a context in which an `Exception` ends the requests of `works`; other errors are raised."""
         try:
             yield
         except BaseException as error:

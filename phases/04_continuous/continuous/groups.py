@@ -153,7 +153,7 @@ def attend_masked(
     """Return a layer's attention `[G, H, S, D]` by one fused call, which never writes the scores to memory.
 
     q: `[G, H, S, D]`. k, v: `[G, KH, C, D]`. mask: `[G or 1, 1, S, C]` bool, True: visible; None: all keys.
-    The fused call has no sinks; layers with them take the long way.
+    The fused call knows no sinks; for a layer with sinks, phase 01's `attend` is called instead.
     """
     if layer.sinks is not None:
         return attend(layer, q, k, v, mask)

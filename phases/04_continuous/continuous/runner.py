@@ -82,7 +82,7 @@ class Forwarded:
 
     works: what the step computes for each request, in the order of the batch. batch: its inputs.
     hidden: `[T, hidden]`.
-    rest: computes the second half, given the bit masks, if a CUDA graph did that too; None: `Runner` does.
+    rest: computes the second half by a CUDA graph, given the bit masks; None: `Runner` computes it.
     logits: `[S, V]` float32 of the samples, if they are computed already; else None.
     """
 
@@ -101,7 +101,7 @@ class Runner:
         attention: over this engine's cache.
         rows: where the tokens are.
         sampler_backend: computes the sampler's choices.
-        verifier: says which tokens each sampled request gets of a step.
+        verifier: decides which sampled tokens each request gets.
     """
 
     def __init__(

@@ -82,12 +82,12 @@ class EngineBuilder:
         it is loaded. memory_plan: how many blocks there are.
     kv: how keys and values are stored.
     pool, cache, attention, runner, scheduler: called to make each of them.
-    verifier: makes what decides which tokens a request gets of a step.
+    verifier: makes the `OutputVerifier`, which decides which sampled tokens a request gets.
     sampler_backend, drafter, grammar_manager, loop, on_step_failed: see `Engine`.
 
     surgeries: changes of a model's layers before any feature is installed.
-    executors: by class, what makes a faster way to run certain steps (None: not here), given the runner.
-        They are asked in the order that their classes declare.
+    executors: by class, a function from the runner to a `StepExecutor`, which runs certain steps faster, or
+        to None if there is none here. They are asked in the order of their classes' `order`.
     reservations: asked after all features are installed how many bytes to leave free.
     prefetchers: called with the works of the next step while the host waits for masks.
     warmups: called with the finished engine.

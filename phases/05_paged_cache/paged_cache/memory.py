@@ -23,7 +23,7 @@ class MemoryPlan:
 
     weights: parameters and buffers of the model.
     rows: what is kept for every row: tokens, block tables, and the sampler's settings and counts.
-    activations: the most that a step needs for a moment.
+    activations: most temporary memory of a step.
     reserved: what features have asked for, such as graphs.
     """
 

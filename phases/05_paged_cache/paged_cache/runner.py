@@ -63,7 +63,7 @@ class PagedRunner(Runner):
         attention: any backend over the pool.
         rows: where the tokens are.
         cache: whose tables say where keys and values are.
-        executors: factories, called with this runner in the order of asking; None from one: it is left out.
+        executors: factories of executors, called with this runner in the order of asking; None is left out.
         options: those of `continuous.Runner`.
 
     executors: asked for each step in this order; `eager` runs what none supports.

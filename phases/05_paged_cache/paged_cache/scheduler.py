@@ -44,8 +44,8 @@ class PagedScheduler(Scheduler):
     def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Preempt the last request by rank until `request` has room; it may be `request` itself.
 
-        upto: tokens that it needs room for. queue, at: only requests that this step does not serve yet,
-            `queue[at:]`, not always in the order of ranks, can lose their blocks, and their place in it.
+        upto: tokens that it needs room for. queue, at: only the requests `queue[at:]`, not yet served in this
+            step, can lose their blocks; they leave `queue`. They are not always in the order of ranks.
 
         Returns:
             False if there is still no room.
@@ -116,7 +116,7 @@ class PagedScheduler(Scheduler):
         super().leave(request)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` unless every block has the users that hold it, and none if idle."""
+        """Raise `AssertionError` if a block's count of users is wrong, or not 0 while idle."""
         super().check_integrity()
         held = self.cache.allocator.count - self.cache.free
         if self.idle and held:

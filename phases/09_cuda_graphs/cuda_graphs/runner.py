@@ -35,7 +35,7 @@ class GraphExecutor(StepExecutor, Protocol):
     count: int
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs by `capturer`, largest first; call `part` with each one's name."""
+        """Capture all graphs by `capturer`, largest first; `part` shows each one's name as progress."""
         ...
 
 

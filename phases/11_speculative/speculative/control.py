@@ -52,7 +52,7 @@ def expected_tokens(rate: float, drafts: int) -> float:
 def draft_length(rate: float, each: float, most: int) -> int:
     """Return the number of drafts of a request that gains it the most tokens, at most `most`.
 
-    The k-th draft is accepted with chance rate^k. It is made while that is at least what it costs.
+    The k-th draft is accepted with chance rate^k. It is made if this chance is at least its cost, `each`.
 
     Args:
         rate: the chance that a draft is accepted, above 0 and below 1.
@@ -113,7 +113,7 @@ class StepCost:
     plain: seconds of a step without drafts, measured `samples` times.
     fixed: what a step with any drafts takes longer, in plain steps.
     each: what each draft costs besides, in tokens: the plain steps that one draft of every request adds.
-    most: drafts of a request, twice what was tried. drafting: steps with drafts so far, and rests between.
+    most: drafts of a request, twice what was tried. drafting: number of steps with drafts, pauses included.
     tried_at: number of the last step with drafts.
     """
 
@@ -201,7 +201,7 @@ class DraftController:
         self._finished: list[Work] = []
 
     def attach(self, engine: Engine) -> None:
-        """Bind to the engine whose steps are timed."""
+        """Store the engine whose steps are timed."""
         self._engine = engine
 
     def cost(self, rows: int) -> StepCost:
@@ -241,7 +241,7 @@ class DraftController:
         return not self.adaptive or gained > cost.fixed * rows
 
     def add_tries(self, request: Request, drafts: int, accepted: int) -> None:
-        """Count a request's drafts of a step, and how many were accepted; behind a wrong one none was tried.
+        """Count a request's drafts of a step that were tried, up to the first wrong one, and the accepted.
 
         No draft at all counts as a wrong one: a drafter that finds nothing gains nothing.
         """

@@ -72,8 +72,8 @@ class DraftModel(Proposer):
 
         Rolls back: what was computed after the first wrong draft counts for nothing. The last draft never
         was computed, and the newest token counts as not computed in any case. The drafts are forgotten. A
-        request without a copy enters (`_enter`), if there is a row and its tokens fit; one without room
-        for its tokens and `length` more leaves. Its first `_skipped` tokens are not the copy's.
+        request without a copy enters (`_enter`), if there is a row and its tokens fit; one without room for
+        its tokens and `length` more leaves. The copy lacks the request's first `_skipped` tokens.
         """
         shadow = self.shadows.get(request)
         if shadow is None:

@@ -234,7 +234,7 @@ class HeadSource(DraftModel):
         self._starts: tuple[Forwarded | None, dict[int, int]] = (None, {})
 
     def attach(self, engine: Engine) -> None:
-        """Bind to the engine whose hidden states are read."""
+        """Store the engine whose hidden states are read."""
         assert isinstance(engine.runner, PagedRunner)
         self._runner = engine.runner
 

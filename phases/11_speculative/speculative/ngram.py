@@ -77,7 +77,7 @@ class NGrams(Proposer):
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
     ) -> list[list[int] | None]:
-        """Return at most `lengths` drafts of each request; None while steps still take its prompt in."""
+        """Return at most `lengths` drafts of each request; None until all of its prompt is in the index."""
         found = []
         for request, length in zip(requests, lengths, strict=True):
             index, tokens = self.indexes[request], request.tokens

@@ -133,9 +133,9 @@ class Part:
     def read(self, name: str, file: Any, stored: str) -> Tensor:
         """Return this rank's part of the tensor `name`, read from an open checkpoint, where it is `stored`.
 
-        No more than the part is read: what `file.get_slice(stored)` returns is read where it is indexed. Only
-        a tensor without a `slice` is read whole, `file.get_tensor(stored)`, transformed as its family wants,
-        and is then `cut`. The part is finished by `_finish`.
+        With a `slice`, only the part is read: indexing the result of `file.get_slice(stored)` reads it, and
+        `_finish` completes it. Without one, `file.get_tensor(stored)` reads the whole tensor; it goes through
+        the model family's `transform` and then through `cut`.
         """
         found = self.slice(name)
         if found is None:

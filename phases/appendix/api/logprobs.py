@@ -282,5 +282,5 @@ def _text(data: bytes) -> str:
 
 
 def _finite(value: float) -> float:
-    """Return a number that JSON can hold: -9999 instead of minus infinity, NaN and anything below it."""
+    """Return a number that JSON can hold: -9999 instead of NaN and of every number below -9999."""
     return max(-9999.0, value)  # in this order it is no NaN

@@ -86,7 +86,7 @@ class PromptExecutor:
     """An executor of steps that reads the hidden states of prompts, while another executor computes the
     step.
 
-    The runner asks it first. It computes means or log-probabilities of the prompts named to `ask`.
+    The runner asks it before all other executors. It computes means or log-probabilities of prompts (`ask`).
     """
 
     order: ClassVar[int] = 0

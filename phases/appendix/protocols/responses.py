@@ -94,7 +94,7 @@ class Conversations:
     def keep(self, id: str, messages: Messages, client: bytes = b"") -> None:
         """Store the conversation of response `id`; beyond a limit the oldest are dropped.
 
-        client: who asked, such as an API key; a client with more than its share loses its own first.
+        client: who asked, such as an API key. If a client uses too large a share, its own are dropped first.
         """
         data = msgspec.json.encode(messages)
         with self._lock:
