@@ -48,7 +48,7 @@ class SplitCompletion(Sink):
     decoding: bool = False
 
     def note(self, kind: str, values: list[Any]) -> None:
-        """See `Sink.note`; what the engine that decodes found cached is what the other one computed."""
+        """Pass extra data on, unless the engine that decodes sends it: it finds the prompt cached."""
         if not self.decoding:
             self.sink.note(kind, values)
 
@@ -146,7 +146,7 @@ class SplitEngine(EngineProcess):
         self.tell(command)
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """See `EngineClient.abort`: in whichever engine the completions are."""
+        """Abort the completions with these numbers, in whichever engine they run."""
         mine = [*numbers]
         self.prefill.abort(
             [self.prefilling.pop(each) for each in mine if each in self.prefilling]

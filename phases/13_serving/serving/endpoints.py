@@ -160,7 +160,7 @@ class TextEndpoint:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """See `Endpoint.parse`."""
+        """Return a request for tokens, parsed from its decoded body `fields` and checked."""
         request = self.read(fields, ready)
         self.model.finish(request, self.default_tokens)
         request.formatter = self.formatter(

@@ -37,7 +37,7 @@ class ParsedRequest:
     explain: puts the engine's refusal of a grammar into the client's words.
     headers: of the response.
     shown: ids of special tokens that belong to the text.
-    prompt_only: whether the one token that the engine makes of each prompt is of no interest.
+    prompt_only: whether only the prompts matter; the one token made of each is then not shown.
     reader: makes what reads each completion's text if a chat message has more than content; else None.
     details: functions that return JSON fields beside the text of a piece. A thread calls them for the first
         piece, which may have those of a whole prompt.

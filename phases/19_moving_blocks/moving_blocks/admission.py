@@ -51,7 +51,7 @@ class AdmissionGate(GrammarManager):
         return self.inner.needs_mask(works)
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
-        """See `GrammarManager.begin`, which this calls on `inner`."""
+        """Let `inner` begin to make the masks of a step (see `GrammarManager.begin`)."""
         return self.inner.begin(works, sampled)
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:

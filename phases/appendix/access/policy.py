@@ -121,7 +121,7 @@ class AccessPolicy:
             True if the request is a preflight: a browser's question whether it may send the real request.
 
         Raises:
-            ApiError: it is one of a page that may not ask.
+            ApiError: the preflight is of a page whose origin is not allowed.
         """
         headers, extra = http.headers, http.extra
         any_page = ANY in self.origins

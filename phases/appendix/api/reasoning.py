@@ -196,7 +196,7 @@ class ThinkReader(ReasoningReader):
         )
 
     def answer(self, text: str, last: bool) -> str:
-        """See `ReasoningReader.answer`."""
+        """Add the text of the next token; return the new text of the answer."""
         if self._state == "text":
             return text
         total = (self._offsets[-1] if self._offsets else 0) + len(text)
@@ -259,7 +259,7 @@ class ChannelReader(ReasoningReader):
     _state: Literal["start", "head", "analysis", "answer", "call"] = "start"
 
     def answer(self, text: str, last: bool) -> str:
-        """See `ReasoningReader.answer`."""
+        """Add the text of the next token; return the new text of the answer."""
         self._rest += text
         before, answer = self._state, list[str]()
         if self._state == "start":

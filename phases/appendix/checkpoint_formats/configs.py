@@ -153,8 +153,8 @@ def _patterns(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _fp8(raw: Mapping[str, Any]) -> Stored:
-    """Return the format of an `fp8` configuration `raw`: e4m3 weights and inputs; these are scaled as
-    they come.
+    """Return the format of an `fp8` configuration `raw`: e4m3 weights, and inputs that are scaled at run
+    time.
 
     Weights have a scale for each block of 128 x 128, or one for the tensor.
     """

@@ -95,7 +95,7 @@ def heads_kernel(
         SCALED.
     partial, lse: attention's splits: outputs `[splits, H, D_PAD]`, and log2 of their softmax sums.
     context_len: `[1]`, gives the number of splits. SPLITS, BLOCK_N, WINDOW: those of attention's launch.
-    ROUND: rounds attention's output, such as `unrounded`; LARGEST, WHOLE, HARDWARE are its constants.
+    ROUND: device function that rounds attention's output; LARGEST, WHOLE, HARDWARE: its arguments.
     PDL: the GPU can start the next kernel early. `_PAD`: rounded up to a power of two.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -122,7 +122,7 @@ class Conversations:
         return found
 
     def _trim(self, ids: list[str], share: int) -> None:
-        """Drop the oldest of some conversations until these have a `share`-th of the limits at most."""
+        """Drop the oldest of the conversations `ids` until these take at most 1 / `share` of the limits."""
         size = sum(len(self._kept[id][1]) for id in ids)
         for number, id in enumerate(ids):
             if len(ids) - number <= MOST_KEPT // share and size <= MOST_BYTES // share:

@@ -218,7 +218,7 @@ def _call(where: str, call: Any) -> dict[str, Any]:
 
 
 def _function(where: str, tool: Mapping[str, Any]) -> tuple[str, Schema, list[str]]:
-    """Return a tool's name, the schema of its arguments, and the keywords of that which are not enforced.
+    """Return a tool's name, the schema of its arguments, and the schema's keywords that are not enforced.
 
     where: the tool's place in the request, for errors. A strict tool has all keywords enforced.
 

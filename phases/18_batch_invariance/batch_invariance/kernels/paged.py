@@ -36,7 +36,7 @@ class ChunkedTriton(GroupedAttention, TritonPagedAttention):
         self._scratch = Scratch(SCRATCH_ROWS, d_pad, pool.data.device)
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
-        """See `TritonPagedAttention.begin_sorted`."""
+        """Start a step whose requests the caller has sorted, as `TritonPagedAttention.begin_sorted` does."""
         super().begin_sorted(batch, members, tiles)
         self.look_up()
 
