@@ -146,7 +146,7 @@ class ChunkGraphExecutor:
 
     def supports(self, works: Sequence[Work], masked: bool) -> ChunkGraph | None:
         """Return the smallest graph that holds a step, or None; the largest only if the step nearly fills
-        that.
+        it.
 
         works: the step's requests and tokens. masked: not read.
         """

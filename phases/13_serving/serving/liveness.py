@@ -249,7 +249,7 @@ def main(
 
 
 def _die_with_parent() -> None:
-    """Ask the system to end this process when the API process ends: without it an engine serves no client."""
+    """Ask the system to end this process when the API process ends, since then no client is left."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -201,7 +201,7 @@ def cut_inputs(weight: QuantizedWeight, shard: Shard, name: str) -> QuantizedWei
     ranks, and lie in memory of their own. Scales of channels are whole on every rank.
 
     Raises:
-        UserError: a scale is of inputs of two ranks.
+        UserError: a scale belongs to inputs of two ranks.
     """
     inputs, scheme = weight.shape[1] // shard.size, weight.scheme
     together = {"group": scheme.group, "block": BLOCK}.get(scheme.scales, 1)

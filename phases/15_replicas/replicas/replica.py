@@ -110,8 +110,8 @@ class Replica:
     async def _watch(self) -> None:
         """Wait while the engine is `ready`, and then end this process with status 1.
 
-        Before that, streams may say that the engine has died: it waits while the application has exchanges,
-        for `ERROR_SECONDS` at most, and then `LOOK_SECONDS` more, in which what was said leaves this process.
+        Between the two, open streams send the error that the engine has died: it waits while the application
+        has exchanges, at most `ERROR_SECONDS`, and then `LOOK_SECONDS` more, until the sockets have sent all.
         """
         while self.app.engine.state == "ready":
             await asyncio.sleep(LOOK_SECONDS)
