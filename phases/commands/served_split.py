@@ -155,7 +155,7 @@ class SplitEngine(EngineProcess):
 
 
 class DecodeObserver(PromptObserver):
-    """The observer of the engine that decodes, which hears what is handed over, besides what others ask."""
+    """The observer of the engine that decodes; it also prepares requests that are handed over."""
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer.hear`: give a request that was handed over its first token, and let it wait for its

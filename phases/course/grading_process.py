@@ -68,8 +68,8 @@ def plain(value: Any) -> Any:
 
 
 def raised(error: BaseException, file: Path) -> dict[str, str]:
-    """Return what was raised: its kind, a message, and `place`, the last line in the student's `file`, if
-    any.
+    """Return an error as a dictionary: its kind, a message, and `place`, the last line in the student's
+    `file`, if any.
     """
     # Hypothesis has found several: the first is to begin with.
     while isinstance(error, BaseExceptionGroup):

@@ -78,7 +78,7 @@ class Head(Model):
     predicts token p + 2. So its sequence is the request's without the first token.
 
     hooks: the layers of the large model behind which hidden states are taken, beside the last ones.
-    features: `[most, hidden]`, what the tokens of the next call are given, in their order.
+    features: `[most, hidden]`, the features that the next call reads, in the order of its tokens.
     """
 
     TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}

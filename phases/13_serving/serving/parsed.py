@@ -38,7 +38,7 @@ class ParsedRequest:
     headers: of the response.
     shown: ids of special tokens that belong to the text.
     prompt_only: whether only the prompts matter; the one token made of each is then not shown.
-    reader: makes what reads each completion's text if a chat message has more than content; else None.
+    reader: makes the `MessageReader` of each completion, if a chat message has more than content; else None.
     details: functions that return JSON fields beside the text of a piece. A thread calls them for the first
         piece, which may have those of a whole prompt.
     """

@@ -66,7 +66,7 @@ class ProductCosts:
         return self.fixed[size] * max(1.0, rows / size)
 
     def product(self, call: RowRange) -> Product:
-        """Return the product that computes a range of rows."""
+        """Return the function that computes the product of a range of rows."""
         if call.size:
             return library
         return self.products[self.timed_size(call.last - call.first)]

@@ -17,7 +17,7 @@ class OffloadingCache(PrefixCache):
 
     index: finds and pins blocks. sizes: the other arguments of `PrefixCache`: rows, max_len, blocks,
         block_size.
-    connector: what saves and loads; does nothing until it is set, while the cache is empty.
+    connector: saves and loads blocks; the default does nothing. It is set while the cache is empty.
     namespace: the digest that begins all names of blocks. A row's names are made when its blocks are
         committed.
     """

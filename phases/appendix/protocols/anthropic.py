@@ -138,7 +138,7 @@ class Messages(Translation):
     def formatter(
         self, given: MessagesFields, request: ParsedRequest, http: HttpRequest
     ) -> MessageEvents:
-        """Return what writes the response of the translated chat as Anthropic's events.
+        """Return the formatter that writes the translated chat's response as Anthropic's events.
 
         request: the chat. given: Anthropic's fields.
 

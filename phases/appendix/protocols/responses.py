@@ -180,7 +180,7 @@ class Responses(Translation):
     def formatter(
         self, given: ResponsesFields, request: ParsedRequest, http: HttpRequest
     ) -> ResponseEvents:
-        """Return what writes the response of the translated chat as a response object or its events.
+        """Return the formatter that writes the translated chat's response as a response object or events.
 
         request: the chat. given: the route's fields.
         """

@@ -97,8 +97,8 @@ def tile_origin(
 def load_addends(
     bias, residual, row, N, ROWS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr
 ):
-    """Return the sum of what is added to outputs `row [ROWS]`, float32: `bias` (BIAS) and `residual`
-    (ADD), `[N]`.
+    """Return what is added to outputs `row [ROWS]`, float32: the sum of `bias` (BIAS) and `residual` (ADD),
+    `[N]`.
     """
     added = tl.zeros([ROWS], tl.float32)
     if BIAS:

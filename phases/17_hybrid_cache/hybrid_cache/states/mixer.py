@@ -59,7 +59,7 @@ class DeltaInputs(NamedTuple):
 
 
 class Mixer(ABC):
-    """Interface of what combines different tokens in Gated DeltaNet layers: it keeps their states between
+    """Interface of an object that combines tokens in Gated DeltaNet layers, and keeps their states between
     steps.
     """
 
