@@ -117,7 +117,7 @@ class PrefixAware(Policy):
         load.
         """
         found = {name: self.memory(name).found(chain) for name in loads}
-        # Where nothing is known: an idle replica, and of several that which knows least.
+        # Where no block is known: an idle replica; of several, the one that knows fewest blocks.
         order = self._idle.rank(chain, loads)
         order.sort(key=lambda name: (loads[name], -found[name], len(self.memory(name))))
         most = loads[order[0]] + self.imbalance
