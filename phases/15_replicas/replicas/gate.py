@@ -100,8 +100,8 @@ class Gate:
             messages.
         Each replica responds into a `RelayedAnswer` of its own, given the scope with `said` under `KEY`. Its
         status is then that of `http`. All is done when the answer is complete, or the client has left.
-        Another replica is asked only while nothing of an answer has been sent, and Ray has said nothing
-        itself. Then `lost_replica` of the replica that was asked is added to what `said` avoids.
+        Another replica is asked only while nothing of an answer has been sent, and the answer is no error of
+        Ray itself. Then the `lost_replica` of the answer is added to the list `said["avoid"]`.
 
         Raises:
             ApiError: the last answer's `error()`: nothing has been sent, or Ray has said something itself.

@@ -360,7 +360,7 @@ def _messages(before: Messages, items: list[InputItem]) -> Messages:
     messages = list(before)
 
     def assistant() -> dict[str, Any]:
-        """Return the last message if it is the assistant's and made of `items`; else append an empty one."""
+        """Return the assistant's message at the end if `items` began it; else append and return a new one."""
         if len(messages) == len(before) or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         return messages[-1]
