@@ -288,7 +288,7 @@ class DraftController:
         return None if lengths is None else lengths[:rows]
 
     def _rests(self, cost: StepCost) -> bool:
-        """Return True if the next step goes without drafts, to measure such steps' time; cost: of the batch."""
+        """Return True if the next step has no drafts, to measure such steps' time; cost: of the batch."""
         resting = cost.drafting % REFRESH >= REFRESH - REST
         cost.drafting += self.on or resting
         return resting
