@@ -130,9 +130,10 @@ def few_bits(capability: int) -> Iterator[Kernel]:
     """One token in eight bits and in four: Qwen3-8B's products behind a norm, and before a residual."""
     for size, matrices in ((4096, 2), (12_288, 1)):
         around = {
-            "K": size, "NORM": matrices == 2, "ONE_PLUS": False, "BIAS": False, "ADD": matrices == 1,
-            "GATED": matrices == 2, "KIND": 0, "PDL": capability >= HOPPER, "TRIGGER_EARLY": True,
+            "K": size, "ONE_PLUS": False, "bias": None, "GATED": matrices == 2, "KIND": 0,
+            "PDL": capability >= HOPPER, "TRIGGER": 0,
         }  # fmt: skip
+        around |= {"residual" if matrices == 2 else "norm_weight": None}
         for kind in ("fp8", "int8", "int4"):
             if kind == "fp8" and capability < ADA:
                 continue
@@ -140,7 +141,7 @@ def few_bits(capability: int) -> Iterator[Kernel]:
             shape = loop_config(4096, size, matrices, bits, torch.device("cpu"))
             tile = {"ROWS": shape.rows, "BLOCK_K": shape.block_k}
             if kind == "int4":
-                how = {"GROUP": 128, "ZEROS": True, "ASM": True}
+                how = {"GROUP": 128, "ASM": True}
                 kernel, types = gemv4_kernel, {"weight": "*i32", "scale": "*fp16"}
             else:
                 how = {

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phases.appendix.latency.gemv import add_vector, wait_for_input
 from phases.appendix.latency.single_request import LOG_STEP, SingleRequestSplits, splits_of
 from triton_paged_attention.hardware import dependent_launch
 
@@ -85,14 +85,13 @@ def heads_kernel(
     H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    BIAS: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
+    ROUND: tl.constexpr, LARGEST: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute `ROWS` outputs of the output projection: combine all heads' splits, then multiply. One
     program each.
 
-    out, bias, residual: `[N]`; bias is added if BIAS. weight: `[N, H D]`. weight_scale: `[N]`, used if
-        SCALED.
+    out, bias, residual: `[N]`. weight: `[N, H D]`. weight_scale: `[N]`. bias, weight_scale: None: none.
     partial, lse: attention's splits: outputs `[splits, H, D_PAD]`, and log2 of their softmax sums.
     context_len: `[1]`, gives the number of splits. SPLITS, BLOCK_N, WINDOW: those of attention's launch.
     ROUND: rounds attention's output, such as `unrounded`; LARGEST, WHOLE, HARDWARE are its constants.
@@ -106,16 +105,14 @@ def heads_kernel(
         weight + row.to(tl.int64)[:, None] * (H * D) + column[None, :],
         mask=(row < N)[:, None] & inside[None, :], other=0.0,
     )  # fmt: skip
-    scales = tl.load(weight_scale + row, mask=row < N, other=0.0) if SCALED else 1.0
-    added = tl.zeros([ROWS], tl.float32)
-    if BIAS:
-        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+    scales = 1.0
+    if weight_scale is not None:
+        scales = tl.load(weight_scale + row, mask=row < N, other=0.0)
+    added = add_vector(tl.zeros([ROWS], tl.float32), bias, row, N)
     context = tl.load(context_len)
     _, _, used = splits_of(context - 1, context, WINDOW, BLOCK_N, SPLITS)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+    wait_for_input(0, PDL)
+    added = add_vector(added, residual, row, N)
 
     x = combine_heads(partial, lse, used, H, H_PAD, D, D_PAD, CHUNK)
     # Rounded as a step apart.
@@ -172,13 +169,11 @@ def project_heads(
     function, largest, whole, hardware = rounding or Rounding()
     heads_kernel[(triton.cdiv(size, rows),)](
         out, workspace.partial.view(residual.dtype), workspace.lse, parts.context_lens, weight,
-        residual if scale is None else scale, residual if bias is None else bias, residual,
-        size,
+        scale, bias, residual, size,
         H=heads, H_PAD=triton.next_power_of_2(heads), D=d,
         D_PAD=max(16, triton.next_power_of_2(d)),
         WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
-        CHUNK=min(chunk, config.splits), ROWS=rows, BIAS=bias is not None,
-        SCALED=scale is not None, ROUND=function, LARGEST=largest, WHOLE=whole,
+        CHUNK=min(chunk, config.splits), ROWS=rows, ROUND=function, LARGEST=largest, WHOLE=whole,
         HARDWARE=hardware,
         num_warps=8, **dependent_launch(residual.device),
     )  # fmt: skip
