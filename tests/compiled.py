@@ -172,9 +172,9 @@ def experts(capability: int) -> Iterator[Kernel]:
         for up, (block_n, block_k, warps) in zip((True, False), SHAPES, strict=True):
             around: dict[str, Any] = {
                 "N": 768 if up else 2048, "K": 2048 if up else 768, "TOP_K": 8, "UP": up, "KIND": 0,
-                "LIMIT": 0.0, "BIAS": False, "CHANNEL": eight, "SIDE": 0,
-                "ROUNDED": eight,
+                "LIMIT": 0.0, "CHANNEL": eight, "SIDE": 0, "bias": None,
             }  # fmt: skip
+            around |= {} if eight else {"x_scale": None}
             few = around | {"BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": early}
             yield (
                 f"few, {up=}, {eight=}",
@@ -222,8 +222,8 @@ def delta(capability: int) -> Iterator[Kernel]:
     }
     numbers |= {"slots": "*i64"} | types | dict.fromkeys(tables, "*i32")
     layer = {
-        "KH": 16, "GROUPS": 2, "DK": 128, "DV": 128, "DK_PAD": 128, "DV_PAD": 128, "C": 8192, "W": 4,
-        "W_PAD": 4, "WIDTH": 12_352, "PDL": capability >= HOPPER, "PRECISION": "tf32",
+        "KH": 16, "GROUPS": 2, "DK": 128, "DV": 128, "C": 8192, "W": 4, "WIDTH": 12_352,
+        "PDL": capability >= HOPPER, "PRECISION": "tf32",
     }  # fmt: skip
     gate = {"SIZE": 2048, "BLOCK": 1024, "PDL": capability >= HOPPER}
     for name, kernel, constants, warps, more in (

@@ -25,7 +25,7 @@ from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import PLAIN, attention_arguments
 from triton_paged_attention.tables import DecodeConfig, decode_default
-from triton_paged_attention.tiles import LOG2_E, combine, no_keys
+from triton_paged_attention.tiles import LOG2_E, combine, no_keys, padded
 
 MOST_SPLITS, LEAST_KEYS = 8, 128
 """Most splits, and least keys of a split, if requests have several tokens. On an H200 five tokens of 9 heads
@@ -228,7 +228,7 @@ def paged_decode(
         out, q, cache.k, layout.words(cache.v), block_tables, context_lens, query_starts,
         requests, workspace.partial, workspace.lse, workspace.arrived,
         *cache[2:4], layer.sinks, **shared, QUERIES=max_queries,
-        BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=config.block_n,
+        BLOCK_M=padded(rows), BLOCK_N=config.block_n,
         SPLITS_PAD=triton.next_power_of_2(config.splits),
         MIN_TILES=config.min_tiles, ATTEND=layout.attend,
         num_warps=config.num_warps, num_stages=config.num_stages,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +12,7 @@ from torch import Tensor
 from phases.appendix.latency.gemv import add_vector, wait_for_input
 from phases.appendix.latency.single_request import LOG_STEP, SingleRequestSplits, splits_of
 from triton_paged_attention.hardware import dependent_launch
+from triton_paged_attention.tiles import padded
 
 
 @triton.jit
@@ -68,18 +69,6 @@ def combine_heads(
 
 
 @triton.jit
-def unrounded(
-    vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """Return attention's output `vector` unchanged, and 1 as the factor of the product.
-
-    It stands where other functions round, and has their parameters. inside: True for numbers that are no
-    padding. LARGEST, WHOLE, HARDWARE: unused here.
-    """
-    return vector, 1.0
-
-
-@triton.jit
 def heads_kernel(
     out, partial, lse, context_len, weight, weight_scale, bias, residual, N,
     H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
@@ -94,7 +83,7 @@ def heads_kernel(
     out, bias, residual: `[N]`. weight: `[N, H D]`. weight_scale: `[N]`. bias, weight_scale: None: none.
     partial, lse: attention's splits: outputs `[splits, H, D_PAD]`, and log2 of their softmax sums.
     context_len: `[1]`, gives the number of splits. SPLITS, BLOCK_N, WINDOW: those of attention's launch.
-    ROUND: rounds attention's output, such as `unrounded`; LARGEST, WHOLE, HARDWARE are its constants.
+    ROUND: rounds attention's output, see `project_heads`, or None; LARGEST, WHOLE, HARDWARE: its constants.
     PDL: the GPU can start the next kernel early. `_PAD`: rounded up to a power of two.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -117,24 +106,11 @@ def heads_kernel(
     x = combine_heads(partial, lse, used, H, H_PAD, D, D_PAD, CHUNK)
     # Rounded as a step apart.
     vector = tl.reshape(x.to(out.dtype.element_ty), [H_PAD * D_PAD]).to(tl.float32)
-    vector, scale = ROUND(vector, inside, LARGEST, WHOLE, HARDWARE)
-    product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1) * (scales * scale)
+    if ROUND is not None:
+        vector, scale = ROUND(vector, inside, LARGEST, WHOLE, HARDWARE)
+        scales = scales * scale
+    product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1) * scales
     tl.store(out + row, (product + added).to(out.dtype.element_ty), mask=row < N)
-
-
-class Rounding(NamedTuple):
-    """A device function that rounds attention's output before the output projection, and its constants.
-
-    function: has the signature of `unrounded`; returns the rounded vector and the factor of the product.
-    largest: largest magnitude of the format that it rounds to.
-    whole: True for integers.
-    hardware: True if the GPU rounds to the format by an instruction.
-    """
-
-    function: Any = unrounded
-    largest: float = 0.0
-    whole: bool = False
-    hardware: bool = False
 
 
 def project_heads(
@@ -146,7 +122,7 @@ def project_heads(
     rows: int = 8,  # of the weight in a program
     chunk: int = 10,  # splits loaded at once
     scale: Tensor | None = None,  # [N] float32, of each row
-    rounding: Rounding | None = None,
+    rounding: tuple[Any, float, bool, bool] = (None, 0.0, False, False),
 ) -> Tensor:
     """Return `residual + bias + weight @ (attention's output)`, `[1, N]`, from attention's splits.
 
@@ -154,7 +130,10 @@ def project_heads(
         `[N]`.
     parts: what `attend_step` returned; its splits are still in its workspace.
     rows: outputs of a program. chunk: splits that are combined at a time.
-    rounding: of attention's output before the product; None: it is not rounded.
+    rounding: of attention's output before the product: a device function (None: it is not rounded), and its
+        constants: the format's largest number, whether it has integers, and whether the GPU has an
+        instruction. Given the vector, which numbers are no padding, and these constants, the function
+        returns the rounded vector and the factor of the product.
     """
     layer = parts.layer
     workspace = parts.workspace
@@ -166,12 +145,12 @@ def project_heads(
     assert workspace.rows >= config.splits * heads * 2, (
         f"the workspace has {workspace.rows} rows only"
     )
-    function, largest, whole, hardware = rounding or Rounding()
+    function, largest, whole, hardware = rounding
     heads_kernel[(triton.cdiv(size, rows),)](
         out, workspace.partial.view(residual.dtype), workspace.lse, parts.context_lens, weight,
         scale, bias, residual, size,
         H=heads, H_PAD=triton.next_power_of_2(heads), D=d,
-        D_PAD=max(16, triton.next_power_of_2(d)),
+        D_PAD=padded(d),
         WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
         CHUNK=min(chunk, config.splits), ROWS=rows, ROUND=function, LARGEST=largest, WHOLE=whole,
         HARDWARE=hardware,

@@ -42,6 +42,7 @@ from triton_paged_attention.tiles import (
     load_tile,
     lookup,
     no_keys,
+    padded,
     raw_scores,
 )
 
@@ -244,7 +245,7 @@ class SingleRequestSplits(NamedTuple):
 
 def single_request_workspace(layer: LayerSpec, device: torch.device | str) -> Workspace:
     """Return memory for the splits of a layer; layers of the same heads may share it."""
-    d_pad = max(16, triton.next_power_of_2(layer.head_dim))
+    d_pad = padded(layer.head_dim)
     return Workspace(2 * layer.num_heads * SingleRequestConfig.splits, d_pad, device)
 
 
@@ -278,7 +279,7 @@ def attend_step(
     heads = layer.num_heads
     kv_heads = layer.num_kv_heads
     d = layer.head_dim
-    d_pad = max(16, triton.next_power_of_2(d))
+    d_pad = padded(d)
     config = config or single_request_default(
         kv_heads, d_pad, cache.k.element_size(), qkv.device
     )
@@ -293,7 +294,7 @@ def attend_step(
         eps, layer.scale, *cache.k.stride()[:3],
         H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad,
         P=cache.k.shape[1], WINDOW=layer.sliding_window or 0,
-        ONE_PLUS=one_plus, BLOCK_M=max(16, group), GROUP_PAD=group,
+        ONE_PLUS=one_plus, BLOCK_M=padded(group), GROUP_PAD=group,
         BLOCK_N=config.block_n, SPLITS=config.splits,
         WAIT_FOR_SPLITS=wait_for_all_splits, num_warps=4, num_stages=1,
         **dependent_launch(qkv.device),

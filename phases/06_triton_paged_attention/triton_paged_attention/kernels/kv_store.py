@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks, largest
-from triton_paged_attention.tiles import attend
+from triton_paged_attention.tiles import attend, padded
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def attention_arguments(
         "H": layer.num_heads,
         "GROUP": layer.num_heads // layer.num_kv_heads,
         "D": layer.head_dim,
-        "D_PAD": max(16, triton.next_power_of_2(layer.head_dim)),
+        "D_PAD": padded(layer.head_dim),
         "P": cache.k.shape[1],
         "WINDOW": layer.sliding_window or 0,
     }
