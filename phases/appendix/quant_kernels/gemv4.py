@@ -122,54 +122,6 @@ def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def sums(
-    words, s, z, even, odd, pairs, inputs, scale, zero, here, q, N, tile: tl.constexpr,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    MATRICES: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """Multiply a tile of four-bit weights with its inputs, zero points and scales applied: `[ROWS, Q]`
-    float32.
-
-    words, s, z: tuples of loaded tiles: words `[ROWS, Q, 4]` of eight nibbles each, scales and zero points;
-        Q = BLOCK_K / 32. tile: number of the tile.
-    even, odd: tuples of inputs `[Q, 4]`, four for each tile; pairs: the same as words of two float16.
-    inputs: tuple of `[Q]`, the sums of the inputs, for the zero points.
-    scale, zero: `[N, K / GROUP]`, read here if ASM is False. here: the program's first output.
-    """
-    PART: tl.constexpr = tile // MATRICES
-    FIRST: tl.constexpr = PART * 4
-    if ASM:
-        w0, w1, w2, w3 = split_four(words[tile])
-        a0, a1, a2, a3 = split_four(pairs[FIRST][None, :, :])
-        b0, b1, b2, b3 = split_four(pairs[FIRST + 1][None, :, :])
-        c0, c1, c2, c3 = split_four(pairs[FIRST + 2][None, :, :])
-        d0, d1, d2, d3 = split_four(pairs[FIRST + 3][None, :, :])
-        total = tl.inline_asm_elementwise(
-            FOUR_WORDS, OPERANDS,
-            [w0, w1, w2, w3, a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-        zero_point = z[tile].to(tl.float32) if zero is not None else 8.0
-        total = (total * UNIT - zero_point * inputs[PART][None, :]) * s[tile].to(tl.float32)
-    else:
-        row, start = tile_origin(here, N, tile, K, ROWS, BLOCK_K, MATRICES)
-        real = row < N * MATRICES
-        total = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
-        for part in tl.static_range(4):
-            low, high = even[FIRST + part], odd[FIRST + part]
-            first = ((words[tile] >> (4 * part)) & 15).to(tl.float32) - 8.0
-            second = ((words[tile] >> (16 + 4 * part)) & 15).to(tl.float32) - 8.0
-            product = tl.sum(first * low[None, :, :] + second * high[None, :, :], axis=2)
-            k = start + q // 4 * 128 + part * 32
-            if zero is not None:
-                off = 8.0 - load_group(zero, row, real, k, 8, K, GROUP).to(tl.float32)
-                product += off * tl.sum(low + high, axis=1)[None, :]
-            total += product * load_group(scale, row, real, k, 0.0, K, GROUP).to(tl.float32)
-    return total
-
-
-@triton.jit
 def gemv4_kernel(
     out, x, weight, scale, zero, norm_weight, bias, residual, eps, N,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -256,10 +208,44 @@ def gemv4_kernel(
         for matrix in tl.static_range(MATRICES):
             product = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
             for i in tl.static_range(PARTS):
-                product += sums(
-                    words, scales, zeros, lows, highs, pairs, inputs, scale, zero, here, q, N,
-                    i * MATRICES + matrix, K, GROUP, ROWS, BLOCK_K, MATRICES, ASM,
-                )  # fmt: skip
+                tile_words = words[i * MATRICES + matrix]  # [ROWS, Q, 4], eight nibbles each
+                if ASM:
+                    w0, w1, w2, w3 = split_four(tile_words)
+                    a0, a1, a2, a3 = split_four(pairs[4 * i][None, :, :])
+                    b0, b1, b2, b3 = split_four(pairs[4 * i + 1][None, :, :])
+                    c0, c1, c2, c3 = split_four(pairs[4 * i + 2][None, :, :])
+                    d0, d1, d2, d3 = split_four(pairs[4 * i + 3][None, :, :])
+                    total = tl.inline_asm_elementwise(
+                        FOUR_WORDS, OPERANDS,
+                        [w0, w1, w2, w3, a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3],
+                        dtype=tl.float32, is_pure=True, pack=1,
+                    )  # fmt: skip
+                    zero_point = 8.0
+                    if zero is not None:
+                        zero_point = zeros[i * MATRICES + matrix].to(tl.float32)
+                    total = total * UNIT - zero_point * inputs[i][None, :]
+                    total *= scales[i * MATRICES + matrix].to(tl.float32)
+                else:
+                    total = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
+                    tile_row, start = tile_origin(
+                        here, N, i * MATRICES + matrix, K, ROWS, BLOCK_K, MATRICES
+                    )
+                    real = tile_row < N * MATRICES
+                    for part in tl.static_range(4):
+                        low, high = lows[4 * i + part], highs[4 * i + part]
+                        first = ((tile_words >> (4 * part)) & 15).to(tl.float32) - 8.0
+                        second = ((tile_words >> (16 + 4 * part)) & 15).to(tl.float32) - 8.0
+                        some = tl.sum(
+                            first * low[None, :, :] + second * high[None, :, :], axis=2
+                        )
+                        k = start + q // 4 * 128 + part * 32
+                        if zero is not None:
+                            off = load_group(zero, tile_row, real, k, 8, K, GROUP)
+                            off = 8.0 - off.to(tl.float32)
+                            some += off * tl.sum(low + high, axis=1)[None, :]
+                        s = load_group(scale, tile_row, real, k, 0.0, K, GROUP)
+                        total += some * s.to(tl.float32)
+                product += total
             if matrix == 0:
                 result = tl.sum(product, axis=1) * scale_x
             else:
