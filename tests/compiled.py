@@ -130,9 +130,10 @@ def few_bits(capability: int) -> Iterator[Kernel]:
     """One token in eight bits and in four: Qwen3-8B's products behind a norm, and before a residual."""
     for size, matrices in ((4096, 2), (12_288, 1)):
         around = {
-            "K": size, "NORM": matrices == 2, "ONE_PLUS": False, "BIAS": False, "ADD": matrices == 1,
-            "GATED": matrices == 2, "KIND": 0, "PDL": capability >= HOPPER, "TRIGGER_EARLY": True,
+            "K": size, "ONE_PLUS": False, "bias": None, "GATED": matrices == 2, "KIND": 0,
+            "PDL": capability >= HOPPER, "TRIGGER": 0,
         }  # fmt: skip
+        around |= {"residual" if matrices == 2 else "norm_weight": None}
         for kind in ("fp8", "int8", "int4"):
             if kind == "fp8" and capability < ADA:
                 continue
@@ -140,7 +141,7 @@ def few_bits(capability: int) -> Iterator[Kernel]:
             shape = loop_config(4096, size, matrices, bits, torch.device("cpu"))
             tile = {"ROWS": shape.rows, "BLOCK_K": shape.block_k}
             if kind == "int4":
-                how = {"GROUP": 128, "ZEROS": True, "ASM": True}
+                how = {"GROUP": 128, "ASM": True}
                 kernel, types = gemv4_kernel, {"weight": "*i32", "scale": "*fp16"}
             else:
                 how = {
@@ -171,9 +172,9 @@ def experts(capability: int) -> Iterator[Kernel]:
         for up, (block_n, block_k, warps) in zip((True, False), SHAPES, strict=True):
             around: dict[str, Any] = {
                 "N": 768 if up else 2048, "K": 2048 if up else 768, "TOP_K": 8, "UP": up, "KIND": 0,
-                "LIMIT": 0.0, "BIAS": False, "CHANNEL": eight, "SIDE": 0,
-                "ROUNDED": eight,
+                "LIMIT": 0.0, "CHANNEL": eight, "SIDE": 0, "bias": None,
             }  # fmt: skip
+            around |= {} if eight else {"x_scale": None}
             few = around | {"BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": early}
             yield (
                 f"few, {up=}, {eight=}",
@@ -221,8 +222,8 @@ def delta(capability: int) -> Iterator[Kernel]:
     }
     numbers |= {"slots": "*i64"} | types | dict.fromkeys(tables, "*i32")
     layer = {
-        "KH": 16, "GROUPS": 2, "DK": 128, "DV": 128, "DK_PAD": 128, "DV_PAD": 128, "C": 8192, "W": 4,
-        "W_PAD": 4, "WIDTH": 12_352, "PDL": capability >= HOPPER, "PRECISION": "tf32",
+        "KH": 16, "GROUPS": 2, "DK": 128, "DV": 128, "C": 8192, "W": 4, "WIDTH": 12_352,
+        "PDL": capability >= HOPPER, "PRECISION": "tf32",
     }  # fmt: skip
     gate = {"SIZE": 2048, "BLOCK": 1024, "PDL": capability >= HOPPER}
     for name, kernel, constants, warps, more in (

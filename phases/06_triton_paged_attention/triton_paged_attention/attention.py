@@ -16,6 +16,7 @@ from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import SMALL, for_step, prefill_default
+from triton_paged_attention.tiles import padded
 
 TILE_ROWS = 16
 """Rows of the decode kernel's tile. A request with at most `16 / GROUP` new tokens goes through that kernel;
@@ -40,7 +41,7 @@ class TritonPagedAttention(PagedAttention):
         device, (kv_heads, d) = pool.data.device, pool.data.shape[-2:]
         self._group = num_heads // kv_heads
         self.most_queries = triton.next_power_of_2(max(1, TILE_ROWS // self._group))
-        d_pad = max(16, triton.next_power_of_2(d))
+        d_pad = padded(d)
         self._prefill_config = prefill_default(d_pad, pool.data.element_size(), device)
         # So many query tokens make a small tile for each multiprocessor.
         supported = self._prefill_config.tma and self._group <= SMALL

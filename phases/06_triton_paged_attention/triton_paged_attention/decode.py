@@ -25,7 +25,7 @@ from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import PLAIN, attention_arguments
 from triton_paged_attention.tables import DecodeConfig, decode_default
-from triton_paged_attention.tiles import LOG2_E, combine, no_keys
+from triton_paged_attention.tiles import LOG2_E, combine, no_keys, padded
 
 MOST_SPLITS, LEAST_KEYS = 8, 128
 """Most splits, and least keys of a split, if requests have several tokens. On an H200 five tokens of 9 heads
@@ -77,19 +77,17 @@ def decode_kernel(
     scale, table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr,
-    WINDOW: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
-    SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr,
-    SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of a request's keys for one key/value head; the last split to finish combines all.
 
     One program per key/value head, split and request. out, q: `[T, H, D]`. k_cache, v_cache: `[N, P, KH, D]`.
-    block_tables: `[B, max_blocks]`. context_lens: `[B]`. sinks: `[H]`, if SINKS. Strides are in numbers.
+    block_tables: `[B, max_blocks]`. context_lens: `[B]`. sinks: `[H]` or None. Strides are in numbers.
     partial, lse, arrived: workspace: outputs, log2 of softmax sums, and counters of finished splits.
-    k_scale, v_scale: `[KH]`, read if SCALED: one scale for the keys and values of a head.
-    RAGGED: requests have up to QUERIES query tokens each, at `query_starts`; otherwise one.
-    SUBSET: only the requests that `requests` lists. ATTEND: the loop over tiles, such as `tiles.attend`.
+    k_scale, v_scale: `[KH]`, one scale for the keys and values of a head, or None.
+    query_starts: `[B + 1]`: requests have up to QUERIES query tokens each; None: one.
+    requests: the only ones to compute; None: all. ATTEND: the loop over tiles, such as `tiles.attend`.
     MIN_TILES: fewest tiles of BLOCK_N keys in a split. WINDOW: keys that a query sees; 0: all.
     """
     kv_head = tl.program_id(0)
@@ -97,10 +95,13 @@ def decode_kernel(
     item = tl.program_id(2)
     # The grid's, not a constant: batch sizes have many numbers of splits, and each would be compiled anew.
     splits = tl.num_programs(1)
-    request = tl.load(requests + item) if SUBSET else item
+    request = tl.load(requests + item) if requests is not None else item
     context = tl.load(context_lens + request)
-    first_token = tl.load(query_starts + request) if RAGGED else request
-    count = tl.load(query_starts + request + 1) - first_token if RAGGED else 1
+    first_token = request
+    count = 1
+    if query_starts is not None:
+        first_token = tl.load(query_starts + request)
+        count = tl.load(query_starts + request + 1) - first_token
 
     # The keys this program reads: [low, high), in whole tiles.
     first_position = context - count
@@ -126,10 +127,12 @@ def decode_kernel(
 
     table = block_tables + request * table_stride
     m, total, acc = no_keys(BLOCK_M, D_PAD)
-    if SINKS and split == 0:  # a key of value 0 that every row sees
+    if sinks is not None and split == 0:  # a key of value 0 that every row sees
         m = tl.load(sinks + kv_head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
         total = tl.full([BLOCK_M], 1.0, tl.float32)
-    if SCALED:  # a head's scales are factors of all its scores, and of all its outputs
+    if (
+        k_scale is not None
+    ):  # a head's scales are factors of all its scores, and of all its outputs
         scale = scale * tl.load(k_scale + kv_head)
     m, total, acc = ATTEND(
         query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high,
@@ -142,7 +145,7 @@ def decode_kernel(
         total > 0, total, 1.0
     )  # total 0: a row that sees none of these keys, m = -1e30
     acc = acc * (1.0 / weight_sum)[:, None]
-    if SCALED:
+    if k_scale is not None:
         acc = acc * tl.load(v_scale + kv_head)
     if SPLITS_PAD == 1 or used <= 1:
         tl.store(out + at_q, acc.to(out.dtype.element_ty), mask=real)
@@ -204,8 +207,7 @@ def paged_decode(
     config: block sizes; None: the default.
     """
     kv_heads = layer.num_kv_heads
-    listed = context_lens if requests is None else requests
-    items = len(listed)
+    items = len(context_lens if requests is None else requests)
     out = torch.empty_like(q) if out is None else out
     shared = attention_arguments(layer, cache, block_tables)
     d_pad = shared["D_PAD"]
@@ -223,17 +225,12 @@ def paged_decode(
         f"the workspace has {workspace.rows} rows, but {needed} are needed"
     )
     decode_kernel[(kv_heads, config.splits, items)](
-        out, q, cache.k, layout.words(cache.v), block_tables, context_lens,
-        context_lens if query_starts is None else query_starts,  # any pointer where there is nothing to read
-        listed,
-        workspace.partial, workspace.lse, workspace.arrived,
-        *(cache[2:4] if cache.scaled else (out, out)), out if layer.sinks is None else layer.sinks,
-        **shared, QUERIES=max_queries,
-        RAGGED=query_starts is not None, SUBSET=requests is not None,
-        BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=config.block_n,
+        out, q, cache.k, layout.words(cache.v), block_tables, context_lens, query_starts,
+        requests, workspace.partial, workspace.lse, workspace.arrived,
+        *cache[2:4], layer.sinks, **shared, QUERIES=max_queries,
+        BLOCK_M=padded(rows), BLOCK_N=config.block_n,
         SPLITS_PAD=triton.next_power_of_2(config.splits),
-        MIN_TILES=config.min_tiles, SCALED=cache.scaled, SINKS=layer.sinks is not None,
-        ATTEND=layout.attend,
+        MIN_TILES=config.min_tiles, ATTEND=layout.attend,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

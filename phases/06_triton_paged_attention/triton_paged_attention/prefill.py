@@ -36,13 +36,13 @@ def prefill_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
+    TMA: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
     """Compute causal attention of one query tile. One program per query tile and key/value head.
 
     out, q: `[T, H, D]`. k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, or with TMA their descriptors.
     tiles: `[n, 4]` int32 of `query_tiles`: request, first row of `q`, tokens, first position.
-    k_scale, v_scale: `[KH]`, read if SCALED. sinks: `[H]`, read if SINKS: extra scores in the softmax's sum.
+    k_scale, v_scale: `[KH]` or None. sinks: `[H]`, extra scores in the softmax's sum, or None.
     Strides: numbers from a block table, block, token or head to the next. WINDOW: tokens seen; 0: all.
     BLOCK_M: query tokens times GROUP heads. BLOCK_N: keys of a tile. ATTEND: such as `tiles.attend`.
     """
@@ -72,10 +72,10 @@ def prefill_kernel(
 
     table = block_tables + request * table_stride
     m, total, acc = no_keys(BLOCK_M, D_PAD)
-    if SINKS:  # see decode.py
+    if sinks is not None:  # see decode.py
         m = tl.load(sinks + kv_head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
         total = tl.full([BLOCK_M], 1.0, tl.float32)
-    if SCALED:  # see decode.py
+    if k_scale is not None:  # see decode.py
         scale = scale * tl.load(k_scale + kv_head)
     # By TMA without a window, one loop: its tiles need no mask against what lies behind the last key.
     ONE_LOOP: tl.constexpr = TMA and WINDOW == 0
@@ -94,7 +94,7 @@ def prefill_kernel(
     acc = (
         acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
     )  # one division per row, not per number
-    if SCALED:
+    if k_scale is not None:
         acc = acc * tl.load(v_scale + kv_head)
     tl.store(out + origin + at_q, acc.to(out.dtype.element_ty), mask=real)
 
@@ -158,11 +158,8 @@ def paged_prefill(
     )
     prefill_kernel[(len(tiles), layer.num_kv_heads)](
         out, q, k_arg, v_arg, block_tables, tiles,
-        *(cache[2:4] if cache.scaled else (out, out)), out if layer.sinks is None else layer.sinks,
-        **shared,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SCALED=cache.scaled,
-        SINKS=layer.sinks is not None,
-        ATTEND=layout.attend,
+        *cache[2:4], layer.sinks, **shared,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, ATTEND=layout.attend,
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg,
     )  # fmt: skip
     return out

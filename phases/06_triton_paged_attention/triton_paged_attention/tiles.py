@@ -7,6 +7,12 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 """The scale times it is the factor from raw scores to exponents of 2: the GPU computes 2**x, not e**x."""
 
 
+@triton.constexpr_function
+def padded(size: int) -> int:
+    """Return how many numbers a tile has for `size` rows or a head of `size`: a power of two, at least 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
 @triton.jit
 def raw_scores(q, keys):
     """Return the scores of a tile before the scale, `q [M, D]` and `keys [N, D]` -> `[M, N]`.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from continuous.batch import Batch
 from forward.attention import LayerSpec
-from hybrid_cache.attention import GroupedTorch, PoolMixer
+from hybrid_cache.attention import PoolMixer
 from hybrid_cache.pool import HybridPool
 from paged_cache.attention import PagedBatch
 from paged_cache.pool import LayerBlocks
@@ -20,7 +19,7 @@ class GroupedTriton(TritonPagedAttention, PoolMixer):
     """Paged attention by Triton for several KV cache groups: planned once a step, with each group's tables
     and slots.
 
-    pool: keys and values. num_heads: query heads. options: keywords of `TritonPagedAttention`.
+    pool: keys and values. num_heads: query heads.
     start: starts a step, given its batch; returns the batch with the tables and slots of each group.
     decodes: True if every request of the step computes one token.
 
@@ -29,9 +28,9 @@ class GroupedTriton(TritonPagedAttention, PoolMixer):
 
     pool: HybridPool
 
-    def __init__(self, pool: HybridPool, num_heads: int, **options: Any) -> None:
-        super().__init__(pool, num_heads, **options)
-        self._torch = GroupedTorch(pool)
+    def __init__(self, pool: HybridPool, num_heads: int) -> None:
+        super().__init__(pool, num_heads)
+
         self.start: Callable[[PagedBatch], list[PagedBatch]] = pool.begin
 
     def begin(self, batch: Batch) -> None:

@@ -79,9 +79,9 @@ def all_reduce_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PAD: tl.constexpr,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     SLOT: tl.constexpr, HALF: tl.constexpr, COUNTERS: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of all ranks' `part [rows, SIZE]`, plus `residual` with ADD, to `out [rows, SIZE]`.
+    """Write the sum of all ranks' `part [rows, SIZE]`, plus `residual` if any, to `out [rows, SIZE]`.
 
     Program `b` of `n` computes the rows `b, b + n, ...`. A rank's memory is two halves of HALF bytes for
     parts, with SLOT bytes for each program, and from byte COUNTERS on the counters.
@@ -121,7 +121,7 @@ def all_reduce_kernel(
             theirs = address_of(table, peer, parts, kind)
             value += tl.load(theirs + number * SIZE + i, mask=inside, other=0.0).to(tl.float32)
         at = (program + number * programs).to(tl.int64) * SIZE + i
-        if ADD:
+        if residual is not None:
             value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
     tl.store(barriers_passed + program, barrier_number)

@@ -93,12 +93,12 @@ class SymmetricMemoryReducer(Reducer):
         out = torch.empty_like(part)
         padded = triton.next_power_of_2(size)
         all_reduce_kernel[(min(rows, PROGRAMS),)](
-            out, part, part if residual is None else residual.contiguous(),
+            out, part, None if residual is None else residual.contiguous(),
             self.shared.table, self.barriers_passed, self.shared.stop, rows,
             RANK=ranks.rank, RANKS=ranks.size, RANKS_PAD=triton.next_power_of_2(ranks.size),
             SIZE=size, SIZE_PAD=padded, SLOT=self.place, HALF=self.half,
             COUNTERS=2 * self.half,
-            ADD=residual is not None,
+
             num_warps=min(16, max(1, padded // 256)),
             **dependent_launch(part.device, rows <= DEPENDENT_ROWS),
         )  # fmt: skip

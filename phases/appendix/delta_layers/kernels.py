@@ -28,6 +28,7 @@ from phases.appendix.delta_layers.step import (
     unit,
 )
 from triton_paged_attention.hardware import dependent_launch
+from triton_paged_attention.tiles import padded
 
 CHUNK = 32
 """Tokens in a chunk."""
@@ -58,9 +59,7 @@ def prepare_kernel(
     step,
     requests, scale,
     KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
-    WIDTH: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Prepare chunks of a request's prompt for one key head: q, k, v, decays, and each chunk's solved
@@ -83,17 +82,15 @@ def prepare_kernel(
         H: tl.constexpr = KH * GROUPS
         cut = tl.load(step + 3 * requests + request)
         t = tl.arange(0, CHUNK)
-        i = tl.arange(0, DK_PAD)
-        j = tl.arange(0, DV_PAD)
+        i = tl.arange(0, padded(DK))
+        j = tl.arange(0, padded(DV))
         earlier, seen = t[:, None] > t[None, :], t[:, None] >= t[None, :]
         row, old = x + first * WIDTH, kept + source * (W - 1) * C
         begin = -((CHUNK - cut % CHUNK) % CHUNK)  # so that a chunk ends at the boundary
         for start in range(begin + tl.program_id(2) * CHUNK, count, parts * CHUNK):
             at = start + t
             live, token = (at >= 0) & (at < count), first + at
-            q = convolve(
-                row, weight, old, at, live, key_head * DK, C, W, WIDTH, CHUNK, DK, DK_PAD
-            )
+            q = convolve(row, weight, old, at, live, key_head * DK, C, W, WIDTH, DK)
             k = convolve(
                 row,
                 weight,
@@ -104,9 +101,7 @@ def prepare_kernel(
                 C,
                 W,
                 WIDTH,
-                CHUNK,
                 DK,
-                DK_PAD,
             )
             q = (unit(q) * scale).to(q_out.dtype.element_ty)
             k = unit(k).to(q_out.dtype.element_ty)
@@ -118,9 +113,7 @@ def prepare_kernel(
             for group in range(GROUPS):
                 head = key_head * GROUPS + group
                 values = 2 * KH * DK + head * DV
-                v = convolve(
-                    row, weight, old, at, live, values, C, W, WIDTH, CHUNK, DV, DV_PAD
-                )
+                v = convolve(row, weight, old, at, live, values, C, W, WIDTH, DV)
                 at_value = (token * H + head)[:, None] * DV + j[None, :]
                 here = live[:, None] & (j < DV)[None, :]
                 tl.store(v_out + at_value, v.to(v_out.dtype.element_ty), mask=here)
@@ -148,9 +141,7 @@ def scan_kernel(
     out, q_in, k_in, v_in, solved, scores, totals, x, norm, states, kept, query_starts, step,
     requests, eps,
     KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
-    WIDTH: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Run the recurrence over a request's prepared chunks for one value head; write outputs and the new
@@ -172,8 +163,8 @@ def scan_kernel(
         boundary = tl.load(step + requests + request).to(tl.int64)
         cut, key_head = tl.load(step + 3 * requests + request), head // GROUPS
         t = tl.arange(0, CHUNK)
-        i = tl.arange(0, DK_PAD)
-        j = tl.arange(0, DV_PAD)
+        i = tl.arange(0, padded(DK))
+        j = tl.arange(0, padded(DV))
         mask = (i < DK)[:, None] & (j < DV)[None, :]
         place, size = head * (DK * DV) + i[:, None] * DV + j[None, :], H * DK * DV
         weight, row = tl.load(norm + j, mask=j < DV, other=0.0), x + first * WIDTH
@@ -218,13 +209,13 @@ def scan_kernel(
         values = 2 * KH * DK + head * DV
         shift(
             row, kept, source, boundary, into, cut, count, values,
-            C, W, W_PAD, WIDTH, DV, DV_PAD,
+            C, W, WIDTH, DV,
         )  # fmt: skip
         if head % GROUPS == 0:
             for part in tl.static_range(2):  # queries, keys
                 shift(
                     row, kept, source, boundary, into, cut, count, (part * KH + key_head) * DK,
-                    C, W, W_PAD, WIDTH, DK, DK_PAD,
+                    C, W, WIDTH, DK,
                 )  # fmt: skip
 
 
@@ -245,10 +236,8 @@ def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Ten
     out = x.new_empty(tokens, config.value_heads, config.value_dim)
     sizes = {
         "KH": keys, "GROUPS": config.value_heads // keys,
-        "DK": config.key_dim, "DK_PAD": max(16, triton.next_power_of_2(config.key_dim)),
-        "DV": config.value_dim, "DV_PAD": max(16, triton.next_power_of_2(config.value_dim)),
-        "C": config.channels, "W": config.conv_width, "W_PAD": triton.next_power_of_2(config.conv_width),
-        "WIDTH": x.shape[1],
+        "DK": config.key_dim, "DV": config.value_dim,
+        "C": config.channels, "W": config.conv_width, "WIDTH": x.shape[1],
     }  # fmt: skip
     scale = config.key_dim**-0.5
     step_kernel[requests, keys](

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.models.config import DeltaConfig
 from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.tiles import padded
 
 
 @triton.jit
@@ -75,18 +76,16 @@ def inputs_at(
 @triton.jit
 def convolve(
     x, weight, kept, at, live, start,
-    C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PAD: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return the causal convolution and SiLU of SIZE channels from `start` on: `[ROWS, PAD]` float32.
+    """Return the causal convolution and SiLU of SIZE channels from `start` on: `[rows, padded]` float32.
 
     x: pointer to the request's first row, rows WIDTH apart. weight: `[C, W]`. kept: pointer to the
-        `[W - 1, C]` inputs before it. at: `[ROWS]`, the tokens' offsets in the request. live: `[ROWS]`, True
+        `[W - 1, C]` inputs before it. at: `[rows]`, the tokens' offsets in the request. live: `[rows]`, True
         where there is a token.
     """
-    i = tl.arange(0, PAD)
-    total = tl.zeros([ROWS, PAD], tl.float32)
+    i = tl.arange(0, padded(SIZE))
+    total = tl.zeros([at.shape[0], padded(SIZE)], tl.float32)
     mask = live[:, None] & (i < SIZE)[None, :]
     for w in tl.static_range(W):
         factor = tl.load(weight + (start + i) * W + w, mask=i < SIZE, other=0.0).to(tl.float32)
@@ -99,9 +98,7 @@ def convolve(
 @triton.jit
 def shift(
     x, kept, source, boundary, into, cut, count, start,
-    C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,
-    PAD: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Store the last `W - 1` convolution inputs before token `cut` and before token `count`, for later steps.
 
@@ -109,8 +106,9 @@ def shift(
         `boundary` gets the inputs before `cut` (negative: none), and `into` those before `count`.
     start: first of SIZE channels.
     """
-    row, channel = tl.arange(0, W_PAD), start + tl.arange(0, PAD)
-    mask = (row < W - 1)[:, None] & (tl.arange(0, PAD) < SIZE)[None, :]
+    row, i = tl.arange(0, triton.next_power_of_2(W)), tl.arange(0, padded(SIZE))
+    channel = start + i
+    mask = (row < W - 1)[:, None] & (i < SIZE)[None, :]
     size: tl.constexpr = (W - 1) * C
     at_cut = inputs_at(
         x, kept + source * size, cut - (W - 1) + row, channel, mask, C, W, WIDTH
@@ -129,10 +127,7 @@ def step_kernel(
     out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale,
     eps,
     KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute a Gated DeltaNet layer for one token and key head. One program per request and key head.
 
@@ -151,8 +146,8 @@ def step_kernel(
     if (count == 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         at = tl.zeros([1], tl.int32)
-        i = tl.arange(0, DK_PAD)
-        j = tl.arange(0, DV_PAD)
+        i = tl.arange(0, padded(DK))
+        j = tl.arange(0, padded(DV))
         live = at == 0
         mask = (i < DK)[:, None] & (j < DV)[None, :]
         queries = key_head * DK
@@ -165,16 +160,13 @@ def step_kernel(
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        q = (
-            unit(convolve(row, weight, old, at, live, queries, C, W, WIDTH, 1, DK, DK_PAD))
-            * scale
-        )
-        k = unit(convolve(row, weight, old, at, live, keys, C, W, WIDTH, 1, DK, DK_PAD))
+        q = unit(convolve(row, weight, old, at, live, queries, C, W, WIDTH, DK)) * scale
+        k = unit(convolve(row, weight, old, at, live, keys, C, W, WIDTH, DK))
         q, k = tl.trans(q), tl.trans(k)  # [DK_PAD, 1]
         for group in range(GROUPS):
             head = key_head * GROUPS + group
             values = 2 * KH * DK + head * DV
-            v = convolve(row, weight, old, at, live, values, C, W, WIDTH, 1, DV, DV_PAD)
+            v = convolve(row, weight, old, at, live, values, C, W, WIDTH, DV)
             decay, beta = gates(row + at, live, head, a_log, dt_bias, H, C + H * DV)
             z = tl.load(row + C + head * DV + j, mask=j < DV, other=0.0)[None, :]
             state *= tl.exp(decay)[:, None]
@@ -183,7 +175,7 @@ def step_kernel(
             to = out + (first * H + head) * DV + j[None, :]
             tl.store(to, o.to(out.dtype.element_ty), mask=(j < DV)[None, :])
             tl.store(states + into * size + place, state, mask=mask)
-            shift(row, kept, source, -1, into, 0, 1, values, C, W, W_PAD, WIDTH, DV, DV_PAD)
+            shift(row, kept, source, -1, into, 0, 1, values, C, W, WIDTH, DV)
             place += DK * DV
             state = tl.load(
                 states + source * size + place, mask=mask & (group + 1 < GROUPS), other=0.0
@@ -191,7 +183,7 @@ def step_kernel(
         for part in tl.static_range(2):  # queries, keys
             shift(
                 row, kept, source, -1, into, 0, 1, (part * KH + key_head) * DK,
-                C, W, W_PAD, WIDTH, DK, DK_PAD,
+                C, W, WIDTH, DK,
             )  # fmt: skip
 
 

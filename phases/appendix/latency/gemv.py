@@ -30,24 +30,43 @@ from triton_paged_attention.linear import KINDS, activate
 
 
 @triton.jit
+def wait_for_input(TRIGGER: tl.constexpr, PDL: tl.constexpr):
+    """Wait for the kernel before, whose results the rest reads. PDL: the GPU can start a kernel early.
+
+    TRIGGER: let the next kernel start before the wait (0), after it (1), or leave that to the caller (2).
+    """
+    if PDL:
+        if TRIGGER == 0:
+            gdc_launch_dependents()
+        gdc_wait()
+        if TRIGGER == 1:
+            gdc_launch_dependents()
+
+
+@triton.jit
+def add_vector(total, vector, row, N):
+    """Return `total [ROWS]` float32 plus `vector [N]` at `row [ROWS]`; vector None: `total` itself."""
+    if vector is not None:
+        total += tl.load(vector + row, mask=row < N, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def gemv_kernel(
     out, x, weight, norm_weight, bias, residual, eps, N,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
-    ONE_PLUS: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-    PDL: tl.constexpr,
-    TRIGGER: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ONE_PLUS: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Compute `ROWS` outputs of a matrix times a vector, with norm, bias, residual and gate. One program
     each.
 
     out: `[N]`. x: `[K]`. weight: `[N, K]`, or `[2 N, K]` with GATED: the gate's rows above the up
         projection's.
-    norm_weight, eps: `[K]`, of the input's RMSNorm (NORM; ONE_PLUS: its factor is `1 + weight`).
-    bias, residual: `[N]`, added if BIAS and ADD. KIND: number of the gate's activation (`linear.KINDS`).
-    BLOCK_K: inputs that are read at a time. PDL: the GPU can start the next kernel early.
-    TRIGGER: when the next kernel may start: at once (0), when the one before this is done (1), or when the
-        matrix is read (2).
+    norm_weight, eps: `[K]`, of the input's RMSNorm (ONE_PLUS: its factor is `1 + weight`).
+    bias, residual: `[N]`, added. None leaves out the norm or an addition.
+    KIND: number of the gate's activation (`linear.KINDS`). BLOCK_K: inputs that are read at a time.
+    TRIGGER, PDL: see `wait_for_input`. A matrix that is read in several sweeps triggers when it is read.
+
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
@@ -56,21 +75,13 @@ def gemv_kernel(
     up_at = at + N.to(tl.int64) * K
     w = tl.load(weight + at, mask=mask, other=0.0)
     up = tl.load(weight + up_at, mask=mask, other=0.0) if GATED else w
-    g = tl.load(norm_weight + k, mask=k < K, other=0.0) if NORM else k
-    added = tl.zeros([ROWS], tl.float32)
-    if BIAS:
-        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
-    if PDL:
-        if TRIGGER == 0:
-            gdc_launch_dependents()
-        gdc_wait()
-        if TRIGGER == 1:
-            gdc_launch_dependents()
+    g = tl.load(norm_weight + k, mask=k < K, other=0.0) if norm_weight is not None else k
+    added = add_vector(tl.zeros([ROWS], tl.float32), bias, row, N)
+    wait_for_input(TRIGGER if K <= BLOCK_K else 2, PDL)
     vector = tl.load(x + k, mask=k < K, other=0.0)
-    if ADD:
-        added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+    added = add_vector(added, residual, row, N)
     scale = 1.0
-    if NORM:
+    if norm_weight is not None:
         square = vector.to(tl.float32) * vector.to(tl.float32)
         for start in tl.static_range(BLOCK_K, K, BLOCK_K):
             part = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
@@ -84,17 +95,17 @@ def gemv_kernel(
             w = tl.load(weight + at + start, mask=mask, other=0.0)
             if GATED:
                 up = tl.load(weight + up_at + start, mask=mask, other=0.0)
-            if NORM:
+            if norm_weight is not None:
                 g = tl.load(norm_weight + start + k, mask=start + k < K, other=0.0)
             vector = tl.load(x + start + k, mask=start + k < K, other=0.0)
-        if NORM:
+        if norm_weight is not None:
             factor = g.to(tl.float32) + 1.0 if ONE_PLUS else g.to(tl.float32)
             # Rounded as a norm apart.
             vector = (vector.to(tl.float32) * scale * factor).to(vector.dtype)
         total += tl.sum(w.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
         if GATED:
             total_up += tl.sum(up.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
-    if PDL and TRIGGER == 2:
+    if PDL and K > BLOCK_K:
         gdc_launch_dependents()
     if GATED:
         total = activate(total, KIND) * total_up
@@ -123,7 +134,7 @@ def launch(
     kernel: Any,
     programs: int,
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
     rows: int,
     operators: FusedOperators,
     **more: Any,
@@ -136,19 +147,13 @@ def launch(
     operators: what to compute in the same kernel, such as a norm or a residual addition.
     more: further constants of the kernel.
     """
-    norm = operators.get("norm")
-    bias = operators.get("bias")
-    residual = operators.get("residual")
     gate, dtype = operators.get("gate"), operators.get("out_dtype") or x.dtype
     out = torch.empty(*x.shape[:-1], rows, dtype=dtype, device=x.device)
-    norm_weight, eps, one_plus = norm or (x, 0.0, False)
+    norm_weight, eps, one_plus = operators.get("norm") or (None, 0.0, False)
     kernel[(programs,)](
-        out, x, *weights, norm_weight, x if bias is None else bias,
-        x if residual is None else residual,
-        eps, rows,
-        NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None,
-        ADD=residual is not None,
-        GATED=gate is not None, KIND=0 if gate is None else KINDS[gate], **more,
+        out, x, *weights, norm_weight, operators.get("bias"), operators.get("residual"), eps, rows,
+        ONE_PLUS=one_plus, GATED=gate is not None, KIND=0 if gate is None else KINDS[gate],
+        TRIGGER=0 if operators.get("trigger_early", True) else 1, **more,
         **dependent_launch(x.device),
     )  # fmt: skip
     return out
@@ -169,9 +174,7 @@ def gemv(x: Tensor, weight: Tensor, **operators: Unpack[FusedOperators]) -> Tens
     gated = operators.get("gate") is not None
     size, rows = weight.shape[1], weight.shape[0] // (1 + gated)
     shape = gemv_config(rows, size, gated, x.device)
-    trigger = 2 if shape.trigger_after_read else int(not operators.get("trigger_early", True))
     return launch(
         gemv_kernel, triton.cdiv(rows, shape.rows), x, [weight], rows, operators,
-        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, TRIGGER=trigger,
-        num_warps=shape.num_warps,
+        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, num_warps=shape.num_warps,
     )  # fmt: skip

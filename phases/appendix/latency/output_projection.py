@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phases.appendix.latency.gemv import add_vector, wait_for_input
 from phases.appendix.latency.single_request import LOG_STEP, SingleRequestSplits, splits_of
 from triton_paged_attention.hardware import dependent_launch
+from triton_paged_attention.tiles import padded
 
 
 @triton.jit
@@ -68,34 +69,21 @@ def combine_heads(
 
 
 @triton.jit
-def unrounded(
-    vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """Return attention's output `vector` unchanged, and 1 as the factor of the product.
-
-    It stands where other functions round, and has their parameters. inside: True for numbers that are no
-    padding. LARGEST, WHOLE, HARDWARE: unused here.
-    """
-    return vector, 1.0
-
-
-@triton.jit
 def heads_kernel(
     out, partial, lse, context_len, weight, weight_scale, bias, residual, N,
     H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    BIAS: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
+    ROUND: tl.constexpr, LARGEST: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute `ROWS` outputs of the output projection: combine all heads' splits, then multiply. One
     program each.
 
-    out, bias, residual: `[N]`; bias is added if BIAS. weight: `[N, H D]`. weight_scale: `[N]`, used if
-        SCALED.
+    out, bias, residual: `[N]`. weight: `[N, H D]`. weight_scale: `[N]`. bias, weight_scale: None: none.
     partial, lse: attention's splits: outputs `[splits, H, D_PAD]`, and log2 of their softmax sums.
     context_len: `[1]`, gives the number of splits. SPLITS, BLOCK_N, WINDOW: those of attention's launch.
-    ROUND: device function that rounds attention's output; LARGEST, WHOLE, HARDWARE: its arguments.
+    ROUND: device function that rounds attention's output, or None; LARGEST, WHOLE, HARDWARE: its arguments.
     PDL: the GPU can start the next kernel early. `_PAD`: rounded up to a power of two.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -106,38 +94,23 @@ def heads_kernel(
         weight + row.to(tl.int64)[:, None] * (H * D) + column[None, :],
         mask=(row < N)[:, None] & inside[None, :], other=0.0,
     )  # fmt: skip
-    scales = tl.load(weight_scale + row, mask=row < N, other=0.0) if SCALED else 1.0
-    added = tl.zeros([ROWS], tl.float32)
-    if BIAS:
-        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+    scales = 1.0
+    if weight_scale is not None:
+        scales = tl.load(weight_scale + row, mask=row < N, other=0.0)
+    added = add_vector(tl.zeros([ROWS], tl.float32), bias, row, N)
     context = tl.load(context_len)
     _, _, used = splits_of(context - 1, context, WINDOW, BLOCK_N, SPLITS)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+    wait_for_input(0, PDL)
+    added = add_vector(added, residual, row, N)
 
     x = combine_heads(partial, lse, used, H, H_PAD, D, D_PAD, CHUNK)
     # Rounded as a step apart.
     vector = tl.reshape(x.to(out.dtype.element_ty), [H_PAD * D_PAD]).to(tl.float32)
-    vector, scale = ROUND(vector, inside, LARGEST, WHOLE, HARDWARE)
-    product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1) * (scales * scale)
+    if ROUND is not None:
+        vector, scale = ROUND(vector, inside, LARGEST, WHOLE, HARDWARE)
+        scales = scales * scale
+    product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1) * scales
     tl.store(out + row, (product + added).to(out.dtype.element_ty), mask=row < N)
-
-
-class Rounding(NamedTuple):
-    """A device function that rounds attention's output before the output projection, and its constants.
-
-    function: has the signature of `unrounded`; returns the rounded vector and the factor of the product.
-    largest: largest magnitude of the format that it rounds to.
-    whole: True for integers.
-    hardware: True if the GPU rounds to the format by an instruction.
-    """
-
-    function: Any = unrounded
-    largest: float = 0.0
-    whole: bool = False
-    hardware: bool = False
 
 
 def project_heads(
@@ -149,7 +122,7 @@ def project_heads(
     rows: int = 8,  # of the weight in a program
     chunk: int = 10,  # splits loaded at once
     scale: Tensor | None = None,  # [N] float32, of each row
-    rounding: Rounding | None = None,
+    rounding: tuple[Any, float, bool, bool] = (None, 0.0, False, False),
 ) -> Tensor:
     """Return `residual + bias + weight @ (attention's output)`, `[1, N]`, from attention's splits.
 
@@ -157,7 +130,10 @@ def project_heads(
         `[N]`.
     parts: what `attend_step` returned; its splits are still in its workspace.
     rows: outputs of a program. chunk: splits that are combined at a time.
-    rounding: of attention's output before the product; None: it is not rounded.
+    rounding: of attention's output before the product: a device function (None: it is not rounded), and its
+        constants: the format's largest number, whether it has integers, and whether the GPU has an
+        instruction. Given the vector, which numbers are no padding, and these constants, the function
+        returns the rounded vector and the factor of the product.
     """
     layer = parts.layer
     workspace = parts.workspace
@@ -169,16 +145,14 @@ def project_heads(
     assert workspace.rows >= config.splits * heads * 2, (
         f"the workspace has {workspace.rows} rows only"
     )
-    function, largest, whole, hardware = rounding or Rounding()
+    function, largest, whole, hardware = rounding
     heads_kernel[(triton.cdiv(size, rows),)](
         out, workspace.partial.view(residual.dtype), workspace.lse, parts.context_lens, weight,
-        residual if scale is None else scale, residual if bias is None else bias, residual,
-        size,
+        scale, bias, residual, size,
         H=heads, H_PAD=triton.next_power_of_2(heads), D=d,
-        D_PAD=max(16, triton.next_power_of_2(d)),
+        D_PAD=padded(d),
         WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
-        CHUNK=min(chunk, config.splits), ROWS=rows, BIAS=bias is not None,
-        SCALED=scale is not None, ROUND=function, LARGEST=largest, WHOLE=whole,
+        CHUNK=min(chunk, config.splits), ROWS=rows, ROUND=function, LARGEST=largest, WHOLE=whole,
         HARDWARE=hardware,
         num_warps=8, **dependent_launch(residual.device),
     )  # fmt: skip

@@ -42,6 +42,7 @@ from triton_paged_attention.tiles import (
     load_tile,
     lookup,
     no_keys,
+    padded,
     raw_scores,
 )
 
@@ -69,20 +70,29 @@ def splits_of(
 
 @triton.jit
 def norm_and_turn(
-    x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr
+    x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr, ONE_PLUS: tl.constexpr
 ):  # fmt: skip
-    """Return heads `x [rows, D_PAD]` normalized (with NORM) and rotated by RoPE, in `x`'s dtype.
+    """Return heads `x [rows, D_PAD]` normalized and rotated by RoPE, in `x`'s dtype.
 
-    y: `[rows, D_PAD]`, each number's partner in the rotation, half a head away. w_x, w_y: the norm's
-        weights for `x` and `y`. cos, sin: `[1, D_PAD]`, the first half of `sin` with a minus sign. eps: of
-        the norm.
+    y: `[rows, D_PAD]`, each number's partner in the rotation, half a head away. w_x, w_y, eps: the norm's
+        weights for `x` and `y`, or None, and its epsilon. cos, sin: `[1, D_PAD]`, the first half of `sin`
+        with a minus sign.
     """
-    if NORM:
+    if w_x is not None:
         full = x.to(tl.float32)
         scale = norm_scale(tl.sum(full * full, axis=1), eps, D)[:, None]
         x = apply_norm_weight(x, scale, w_x, ONE_PLUS)
         y = apply_norm_weight(y, scale, w_y, ONE_PLUS)
     return rotate(x, y, cos, sin)
+
+
+@triton.jit
+def load_head(head, at, d, D: tl.constexpr):
+    """Return numbers of one head as `[1, D_PAD]`, 0 in the padding: those at offsets `at [D_PAD]`.
+
+    head: pointer to its first number. d: `arange(D_PAD)`.
+    """
+    return tl.load(head + at, mask=d < D, other=0.0)[None, :]
 
 
 @triton.jit
@@ -92,15 +102,15 @@ def single_request_attention_kernel(
     partial, lse, arrived, eps, scale, block_stride, slot_stride, head_stride,
     H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr,
-    P: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr,
-    ONE_PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr, ONE_PLUS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     WAIT_FOR_SPLITS: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of the keys for the query heads of one key/value head. One program per head and
     split.
 
     The last split also normalizes, rotates and stores the new token's key and value. qkv: `[(H + 2 KH) D]`.
-    cos, sin: `[D]`. q_weight, k_weight, eps: of norms, `[D]`, read with NORM. scale: of the scores.
+    cos, sin: `[D]`. q_weight, k_weight, eps: of norms, `[D]`, or None. scale: of the scores.
     k_cache, v_cache: the layer's blocks; strides in numbers. block_table: `[max_blocks]`.
     context_len, slots: `[1]`; slot -1: do not store. partial, lse, arrived: the workspace: outputs, log2 of
         softmax sums, counters of ended splits.
@@ -134,35 +144,31 @@ def single_request_attention_kernel(
     real = (row < GROUP)[:, None] & (d < D)[None, :]
     at_q = (kv_head * GROUP + row)[:, None] * D
     at_k = (H + kv_head) * D
-    c = tl.load(cos + d, mask=d < D, other=0.0)[None, :]
-    # Its first half carries the minus sign.
-    s = tl.load(sin + d, mask=d < D, other=0.0)[None, :]
-    # not read without norms
-    q_x = c
-    q_y = c
-    k_x = c
-    k_y = c
-    if NORM:
-        q_x = tl.load(q_weight + d, mask=d < D, other=0.0)[None, :]
-        q_y = tl.load(q_weight + partner, mask=d < D, other=0.0)[None, :]
-        k_x = tl.load(k_weight + d, mask=d < D, other=0.0)[None, :]
-        k_y = tl.load(k_weight + partner, mask=d < D, other=0.0)[None, :]
+    c = load_head(cos, d, d, D)
+    s = load_head(sin, d, d, D)  # its first half carries the minus sign
+    q_x = None
+    q_y = None
+    k_x = None
+    k_y = None
+    if q_weight is not None:
+        q_x = load_head(q_weight, d, d, D)
+        q_y = load_head(q_weight, partner, d, D)
+        k_x = load_head(k_weight, d, d, D)
+        k_y = load_head(k_weight, partner, d, D)
     slot = tl.load(slots)
     if PDL:
         gdc_wait()
 
     x = tl.load(qkv + at_q + d[None, :], mask=real, other=0.0)
     y = tl.load(qkv + at_q + partner[None, :], mask=real, other=0.0)
-    new_x = tl.load(qkv + at_k + d, mask=d < D, other=0.0)[None, :]
-    new_y = tl.load(qkv + at_k + partner, mask=d < D, other=0.0)[None, :]
-    new_value = tl.load(qkv + at_k + KH * D + d, mask=d < D, other=0.0)[None, :]
+    new_x = load_head(qkv + at_k, d, d, D)
+    new_y = load_head(qkv + at_k, partner, d, D)
+    new_value = load_head(qkv + at_k + KH * D, d, d, D)
     if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
         gdc_launch_dependents()
-    query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)
+    query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D, ONE_PLUS)
     # [1, D]
-    new_key = norm_and_turn(
-        new_x, new_y, k_x, k_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS
-    )
+    new_key = norm_and_turn(new_x, new_y, k_x, k_y, c, s, eps, D, ONE_PLUS)
     if (split == used - 1) & (slot >= 0):
         at_new = (
             (slot // P) * block_stride
@@ -239,7 +245,7 @@ class SingleRequestSplits(NamedTuple):
 
 def single_request_workspace(layer: LayerSpec, device: torch.device | str) -> Workspace:
     """Return memory for the splits of a layer; layers of the same heads may share it."""
-    d_pad = max(16, triton.next_power_of_2(layer.head_dim))
+    d_pad = padded(layer.head_dim)
     return Workspace(2 * layer.num_heads * SingleRequestConfig.splits, d_pad, device)
 
 
@@ -273,12 +279,12 @@ def attend_step(
     heads = layer.num_heads
     kv_heads = layer.num_kv_heads
     d = layer.head_dim
-    d_pad = max(16, triton.next_power_of_2(d))
+    d_pad = padded(d)
     config = config or single_request_default(
         kv_heads, d_pad, cache.k.element_size(), qkv.device
     )
     out = torch.empty(1, heads * d, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight, eps, one_plus = norms or (qkv, qkv, 0.0, False)
+    q_weight, k_weight, eps, one_plus = norms or (None, None, 0.0, False)
     partial = workspace.partial if wait_for_all_splits else workspace.partial.view(qkv.dtype)
     group = triton.next_power_of_2(heads // kv_heads)
     single_request_attention_kernel[(kv_heads, config.splits)](
@@ -288,7 +294,7 @@ def attend_step(
         eps, layer.scale, *cache.k.stride()[:3],
         H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad,
         P=cache.k.shape[1], WINDOW=layer.sliding_window or 0,
-        NORM=norms is not None, ONE_PLUS=one_plus, BLOCK_M=max(16, group), GROUP_PAD=group,
+        ONE_PLUS=one_plus, BLOCK_M=padded(group), GROUP_PAD=group,
         BLOCK_N=config.block_n, SPLITS=config.splits,
         WAIT_FOR_SPLITS=wait_for_all_splits, num_warps=4, num_stages=1,
         **dependent_launch(qkv.device),

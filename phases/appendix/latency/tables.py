@@ -17,14 +17,11 @@ class GemvConfig:
     rows: outputs of a program.
     block_k: inputs that are read at a time.
     num_warps: of a program.
-    trigger_after_read: when the next kernel may start: True: when this one has read its matrix; False: when
-        this one begins.
     """
 
     rows: int
     block_k: int
     num_warps: int = 4
-    trigger_after_read: bool = False
 
 
 @cache  # kernels ask at every launch
@@ -42,9 +39,7 @@ def gemv_config(rows: int, size: int, gated: bool, device: torch.device) -> Gemv
     block_k = min(4096, 1 << (size - 1).bit_length())
     wanted = max(1, min(16_384 // (size * (2 if gated else 1)), rows // 256))
     num_warps = 4 if gated and size <= 2048 else 8
-    return GemvConfig(
-        1 << (wanted.bit_length() - 1), block_k, num_warps, trigger_after_read=size > block_k
-    )
+    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, num_warps)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.sampling.metadata import SamplingFlags, SamplingMetadata
 from common.sampling.sampler import Sampled, TokenBitmask
@@ -31,7 +31,6 @@ from cuda_graphs.executors import DecodeGraphExecutor, decodes
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.step_kernels import scatter_tokens
 from forward.model import Model
-from triton_paged_attention.linear import FusedLinear
 
 
 class MaskInputs:
@@ -81,19 +80,7 @@ class LogitsGraph:
     def compute(self) -> None:
         """Write the logits to the buffer, and copy the step's inputs; this is what the graph captures."""
         self.inputs.copy_(self.half.inputs)
-        model, hidden = self.half.machine.model, self.half.hidden
-        head = model.lm_head
-        if (
-            isinstance(head, FusedLinear)
-            and isinstance(head.linear, nn.Linear)
-            and head.linear.bias is None
-            and head.total is None
-            and head.kernel(hidden) is None
-            and model.config.final_soft_cap is None
-        ):
-            torch.mm(hidden, head.linear.weight.t(), out=self.logits)  # needs no copy
-        else:
-            self.logits.copy_(narrow_logits(model, hidden))
+        self.logits.copy_(narrow_logits(self.half.machine.model, self.half.hidden))
 
 
 class MaskedGraph:

@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phases.appendix.latency.gemv import FusedOperators, launch
+from phases.appendix.latency.gemv import FusedOperators, add_vector, launch, wait_for_input
 from phases.appendix.quant_kernels.configs import loop_config
 from quant.formats import BLOCK, LARGEST
 from quant.products import hardware_rounds, rounded, token_scale
@@ -91,21 +90,6 @@ def tile_origin(
     # Behind the last row of the first matrix lies the second: no program owns such rows.
     row = tl.where(row < N, row + tile % MATRICES * N, MATRICES * N)
     return row, tile // MATRICES * BLOCK_K
-
-
-@triton.jit
-def load_addends(
-    bias, residual, row, N, ROWS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr
-):
-    """Return what is added to outputs `row [ROWS]`, float32: the sum of `bias` (BIAS) and `residual` (ADD),
-    `[N]`.
-    """
-    added = tl.zeros([ROWS], tl.float32)
-    if BIAS:
-        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
-    if ADD:
-        added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
-    return added
 
 
 @triton.jit
@@ -206,11 +190,9 @@ def sum_sixteen_products(w, x, WORDS: tl.constexpr):
 def gemv8_kernel(
     out, x, weight, weight_scale, norm_weight, bias, residual, eps, N, scale_stride,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    SIDE: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    GATED: tl.constexpr, KIND: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
-    WHOLE: tl.constexpr, HARDWARE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
-    TRIGGER_EARLY: tl.constexpr,
+    SIDE: tl.constexpr, ONE_PLUS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
+    WORDS: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Compute a quantized matrix times a vector, with norm, bias, residual and gate around the product.
 
@@ -219,7 +201,7 @@ def gemv8_kernel(
         apart.
     WORDS: "fp8" or "int8" if instructions convert int32 words of weights to float16; else "".
     ROUND: round the input to eight bits, of largest number LARGEST, integers if WHOLE. KIND: of the gate.
-    TRIGGER_EARLY: the next kernel may start at once; otherwise when this one's input is complete.
+    norm_weight, bias, residual: None leaves out that step. TRIGGER, PDL: see `latency.gemv.wait_for_input`.
     As many programs as run at once; each prepares the input once, and loops over tiles of `ROWS` outputs.
     The next tile's weights are loaded while one is multiplied.
     """
@@ -244,12 +226,7 @@ def gemv8_kernel(
         SIDE,
         WORDS,
     )
-    if PDL:
-        if TRIGGER_EARLY:
-            gdc_launch_dependents()
-        gdc_wait()
-        if not TRIGGER_EARLY:
-            gdc_launch_dependents()
+    wait_for_input(TRIGGER, PDL)
     # The whole input at once, so that its loads wait together; and then its scales, once.
     parts = ()
     squares = tl.zeros([BLOCK_K // 16, 16], tl.float32)
@@ -257,7 +234,7 @@ def gemv8_kernel(
     for i in tl.static_range(PARTS):
         inside = i * BLOCK_K + k < K
         part = tl.load(x + i * BLOCK_K + k, mask=inside, other=0.0).to(tl.float32)
-        if NORM:
+        if norm_weight is not None:
             squares += part * part
             g = tl.load(norm_weight + i * BLOCK_K + k, mask=inside, other=0.0).to(tl.float32)
             part = part * (g + 1.0 if ONE_PLUS else g)
@@ -268,7 +245,7 @@ def gemv8_kernel(
         tl.reshape(top, [BLOCK_K]),
         eps,
         K,
-        NORM,
+        norm_weight is not None,
         ROUND or WORDS != "",
     )
     scale, inverse = 1.0, 1.0
@@ -280,7 +257,7 @@ def gemv8_kernel(
     vectors = ()
     for i in tl.static_range(PARTS):
         vector = parts[i]  # type: ignore[var-annotated]
-        if NORM:
+        if norm_weight is not None:
             # Rounded as a norm apart.
             vector = (vector * norm).to(x.dtype.element_ty).to(tl.float32)
         if ROUND:
@@ -291,7 +268,8 @@ def gemv8_kernel(
     step = tl.num_programs(0) * ROWS
     for here in tl.range(first_row, N, step):
         row = here + tl.arange(0, ROWS)
-        added = load_addends(bias, residual, row, N, ROWS, BIAS, ADD)
+        added = add_vector(tl.zeros([ROWS], tl.float32), bias, row, N)
+        added = add_vector(added, residual, row, N)
         later, later_scales = load_rows(
             weight,
             weight_scale,
@@ -348,6 +326,5 @@ def gemv8(x: Tensor, weight: QuantizedWeight, **operators: Unpack[FusedOperators
         SIDE=BLOCK if scheme.scales == "block" else 0, ROUND=scheme.activations is not None,
         LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8",
         HARDWARE=hardware,
-        WORDS=scheme.weights if known else "", TRIGGER_EARLY=operators.get("trigger_early", True),
-        num_warps=shape.num_warps,
+        WORDS=scheme.weights if known else "", num_warps=shape.num_warps,
     )  # fmt: skip

@@ -16,14 +16,12 @@ from typing import Unpack
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phases.appendix.latency.gemv import FusedOperators, launch
+from phases.appendix.latency.gemv import FusedOperators, add_vector, launch, wait_for_input
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import (
     float16_pair,
     input_scales,
-    load_addends,
     power_scale,
     split_four,
     tile_origin,
@@ -69,14 +67,14 @@ OPERANDS = tl.constexpr("=r" + ",r" * 20)
 def load_rows(
     weight, scale, zero, first_row, q, N, K: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Load all four-bit weights of `ROWS` outputs: tuples of tiles, of scales and of zero points.
 
     weight: int32 words `[N, 16 ceil(K / 128)]` of `to_words`, for each of MATRICES matrices. A tile is
         `[ROWS, Q, 4]` words; q: `arange(Q)`, Q = BLOCK_K / 32.
     scale, zero: `[N, K / GROUP]`, loaded `[ROWS, Q]` for each tile with ASM; otherwise the tuples are empty.
-    first_row: the program's first output. N: outputs of a matrix. ZEROS: there are zero points.
+    first_row: the program's first output. N: outputs of a matrix. zero: None: there are no zero points.
     """
     SPANS: tl.constexpr = (K + 127) // 128
     words = ()
@@ -94,7 +92,7 @@ def load_rows(
         if ASM:
             s = load_group(scale, row, real, start + q * 32, 0.0, K, GROUP)
             scales += (s,)  # type: ignore[assignment]
-            if ZEROS:
+            if zero is not None:
                 zeros += (load_group(zero, row, real, start + q * 32, 8, K, GROUP),)  # type: ignore[assignment]
     return words, scales, zeros
 
@@ -124,90 +122,36 @@ def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def sums(
-    words, s, z, even, odd, pairs, inputs, scale, zero, here, q, N, tile: tl.constexpr,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    MATRICES: tl.constexpr,
-    ZEROS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Multiply a tile of four-bit weights with its inputs, zero points and scales applied: `[ROWS, Q]`
-    float32.
-
-    words, s, z: tuples of loaded tiles: words `[ROWS, Q, 4]` of eight nibbles each, scales and zero points;
-        Q = BLOCK_K / 32. tile: number of the tile.
-    even, odd: tuples of inputs `[Q, 4]`, four for each tile; pairs: the same as words of two float16.
-    inputs: tuple of `[Q]`, the sums of the inputs, for the zero points.
-    scale, zero: `[N, K / GROUP]`, read here if ASM is False. here: the program's first output.
-    """
-    PART: tl.constexpr = tile // MATRICES
-    FIRST: tl.constexpr = PART * 4
-    if ASM:
-        w0, w1, w2, w3 = split_four(words[tile])
-        a0, a1, a2, a3 = split_four(pairs[FIRST][None, :, :])
-        b0, b1, b2, b3 = split_four(pairs[FIRST + 1][None, :, :])
-        c0, c1, c2, c3 = split_four(pairs[FIRST + 2][None, :, :])
-        d0, d1, d2, d3 = split_four(pairs[FIRST + 3][None, :, :])
-        total = tl.inline_asm_elementwise(
-            FOUR_WORDS, OPERANDS,
-            [w0, w1, w2, w3, a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-        zero_point = z[tile].to(tl.float32) if ZEROS else 8.0
-        total = (total * UNIT - zero_point * inputs[PART][None, :]) * s[tile].to(tl.float32)
-    else:
-        row, start = tile_origin(here, N, tile, K, ROWS, BLOCK_K, MATRICES)
-        real = row < N * MATRICES
-        total = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
-        for part in tl.static_range(4):
-            low, high = even[FIRST + part], odd[FIRST + part]
-            first = ((words[tile] >> (4 * part)) & 15).to(tl.float32) - 8.0
-            second = ((words[tile] >> (16 + 4 * part)) & 15).to(tl.float32) - 8.0
-            product = tl.sum(first * low[None, :, :] + second * high[None, :, :], axis=2)
-            k = start + q // 4 * 128 + part * 32
-            if ZEROS:
-                off = 8.0 - load_group(zero, row, real, k, 8, K, GROUP).to(tl.float32)
-                product += off * tl.sum(low + high, axis=1)[None, :]
-            total += product * load_group(scale, row, real, k, 0.0, K, GROUP).to(tl.float32)
-    return total
-
-
-@triton.jit
 def gemv4_kernel(
     out, x, weight, scale, zero, norm_weight, bias, residual, eps, N,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    ZEROS: tl.constexpr,
-    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    GATED: tl.constexpr,
-    KIND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, TRIGGER_EARLY: tl.constexpr,
+    ONE_PLUS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Compute a four-bit matrix times a vector, with norm, bias, residual and gate around the product.
 
     As many programs as run at once; each loops over tiles of `ROWS` outputs.
     out, bias, residual: `[N]`. x, norm_weight: `[K]`. weight: int32 words `[N, 16 ceil(K / 128)]` of
         `products.to_words`; with GATED the gate's rows above the up projection's.
-    scale, zero: `[N, K / GROUP]`; without ZEROS every zero point is 8. KIND: the gate's activation.
-    ASM: multiply pairs of float16 by PTX. TRIGGER_EARLY: the next kernel may start at once.
+    scale, zero: `[N, K / GROUP]`; zero None: every zero point is 8. KIND: the gate's activation.
+    norm_weight, bias, residual: None leaves out that step. ASM: multiply pairs of float16 by PTX.
+    TRIGGER, PDL: see `latency.gemv.wait_for_input`.
     """
     MATRICES: tl.constexpr = 2 if GATED else 1
     PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first_row = tl.program_id(0) * ROWS
     q = tl.arange(0, BLOCK_K // 32)
     words, scales, zeros = load_rows(
-        weight, scale, zero, first_row, q, N, K, GROUP, ROWS, BLOCK_K, MATRICES, ZEROS, ASM
+        weight, scale, zero, first_row, q, N, K, GROUP, ROWS, BLOCK_K, MATRICES, ASM
     )
-    if PDL:
-        if TRIGGER_EARLY:
-            gdc_launch_dependents()
-        gdc_wait()
-        if not TRIGGER_EARLY:
-            gdc_launch_dependents()
+    wait_for_input(TRIGGER, PDL)
     # The whole input at once, in the order of the words: four parts of four pairs for each of their quarters.
     even, odd = (), ()
     squares = tl.zeros([BLOCK_K // 32, 4], tl.float32)
     top = tl.zeros([BLOCK_K // 32, 4], tl.float32)
     for i in tl.static_range(4 * PARTS):
         low, high = load_inputs(x, i // 4 * BLOCK_K, q, i % 4, K)
-        if NORM:
+        if norm_weight is not None:
             squares += low * low + high * high
             g, h = load_inputs(norm_weight, i // 4 * BLOCK_K, q, i % 4, K)
             low, high = low * (g + 1.0 if ONE_PLUS else g), high * (h + 1.0 if ONE_PLUS else h)
@@ -219,7 +163,7 @@ def gemv4_kernel(
         tl.reshape(top, [BLOCK_K // 8]),
         eps,
         K,
-        NORM,
+        norm_weight is not None,
         True,
     )
     scale_x, inverse = power_scale(largest)
@@ -243,7 +187,8 @@ def gemv4_kernel(
     step = tl.num_programs(0) * ROWS
     for here in tl.range(first_row, N, step):
         row = here + tl.arange(0, ROWS)
-        added = load_addends(bias, residual, row, N, ROWS, BIAS, ADD)
+        added = add_vector(tl.zeros([ROWS], tl.float32), bias, row, N)
+        added = add_vector(added, residual, row, N)
         later, later_scales, later_zeros = load_rows(
             weight,
             scale,
@@ -256,7 +201,6 @@ def gemv4_kernel(
             ROWS,
             BLOCK_K,
             MATRICES,
-            ZEROS,
             ASM,
         )
         result = tl.zeros([ROWS], tl.float32)
@@ -264,10 +208,44 @@ def gemv4_kernel(
         for matrix in tl.static_range(MATRICES):
             product = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
             for i in tl.static_range(PARTS):
-                product += sums(
-                    words, scales, zeros, lows, highs, pairs, inputs, scale, zero, here, q, N,
-                    i * MATRICES + matrix, K, GROUP, ROWS, BLOCK_K, MATRICES, ZEROS, ASM,
-                )  # fmt: skip
+                tile_words = words[i * MATRICES + matrix]  # [ROWS, Q, 4], eight nibbles each
+                if ASM:
+                    w0, w1, w2, w3 = split_four(tile_words)
+                    a0, a1, a2, a3 = split_four(pairs[4 * i][None, :, :])
+                    b0, b1, b2, b3 = split_four(pairs[4 * i + 1][None, :, :])
+                    c0, c1, c2, c3 = split_four(pairs[4 * i + 2][None, :, :])
+                    d0, d1, d2, d3 = split_four(pairs[4 * i + 3][None, :, :])
+                    total = tl.inline_asm_elementwise(
+                        FOUR_WORDS, OPERANDS,
+                        [w0, w1, w2, w3, a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3],
+                        dtype=tl.float32, is_pure=True, pack=1,
+                    )  # fmt: skip
+                    zero_point = 8.0
+                    if zero is not None:
+                        zero_point = zeros[i * MATRICES + matrix].to(tl.float32)
+                    total = total * UNIT - zero_point * inputs[i][None, :]
+                    total *= scales[i * MATRICES + matrix].to(tl.float32)
+                else:
+                    total = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
+                    tile_row, start = tile_origin(
+                        here, N, i * MATRICES + matrix, K, ROWS, BLOCK_K, MATRICES
+                    )
+                    real = tile_row < N * MATRICES
+                    for part in tl.static_range(4):
+                        low, high = lows[4 * i + part], highs[4 * i + part]
+                        first = ((tile_words >> (4 * part)) & 15).to(tl.float32) - 8.0
+                        second = ((tile_words >> (16 + 4 * part)) & 15).to(tl.float32) - 8.0
+                        some = tl.sum(
+                            first * low[None, :, :] + second * high[None, :, :], axis=2
+                        )
+                        k = start + q // 4 * 128 + part * 32
+                        if zero is not None:
+                            off = load_group(zero, tile_row, real, k, 8, K, GROUP)
+                            off = 8.0 - off.to(tl.float32)
+                            some += off * tl.sum(low + high, axis=1)[None, :]
+                        s = load_group(scale, tile_row, real, k, 0.0, K, GROUP)
+                        total += some * s.to(tl.float32)
+                product += total
             if matrix == 0:
                 result = tl.sum(product, axis=1) * scale_x
             else:
@@ -298,12 +276,10 @@ def gemv4(
     matrices, group = 1 if operators.get("gate") is None else 2, weight.scheme.group
     rows = len(weight.data) // matrices
     shape = loop_config(rows, size, matrices, 4, x.device)
-    zero = weight.scale if weight.zero is None else weight.zero
+
     return launch(
-        gemv4_kernel, shape.programs(rows, x.device), x, [weight.data, weight.scale, zero],
+        gemv4_kernel, shape.programs(rows, x.device), x, [weight.data, weight.scale, weight.zero],
         rows, operators,
         K=size, GROUP=group, ROWS=shape.rows, BLOCK_K=shape.block_k,
-        ZEROS=weight.zero is not None,
-        ASM=x.is_cuda and group % SPAN == 0, TRIGGER_EARLY=operators.get("trigger_early", True),
-        num_warps=shape.num_warps,
+        ASM=x.is_cuda and group % SPAN == 0, num_warps=shape.num_warps,
     )  # fmt: skip

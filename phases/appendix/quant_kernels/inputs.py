@@ -41,15 +41,15 @@ class PendingScales(NamedTuple):
 
 
 @triton.jit
-def load_row(values, token_scales, channel_scales, token, at, i, mask, PENDING: tl.constexpr):
+def load_row(values, token_scales, channel_scales, token, at, i, mask):
     """Load numbers of one token of `values` at offsets `at`, as float32; 0 where `mask` is False.
 
-    With PENDING, multiply them by `token_scales[token]` and `channel_scales[i]`.
+    Multiply them by `token_scales[token]` and `channel_scales[i]` if there are scales (not None).
     values: pointer to `[T, N]`. token_scales: `[T]`. channel_scales: `[N]`. i: columns of the numbers, in
         the shape of `at`.
     """
     x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
-    if PENDING:
+    if token_scales is not None:
         x = (
             x
             * tl.load(token_scales + token)
@@ -77,14 +77,14 @@ def round_vector(
 @triton.jit
 def norm_rows_kernel(
     out, out_scale, total, x, delta, delta_rows, delta_columns, weight, eps,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, PENDING: tl.constexpr,
-    ONE_PLUS: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ONE_PLUS: tl.constexpr, ROUND: tl.constexpr,
+    LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Add `delta` to one token, normalize, and round to eight bits. One program per token.
 
-    x, total, out: `[T, SIZE]`; with ADD, `total` becomes `x + delta`. weight: `[SIZE]`, of the RMSNorm.
-    delta: `[T, SIZE]`; with PENDING, multiplied by `delta_rows [T]` and `delta_columns [SIZE]` first.
+    x, total, out: `[T, SIZE]`; `total` becomes `x + delta`. weight: `[SIZE]`, of the RMSNorm.
+    delta: `[T, SIZE]`, multiplied by `delta_rows [T]` and `delta_columns [SIZE]` first if they are not None;
+        None: nothing is added.
     ROUND: `out` is rounded, and `out_scale [T]` float32 is written; otherwise `out` has the model's dtype.
     LARGEST: the format's largest number. WHOLE: it has integers. HARDWARE: the GPU has an instruction for
         e4m3.
@@ -96,9 +96,9 @@ def norm_rows_kernel(
     at = token * SIZE + i
     y = tl.load(x + at, mask=mask, other=0.0)
     kind = y.dtype
-    if ADD:
+    if delta is not None:
         # Rounded like a projection's output, then like a sum.
-        more = load_row(delta, delta_rows, delta_columns, token, at, i, mask, PENDING).to(kind)
+        more = load_row(delta, delta_rows, delta_columns, token, at, i, mask).to(kind)
         y = (y.to(tl.float32) + more.to(tl.float32)).to(kind)
         tl.store(total + at, y, mask=mask)
     y = y.to(tl.float32)
@@ -116,13 +116,13 @@ def norm_rows_kernel(
 @triton.jit
 def gated_rows_kernel(
     out, out_scale, gate_up, token_scales, channel_scales,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PENDING: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
     HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Compute `act(gate) * up` of one token, rounded to eight bits. One program per token.
 
-    gate_up: `[T, 2 SIZE]`, gates and then ups; with PENDING, multiplied by `token_scales [T]` and
-        `channel_scales [2 SIZE]` first. out: `[T, SIZE]`. out_scale: `[T]` float32.
+    gate_up: `[T, 2 SIZE]`, gates and then ups, multiplied by `token_scales [T]` and
+        `channel_scales [2 SIZE]` first if they are not None. out: `[T, SIZE]`. out_scale: `[T]` float32.
     KIND: the activation, see `linear.KINDS`. HALF: the model's dtype. BLOCK: numbers that are loaded at a
         time.
     LARGEST: the format's largest number. WHOLE: it has integers. HARDWARE: the GPU has an instruction for
@@ -136,9 +136,9 @@ def gated_rows_kernel(
         here = start + i
         mask = here < SIZE
         at = token * 2 * SIZE + here
-        gate = load_row(gate_up, token_scales, channel_scales, token, at, here, mask, PENDING)
+        gate = load_row(gate_up, token_scales, channel_scales, token, at, here, mask)
         up = load_row(
-            gate_up, token_scales, channel_scales + SIZE, token, at + SIZE, here, mask, PENDING
+            gate_up, token_scales, channel_scales, token, at + SIZE, here + SIZE, mask
         )
         gate, up = gate.to(HALF).to(tl.float32), up.to(HALF).to(tl.float32)
         y = (activate(gate, KIND) * up).to(HALF)
@@ -171,6 +171,15 @@ def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tenso
     )
 
 
+def apart(
+    product: Tensor | PendingScales | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return a product's contiguous numbers and its pending scales; None for what there is not."""
+    if isinstance(product, PendingScales):
+        return product.values.contiguous(), product.rows, product.columns
+    return None if product is None else product.contiguous(), None, None
+
+
 def norm_rows(
     x: Tensor,  # [..., K]
     delta: Tensor | PendingScales | None,
@@ -187,19 +196,14 @@ def norm_rows(
     size = x.shape[-1]
     out, scale = _room(x, size, kind)
     total = x if delta is None else torch.empty_like(x)
-    pending = isinstance(delta, PendingScales)
-    values, rows, columns = (
-        delta if isinstance(delta, PendingScales) else (delta, scale, scale)
-    )
+    values, rows, columns = apart(delta)
     weight, eps, one_plus = norm
     padded = triton.next_power_of_2(size)
     if x.numel():
         norm_rows_kernel[(x.numel() // size,)](
-            out, scale, total, x, x if values is None else values.contiguous(), rows, columns,
-            weight, eps,
-            SIZE=size, SIZE_PAD=padded, ADD=delta is not None, PENDING=pending,
-            ONE_PLUS=one_plus,
-            ROUND=kind is not None, LARGEST=LARGEST[kind or "fp8"], WHOLE=kind == "int8",
+            out, scale, total, x, values, rows, columns, weight, eps,
+            SIZE=size, SIZE_PAD=padded, ONE_PLUS=one_plus, ROUND=kind is not None,
+            LARGEST=LARGEST[kind or "fp8"], WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(x.device), num_warps=_warps(padded),
         )  # fmt: skip
     return total, out if kind is None else Rounded(out, scale)
@@ -214,16 +218,15 @@ def gated_rows(
     kind: the format to round to.
     dtype: the model's, to which every intermediate result is rounded.
     """
-    pending = isinstance(gate_up, PendingScales)
-    values = gate_up.values if isinstance(gate_up, PendingScales) else gate_up.contiguous()
+    values, rows, columns = apart(gate_up)
+    assert values is not None
     size = values.shape[-1] // 2
     out, scale = _room(values, size, kind)
-    rows, columns = gate_up[1:] if isinstance(gate_up, PendingScales) else (scale, scale)
     block = min(4096, triton.next_power_of_2(size))
     if values.numel():
         gated_rows_kernel[(len(out),)](
             out, scale, values, rows, columns,
-            SIZE=size, BLOCK=block, KIND=KINDS[gate], PENDING=pending, HALF=TYPES[dtype],
+            SIZE=size, BLOCK=block, KIND=KINDS[gate], HALF=TYPES[dtype],
             LARGEST=LARGEST[kind], WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(values.device),
             num_warps=_warps(block),

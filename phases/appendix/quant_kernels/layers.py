@@ -16,7 +16,7 @@ from phases.appendix.latency.layers import (
     LatencyKernel,
     add_kernels,
 )
-from phases.appendix.latency.output_projection import Rounding, project_heads
+from phases.appendix.latency.output_projection import project_heads
 from phases.appendix.latency.tables import fused_heads_are_faster
 from phases.appendix.quant_kernels.gemv import gemv8
 from phases.appendix.quant_kernels.gemv4 import gemv4
@@ -72,18 +72,18 @@ class QuantLatencyKernel(LatencyKernel):
         return gemv8(x, linear.stored, **operators)
 
     def combiner(self) -> HeadCombiner | None:
-        """See `LatencyKernel.combiner`: None also if scales are not by channel, and for act-order
-        (`desc_act`).
-        """
+        """See `LatencyKernel.combiner`: None also if scales are not by channel."""
         linear = self.linear
-        known = linear.scheme.scales == "channel" and linear.order is None
-        if not known or not fused_heads_are_faster(*linear.shape):
+        if linear.scheme.scales != "channel" or not fused_heads_are_faster(*linear.shape):
             return None
         stored, kind = linear.stored, linear.scheme.activations
-        hardware = hardware_rounds(stored.data.device)
         rounding = (
-            Rounding(round_vector, LARGEST[kind], kind == "int8", hardware) if kind else None
+            round_vector if kind else None,
+            LARGEST[kind or "fp8"],
+            kind == "int8",
+            hardware_rounds(stored.data.device),
         )
+
         return lambda parts, residual: project_heads(
             residual, stored.data, linear.bias, parts,
             rows=16, scale=stored.scale, rounding=rounding,  # twice as many rows, of half the bytes

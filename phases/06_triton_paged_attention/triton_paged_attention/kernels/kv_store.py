@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks, largest
-from triton_paged_attention.tiles import attend
+from triton_paged_attention.tiles import attend, padded
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def attention_arguments(
         "H": layer.num_heads,
         "GROUP": layer.num_heads // layer.num_kv_heads,
         "D": layer.head_dim,
-        "D_PAD": max(16, triton.next_power_of_2(layer.head_dim)),
+        "D_PAD": padded(layer.head_dim),
         "P": cache.k.shape[1],
         "WINDOW": layer.sliding_window or 0,
     }
@@ -77,16 +77,15 @@ def store_arguments(cache: LayerBlocks) -> dict[str, Any]:
     """Return the arguments that kernels which store keys and values share, by name: tensors, strides,
     format.
     """
-    k_scale, v_scale = cache[2:4] if cache.scaled else cache[:2]
+
     return {
         "k_cache": cache.k,
         "v_cache": cache.v,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
+        "k_scale": cache.k_scale,
+        "v_scale": cache.v_scale,
         "block_stride": cache.k.stride(0),
         "slot_stride": cache.k.stride(1),
         "P": cache.k.shape[1],
-        "SCALED": cache.scaled,
         "LIMIT": largest(cache.k.dtype) if cache.scaled else 0.0,
         "WHOLE": not cache.k.dtype.is_floating_point,
         "PLACE": (cache.layout or PLAIN).place,
@@ -124,15 +123,15 @@ def kv_store_kernel(
     k, v, slots, k_stride, v_stride,
     k_cache, v_cache, k_scale, v_scale, block_stride, slot_stride,
     SIZE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
-    SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
+    LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """Store part of one token's key and value heads in its slot. One program per token and BLOCK numbers.
 
     k, v: `[T, KH, D]`, KH D = SIZE; k_stride, v_stride: numbers from a token to the next.
     k_cache, v_cache: the layer's blocks `[N, P, KH, D]`; block_stride, slot_stride in numbers.
     slots: `[T]` int64, block times P plus place in the block; negative: the token is not stored.
-    k_scale, v_scale: `[KH]`; with SCALED, numbers are stored divided by them, in a format up to LIMIT
-        (integers if WHOLE). PLACE: where values lie, such as `value_place`.
+    k_scale, v_scale: `[KH]`: numbers are stored divided by them, in a format up to LIMIT (integers if
+        WHOLE); None: as they are. PLACE: where values lie, such as `value_place`.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)
@@ -143,7 +142,7 @@ def kv_store_kernel(
     at = (slot // P) * block_stride + (slot % P) * slot_stride + i
     key = tl.load(k + token * k_stride + i, mask=mask)
     value = tl.load(v + token * v_stride + i, mask=mask)
-    if SCALED:
+    if k_scale is not None:
         key = encode(key, tl.load(k_scale + i // D, mask=mask, other=1.0), LIMIT, WHOLE)
         value = encode(value, tl.load(v_scale + i // D, mask=mask, other=1.0), LIMIT, WHOLE)
     tl.store(k_cache + at, key.to(k_cache.dtype.element_ty), mask=mask)

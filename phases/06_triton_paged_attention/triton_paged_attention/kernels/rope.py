@@ -75,14 +75,12 @@ def rotate(x, y, cos, sin):
 
 
 @triton.jit
-def store_head(
-    out, at, x, scale, mask, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr
-):
+def store_head(out, at, x, scale, mask, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
     """Write half of each of a token's heads, `x`, to `out + at` where `mask`, in the cache's format.
 
-    SCALED: divide by `scale` first. LIMIT: largest magnitude of the format. WHOLE: it has integers.
+    scale: to divide by first, or None. LIMIT: largest magnitude of the format. WHOLE: it has integers.
     """
-    if SCALED:
+    if scale is not None:
         x = encode(x, scale, LIMIT, WHOLE)
     tl.store(out + at, x.to(out.dtype.element_ty), mask=mask)
 
@@ -92,8 +90,7 @@ def norm_rope_kernel(
     q_out, qkv, cos, sin, q_weight, k_weight, slots, rows, columns, eps,
     k_cache, v_cache, k_scale, v_scale, block_stride, slot_stride,
     H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, PENDING: tl.constexpr,
-    P: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
+    ONE_PLUS: tl.constexpr, P: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
     PLACE: tl.constexpr,
 ):  # fmt: skip
     """Normalize, rotate and store up to HEADS heads of one token: queries first, then keys, then values.
@@ -101,9 +98,9 @@ def norm_rope_kernel(
     qkv: `[T, (H + 2 KH) D]`. q_out: output `[T, H, D]`. cos, sin: `[T, D]` float32. HALF: D / 2.
     k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, written at `slots [T]`. PLACE: where values lie in a
         block.
-    NORM: normalize with weights `q_weight`, `k_weight [D]`, or 1 + weight with ONE_PLUS.
-    PENDING: multiply `qkv` by `rows [T]` and `columns [(H + 2 KH) D]` first.
-    SCALED: divide what is stored by `k_scale` and `v_scale [KH]`.
+    q_weight, k_weight: `[D]`, of the norms; with ONE_PLUS they are 1 + weight; None: none.
+    rows, columns: `[T]` and `[(H + 2 KH) D]`, by which `qkv` is multiplied first; None: it is not.
+    k_scale, v_scale: `[KH]`, by which what is stored is divided; None: it is not.
     LIMIT, WHOLE: largest magnitude of the cache's format; whether it has integers.
 
     One program per token and group of heads; a thread has both numbers of a rotated pair, so each is read
@@ -131,23 +128,23 @@ def norm_rope_kernel(
     first = row + part_at
     x = tl.load(first + at, mask=mask, other=0.0)
     y = tl.load(first + at + HALF, mask=mask, other=0.0)
-    if PENDING:
+    if rows is not None:
         times = tl.load(rows + token)
         times_x = times * tl.load(columns + part_at + at, mask=mask, other=0.0)
         times_y = times * tl.load(columns + part_at + at + HALF, mask=mask, other=0.0)
         x = (x.to(tl.float32) * times_x).to(q_out.dtype.element_ty)
         y = (y.to(tl.float32) * times_y).to(q_out.dtype.element_ty)
-    head_scale = tl.full([HEADS, 1], 1.0, tl.float32)
-    if SCALED and not is_query:
-        scales = v_scale if is_value else k_scale
-        head_scale = tl.load(scales + head, mask=head < KH, other=1.0)[:, None]
+    head_scale = None
+    if k_scale is not None:
+        head_scale = tl.full([HEADS, 1], 1.0, tl.float32)
+        if not is_query:
+            scales = v_scale if is_value else k_scale
+            head_scale = tl.load(scales + head, mask=head < KH, other=1.0)[:, None]
     if is_value:  # only moved
-        store_head(v_cache, at_value + at * step, x, head_scale, stored, SCALED, LIMIT, WHOLE)
-        store_head(
-            v_cache, at_value + (at + HALF) * step, y, head_scale, stored, SCALED, LIMIT, WHOLE
-        )
+        store_head(v_cache, at_value + at * step, x, head_scale, stored, LIMIT, WHOLE)
+        store_head(v_cache, at_value + (at + HALF) * step, y, head_scale, stored, LIMIT, WHOLE)
     else:
-        if NORM:
+        if q_weight is not None:
             weight = (q_weight if is_query else k_weight) + i[None, :]
             w_x = tl.load(weight, mask=real[None, :], other=0.0)
             w_y = tl.load(weight + HALF, mask=real[None, :], other=0.0)
@@ -166,18 +163,9 @@ def norm_rope_kernel(
             tl.store(q_out + token * H * D + at, turned_x, mask=mask)
             tl.store(q_out + token * H * D + at + HALF, turned_y, mask=mask)
         else:
+            store_head(k_cache, at_token + at, turned_x, head_scale, stored, LIMIT, WHOLE)
             store_head(
-                k_cache, at_token + at, turned_x, head_scale, stored, SCALED, LIMIT, WHOLE
-            )
-            store_head(
-                k_cache,
-                at_token + at + HALF,
-                turned_y,
-                head_scale,
-                stored,
-                SCALED,
-                LIMIT,
-                WHOLE,
+                k_cache, at_token + at + HALF, turned_y, head_scale, stored, LIMIT, WHOLE
             )
 
 
@@ -204,14 +192,13 @@ def norm_rope(
     half = spec.head_dim // 2
     dtype = qkv.dtype if pending is None else pending.dtype
     q = torch.empty(len(qkv), heads, spec.head_dim, dtype=dtype, device=qkv.device)
-    q_weight, k_weight, eps, one_plus = norms or (q, q, 0.0, False)
+    q_weight, k_weight, eps, one_plus = norms or (None, None, 0.0, False)
     parts = triton.cdiv(heads, HEADS.value) + 2 * triton.cdiv(kv_heads, HEADS.value)
     norm_rope_kernel[(len(qkv), parts)](
         q, qkv, *cos_sin, q_weight, k_weight, slots,
-        *((q, q) if pending is None else pending[:2]), eps,
+        *(pending or (None, None))[:2], eps,
         H=heads, KH=kv_heads, HALF=half, HALF_PAD=triton.next_power_of_2(half),
-        NORM=norms is not None, ONE_PLUS=one_plus,
-        PENDING=pending is not None, **store_arguments(cache), num_warps=4,
+        ONE_PLUS=one_plus, **store_arguments(cache), num_warps=4,
     )  # fmt: skip
     return q
 

@@ -107,18 +107,20 @@ def tile_product(a, w, acc, scale, row, k0, columns, SIDE: tl.constexpr):
 
 @triton.jit
 def finish_sums(
-    acc, unit, scale, bias, row, inside, ROUNDED: tl.constexpr, CHANNEL: tl.constexpr, BIAS: tl.constexpr
+    acc, unit, scale, bias, row, inside, CHANNEL: tl.constexpr
+
 ):  # fmt: skip
     """Return the sums `acc`, `[N]` or `[M, N]` float32, times their scales, plus biases.
 
-    unit: scale of an input that was rounded to eight bits (ROUNDED). scale: of each weight row (CHANNEL).
-    bias: of each weight row (BIAS). row: `[N]`, the weight rows of the outputs. inside: `[N]`, which exist.
+    unit: scale of an input that was rounded to eight bits, or None. scale: of each weight row, used if
+        CHANNEL. bias: of each weight row, or None. row: `[N]`, the weight rows of the outputs.
+    inside: `[N]`, which exist.
     """
-    if ROUNDED:
+    if unit is not None:
         acc *= unit
     if CHANNEL:
         acc *= tl.load(scale + row, mask=inside, other=0.0)
-    if BIAS:
+    if bias is not None:
         acc += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
     return acc
 
@@ -128,8 +130,7 @@ def grouped_kernel(
     out, x, x_scale, data, scale, bias, weights, order, table, most, scale_stride,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr,
     KIND: tl.constexpr,
-    LIMIT: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr,
-    ROUNDED: tl.constexpr,
+    LIMIT: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of one expert's tokens with `BLOCK_N` of its `N` outputs. One program for each pair.
@@ -138,9 +139,9 @@ def grouped_kernel(
         to `most` tiles. A tile of 0 rows writes nothing.
     UP, the first product: `x [T, K]` -> `out [T k, N]`, gated, sorted by expert. Otherwise the second one:
         `x [T k, K]`, sorted by expert -> `out [T k, N]` in the order of choices, times `weights [T, k]`.
-    data: `[E, N, K]`, with UP `[E, 2 N, K]`: gates, then ups. bias: `[E, N]` or `[E, 2 N]`, read if BIAS.
+    data: `[E, N, K]`, with UP `[E, 2 N, K]`: gates, then ups. bias: `[E, N]`, `[E, 2 N]` or None.
     scale: of each weight row (CHANNEL) or of SIDE x SIDE blocks; `scale_stride` numbers per expert.
-    x_scale: `[rows of x]`, if the input was rounded (ROUNDED). TOP_K: k, choices per token.
+    x_scale: `[rows of x]`, if the input was rounded, or None. TOP_K: k, choices per token.
     order: `[T k]`, choices by expert. table: `[3, most]`: expert, first entry in `order`, rows of each tile.
     KIND, LIMIT: activation and clamp of `gated_unit`.
     """
@@ -160,7 +161,8 @@ def grouped_kernel(
         source, target = begin + i, choice
     matrices: tl.constexpr = 2 if UP else 1
     data += expert * matrices * N * K
-    bias += expert * matrices * N
+    if bias is not None:
+        bias += expert * matrices * N
     scale += expert * scale_stride
     columns: tl.constexpr = (K + SIDE - 1) // SIDE if SIDE > 0 else 0
     up_row = n + N  # of the ups that belong to gates `n`
@@ -183,10 +185,12 @@ def grouped_kernel(
         if UP:
             w = tl.load(from_up + k0, mask=inside[None, :] & left[:, None], other=0.0)
             acc_up = tile_product(a, w, acc_up, scale, up_in, k0, columns, SIDE)
-    unit = tl.load(x_scale + source, mask=there, other=0.0)[:, None] if ROUNDED else 1.0
-    acc = finish_sums(acc, unit, scale, bias, n, inside, ROUNDED, CHANNEL, BIAS)
+    unit = None
+    if x_scale is not None:
+        unit = tl.load(x_scale + source, mask=there, other=0.0)[:, None]
+    acc = finish_sums(acc, unit, scale, bias, n, inside, CHANNEL)
     if UP:
-        acc_up = finish_sums(acc_up, unit, scale, bias, up_row, inside, ROUNDED, CHANNEL, BIAS)
+        acc_up = finish_sums(acc_up, unit, scale, bias, up_row, inside, CHANNEL)
         acc = gated_unit(acc, acc_up, KIND, LIMIT)
     else:
         acc *= tl.load(weights + choice, mask=there, other=0.0)[:, None]
@@ -217,7 +221,7 @@ def add_choices_kernel(
 
 def product_arguments(
     x: Tensor, experts: ExpertWeights, act: Swiglu | None, top_k: int
-) -> tuple[list[Tensor], dict[str, Any]]:
+) -> tuple[list[Tensor | None], dict[str, Any]]:
     """Return the arguments that a kernel needs for one product of all experts.
 
     Args:
@@ -227,20 +231,19 @@ def product_arguments(
         top_k: choices of a token.
 
     Returns:
-        The tensors `x, x_scale, data, scale, bias`, with `x` in place of any that does not exist; and the
-        kernel's constants by name.
+        The tensors `x, x_scale, data, scale, bias`, with `x` in place of scales and None in place of others
+        that do not exist; and the kernel's constants by name.
     """
-    values, units = round_rows(x, "fp8") if experts.rounds_input else (x, x)
+    values, units = round_rows(x, "fp8") if experts.rounds_input else (x, None)
     scale = x if experts.scale is None else experts.scale
-    bias = x if experts.bias is None else experts.bias
+
     kind, limit = act or Swiglu()
-    return [values, units, experts.data, scale, bias], {
+    return [values, units, experts.data, scale, experts.bias], {
         "scale_stride": 0 if experts.scale is None else scale[0].numel(),
         "N": experts.data.shape[1] // (1 if act is None else 2), "K": experts.data.shape[2], "TOP_K": top_k,
         "UP": act is not None, "KIND": KINDS[kind], "LIMIT": limit,
         "CHANNEL": experts.scale is not None and not experts.block_scales,
         "SIDE": BLOCK * experts.block_scales,
-        "ROUNDED": experts.rounds_input, "BIAS": experts.bias is not None,
     }  # fmt: skip
 
 

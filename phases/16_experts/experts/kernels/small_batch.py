@@ -53,8 +53,7 @@ def small_batch_expert_kernel(
     out, x, x_scale, data, scale, bias, weights, chosen, E, scale_stride,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr,
     KIND: tl.constexpr,
-    LIMIT: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr,
-    ROUNDED: tl.constexpr,
+    LIMIT: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute `BLOCK_N` of `N` outputs of one choice (UP), or of the sum over one token's choices.
@@ -63,9 +62,9 @@ def small_batch_expert_kernel(
     UP, the first product: `x [T, K]` -> `out [T k, N]`, gated. Otherwise the second one: `x [T k, K]` ->
         `out [T, N]`, choices added up with `weights [T, k]`.
     chosen: `[T, k]`, numbers of experts; those that are not below E are on another rank and count 0.
-    data: `[E, N, K]`, with UP `[E, 2 N, K]`: gates, then ups. bias: `[E, N]` or `[E, 2 N]`, read if BIAS.
+    data: `[E, N, K]`, with UP `[E, 2 N, K]`: gates, then ups. bias: `[E, N]`, `[E, 2 N]` or None.
     scale: of each weight row (CHANNEL) or of SIDE x SIDE blocks; `scale_stride` numbers per expert.
-    x_scale: `[rows of x]`, if the input was rounded (ROUNDED). KIND, LIMIT: activation and clamp of
+    x_scale: `[rows of x]`, if the input was rounded, or None. KIND, LIMIT: activation and clamp of
         `gated_unit`. PDL: the kernel before may still run.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -101,23 +100,15 @@ def small_batch_expert_kernel(
             parts += w * vector
             if UP:
                 ups += w_up * vector
-        unit = tl.load(x_scale + source, mask=here, other=0.0) if ROUNDED else 1.0
-        biases = bias + expert * rows
-        part = finish_sums(
-            tl.sum(parts, axis=1), unit, scales, biases, n, inside, ROUNDED, CHANNEL, BIAS
-        )
+        unit = None
+        biases = None
+        if x_scale is not None:
+            unit = tl.load(x_scale + source, mask=here, other=0.0)
+        if bias is not None:
+            biases = bias + expert * rows
+        part = finish_sums(tl.sum(parts, axis=1), unit, scales, biases, n, inside, CHANNEL)
         if UP:
-            up = finish_sums(
-                tl.sum(ups, axis=1),
-                unit,
-                scales,
-                biases,
-                n + N,
-                inside,
-                ROUNDED,
-                CHANNEL,
-                BIAS,
-            )
+            up = finish_sums(tl.sum(ups, axis=1), unit, scales, biases, n + N, inside, CHANNEL)
             total += gated_unit(part, up, KIND, LIMIT)
         else:
             total += part * tl.load(weights + choice, mask=here, other=0.0)
