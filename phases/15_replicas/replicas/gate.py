@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -132,11 +133,12 @@ def head_bytes(scope: Scope) -> int:
     return address + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
+@dataclass
 class Leaving:
     """An ASGI `receive` around another that sets `disconnected` once the client has disconnected."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive, self.disconnected = receive, False
+    _receive: Receive
+    disconnected: bool = False
 
     async def __call__(self) -> MutableMapping[str, Any]:
         """Return the next ASGI message of the inner `receive`."""
