@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +81,6 @@ class Head(Model):
     features: `[most, hidden]`, the features that the next call reads, in the order of its tokens.
     """
 
-    TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}
     features: Tensor
     lm_head: ReducedHead
 

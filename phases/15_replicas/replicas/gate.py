@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -132,11 +133,12 @@ def head_bytes(scope: Scope) -> int:
     return address + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
+@dataclass
 class Leaving:
     """An ASGI `receive` around another that sets `disconnected` once the client has disconnected."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive, self.disconnected = receive, False
+    _receive: Receive
+    disconnected: bool = False
 
     async def __call__(self) -> MutableMapping[str, Any]:
         """Return the next ASGI message of the inner `receive`."""
@@ -155,11 +157,14 @@ class RelayedAnswer:
     lost_replica: the name of the replica that would not respond.
     """
 
+    status = 0
+    complete = False
+    events = False
+    foreign = 0
+    lost_replica = ""
+
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.status, self.foreign = 0, 0
-        self.complete, self.events = False, False
-        self.lost_replica = ""
 
     async def of(self, app: Any, scope: Scope, receive: Receive) -> None:
         """Let the ASGI application `app` respond to one request, and pass the response on by `send`.
@@ -193,11 +198,8 @@ class RelayedAnswer:
         `text/event-stream`. An answer is complete with a body that no more body follows.
         """
         if message["type"] == "http.response.start":
-            headers = dict(message["headers"])
-            message = {
-                **message,
-                "headers": [*headers.items()],
-            }  # Ray adds the request's id a second time
+            headers = dict(message["headers"])  # Ray adds the request's id a second time
+            message = {**message, "headers": [*headers.items()]}
             if ENGINE_LOST in headers:
                 self.lost_replica = headers[NAME].decode()
             elif NAME not in headers:
@@ -217,9 +219,8 @@ class RelayedAnswer:
         """Return the error for the client that says why there is no response, or no whole one."""
         if self.foreign == 408:
             return ApiError(504, "the request was not done in time", code="deadline")
-        if (
-            self.foreign
-        ):  # 404: there is no application any more; 503: too many requests wait in the proxy
+        # 404: there is no application any more; 503: too many requests wait in the proxy.
+        if self.foreign:
             return ApiError(
                 503, "no replica takes requests now; try again", code="unavailable"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from common.request import Request
 from common.sampling.grammar import Grammar
@@ -17,6 +18,7 @@ WAIT = 2e-4
 """Seconds that a step sleeps if nothing is left but copies."""
 
 
+@dataclass(eq=False)
 class AdmissionGate(GrammarManager):
     """A `GrammarManager` by which a request waits, before it enters the waiting line, for its grammar and its
     cached blocks.
@@ -25,9 +27,8 @@ class AdmissionGate(GrammarManager):
     connector: asked whether a request's blocks have come; `NO_CONNECTOR` until one is set.
     """
 
-    def __init__(self, inner: GrammarManager) -> None:
-        self.inner = inner
-        self.connector: ConnectorScheduler = NO_CONNECTOR
+    inner: GrammarManager
+    connector: ConnectorScheduler = NO_CONNECTOR
 
     def ready(self, request: Request) -> bool:
         """Return True if a request has its grammar and its blocks, or need not wait for them.
@@ -65,6 +66,7 @@ class AdmissionGate(GrammarManager):
         return self.inner.pop_failed_requests()
 
 
+@dataclass(eq=False)
 class ConnectorLoop(Loop):
     """A `Loop` that polls the connector after each step of another loop, `inner`.
 
@@ -73,9 +75,8 @@ class ConnectorLoop(Loop):
     gate: its `connector` is polled.
     """
 
-    def __init__(self, inner: Loop, gate: AdmissionGate) -> None:
-        self.inner = inner
-        self.gate = gate
+    inner: Loop
+    gate: AdmissionGate
 
     @property
     def idle(self) -> bool:

@@ -168,7 +168,7 @@ def load(worker: ConnectorWorker, blocks: int) -> None:
 
 def time_of(action: Callable[..., None], *arguments: object) -> float:
     """Return the seconds that `action(*arguments)` takes, the better of two runs."""
-    times: list[float] = []
+    times = []
     for _ in range(2):
         started = perf_counter()
         action(*arguments)

@@ -244,7 +244,7 @@ class TieredConnector(ConnectorScheduler):
 
         found: how many blocks the cache has; all others must be in host memory or files.
         """
-        names: list[BlockName] = []
+        names = []
         from_disk = 0
         for name in chain(self.cache.namespace, request.salt, self.cache.keys_of(request)):
             if name.position >= found:
@@ -369,9 +369,9 @@ class TieredConnector(ConnectorScheduler):
         """Copy the blocks in `_to_save` that are neither in host memory nor in files yet, in one launch."""
         if not self._to_save:
             return
-        names: list[BlockName] = []
-        blocks: list[int] = []
-        targets: list[HostBlock] = []
+        names = []
+        blocks = []
+        targets = []
         for block, name in self._to_save.items():
             if self.host.get(name.digest) or self._is_on_disk(name):
                 continue
