@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.progress import bar
 from common.sampling.metadata import SamplingMetadata
-from common.sampling.sampler import Sampled
+from common.sampling.sampler import HostSampled, Sampled
 from continuous.batch import Batch
 from continuous.rows import RequestRows
 from continuous.runner import Forwarded, Pending
@@ -106,7 +106,10 @@ class GraphRunner(PagedRunner):
         """
         done = Sampled(tokens, tokens)
         return Forwarded(
-            works, batch, hidden, rest=lambda allowed: Pending(works, done, self.verifier)
+            works,
+            batch,
+            hidden,
+            rest=lambda allowed: Pending(works, HostSampled(done), self.verifier),
         )
 
     def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
