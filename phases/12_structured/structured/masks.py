@@ -46,7 +46,6 @@ class AutomataGrammarManager(GrammarManager):
         self.eos = frozenset(eos)
         self.refusal = refusal
         self.vocab_size, self.device = vocab_size, device
-        self._any = False  # whether any request ever had a grammar
         self._failed: list[tuple[Request, Exception]] = []
 
     # Before a request runs.
@@ -59,7 +58,7 @@ class AutomataGrammarManager(GrammarManager):
         """
         if self.refusal:
             raise UserError(self.refusal)
-        self._any = True
+        self.active = True
         self.pool.ask(grammar)
 
     def ready(self, request: Request) -> bool:
@@ -84,17 +83,6 @@ class AutomataGrammarManager(GrammarManager):
         self.pool.ask(grammar).wait()
 
     # In a step.
-
-    def needs_mask(self, works: Sequence[Work]) -> bool:
-        """Return True if a request that is sampled in this step has a grammar.
-
-        works: the step's requests and tokens. Before the first grammar comes, the call is free.
-        """
-        return self._any and any(
-            sampled_request.constraint is not None
-            for work in works
-            for sampled_request in work.sampled_requests
-        )
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """Return the bit masks of all samples that have a grammar, copied to the device; None if none has.

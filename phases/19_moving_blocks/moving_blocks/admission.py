@@ -25,6 +25,8 @@ class AdmissionGate(GrammarManager):
     connector: asked whether a request's blocks have come; `NO_CONNECTOR` until one is set.
     """
 
+    active = True
+
     def __init__(self, inner: GrammarManager) -> None:
         self.inner = inner
         self.connector: ConnectorScheduler = NO_CONNECTOR
@@ -45,10 +47,6 @@ class AdmissionGate(GrammarManager):
     def wait_until_compiled(self, grammar: Grammar) -> None:
         """See `GrammarManager.wait_until_compiled`: wait for the grammar, in `inner`."""
         self.inner.wait_until_compiled(grammar)
-
-    def needs_mask(self, works: Sequence[Work]) -> bool:
-        """See `GrammarManager.needs_mask`: return True if `inner` has a grammar for a request of the step."""
-        return self.inner.needs_mask(works)
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
         """See `GrammarManager.begin`, which this calls on `inner`."""
