@@ -234,7 +234,7 @@ class Engine:
         return works
 
     def needs_mask(self, works: Sequence[Work]) -> bool:
-        """Return True if a request that a step samples follows a grammar; costs nothing before the first comes.
+        """Return True if a request that a step samples follows a grammar; costs nothing until one comes.
 
         Then all tokens before this step must be known when its masks are made.
         """

@@ -22,7 +22,8 @@ from cuda_graphs.memory import Startup, free_bytes
 from cuda_graphs.tables import DeviceTables
 from forward.model import Model
 from paged_cache.cache import PagedCache
-from paged_cache.runner import PagedRunner, StepExecutor
+from paged_cache.executor import StepExecutor
+from paged_cache.runner import PagedRunner
 from triton_paged_attention.attention import TritonPagedAttention
 
 
