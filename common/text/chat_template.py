@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.errors import UserError, brief, choice, text
+from common.errors import UserError, choice, shown, text
 from common.text.template_sandbox import TemplateError, TemplateSandbox
 
 Message = Mapping[str, Any]
@@ -104,7 +104,7 @@ class ChatTemplate:
     def _message(self, name: str, message: Message, ignored: set[str]) -> dict[str, Any]:
         if not isinstance(message, Mapping):
             form = "must be an object with a role and a content"
-            raise UserError(f"{name} is {brief(message)}, but {form}")
+            raise UserError(f"{name} is {shown(message)}, but {form}")
         if "role" not in message:
             raise UserError(f"{name} has no role")
         role = text(f"{name}.role", message["role"])
@@ -128,7 +128,7 @@ class ChatTemplate:
                 break
         calls, said = checked.get("tool_calls"), checked.pop("refusal", None)
         if calls is not None and not isinstance(calls, list):
-            raise UserError(f"{name}.tool_calls is {brief(calls)}, but must be a list")
+            raise UserError(f"{name}.tool_calls is {shown(calls)}, but must be a list")
         content = message.get("content")
         if content is None and said is not None:
             content = text(f"{name}.refusal", said)
@@ -159,10 +159,10 @@ def _part(name: str, part: Any, ignored: set[str]) -> str:
     """Return the text of the part `name` of a message's content. ignored: gets names of other fields."""
     if not isinstance(part, Mapping):
         form = "must be an object with a type and a text"
-        raise UserError(f"{name} is {brief(part)}, but {form}")
+        raise UserError(f"{name} is {shown(part)}, but {form}")
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _TEXTS:
-        raise UserError(f"{name}.type is {brief(kind)}, but must be 'text'")
+        raise UserError(f"{name}.type is {shown(kind)}, but must be 'text'")
     others = part.keys() - {"type", *_TEXTS.values()}
     ignored |= {other for other in others if part[other] not in _NOTHING}
     field = _TEXTS[kind]

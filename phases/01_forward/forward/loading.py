@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.device import pick_device, pick_dtype
-from common.errors import UserError, brief
+from common.errors import UserError, shown
 from common.models.checkpoint import assign, load_weights, stores_once
 from common.models.config import ModelConfig
 from common.models.hub import RANDOM, model_folder
@@ -129,7 +129,7 @@ def refuse_quantized(config: ModelConfig, folder: Path) -> None:
     reads quantized weights.
     """
     if config.quantization is not None:
-        method = brief(config.quantization["quant_method"])
+        method = shown(config.quantization["quant_method"])
         raise UserError(
             f"{folder}/config.json: quantization_config names the method {method}, but plain weights are all "
             "that phases before 10 read"

@@ -181,7 +181,8 @@ class Engine:
     def _enqueue(self, requests: list[Request]) -> None:
         """Give requests to the scheduler, or keep them outside its queue until their grammar is compiled."""
         try:
-            ready = all([self.grammar_manager.ready(request) for request in requests])
+            manager = self.grammar_manager
+            ready = not manager.active or all([manager.ready(request) for request in requests])
         except UserError as error:
             for request in requests:
                 self.end(request, "error", error)
@@ -232,13 +233,24 @@ class Engine:
         self._marks.enter_context(marked(works))
         return works
 
+    def needs_mask(self, works: Sequence[Work]) -> bool:
+        """Return True if a request that a step samples follows a grammar; costs nothing until one comes.
+
+        Then all tokens before this step must be known when its masks are made.
+        """
+        return self.grammar_manager.active and any(
+            request.constraint is not None
+            for work in works
+            for request in work.sampled_requests
+        )
+
     def forward(self, works: list[Work]) -> Forwarded | None:
         """Launch a step's forward pass, and return it unsampled; None if the step is empty or has failed."""
         if not works:
             return None
         self.stats.begin(works, len(self.scheduler.running))
         with self.failing(works):
-            return self.runner.forward(works, masked=self.grammar_manager.needs_mask(works))
+            return self.runner.forward(works, masked=self.needs_mask(works))
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
@@ -247,7 +259,7 @@ class Engine:
             return None
         with self.failing(step.works):
             grammars = self.grammar_manager
-            masked = grammars.needs_mask(step.works)
+            masked = self.needs_mask(step.works)
             allowed = grammars.fill_bitmask(step.works) if masked else None
             pending = self.runner.sample(step, allowed)
             if masked:  # what fails ends as if it were aborted now

@@ -14,7 +14,6 @@ from common.sampling.metadata import SamplingMetadata
 from common.sampling.sampler import (
     TORCH,
     HostSampled,
-    Sampled,
     Sampler,
     SamplerBackend,
     TokenBitmask,
@@ -53,27 +52,23 @@ class OutputVerifier:
 ONE_TOKEN_EACH = OutputVerifier()
 
 
+@dataclass
 class Pending:
     """The results of a step that the device may still be computing. Only `get` waits for it.
 
     works: what the step computed for each request, in the order of the results.
+    arriving: its tokens, whose copy to the host is under way; None: nothing was sampled.
     """
 
-    def __init__(
-        self,
-        works: Sequence[Work],
-        sampled: Sampled | None,
-        verifier: OutputVerifier = ONE_TOKEN_EACH,
-    ) -> None:
-        self.works, self.verifier = works, verifier
-        # This starts the copy, and does not wait.
-        self._arriving = None if sampled is None else HostSampled(sampled)
+    works: Sequence[Work]
+    arriving: HostSampled | None
+    verifier: OutputVerifier = ONE_TOKEN_EACH
 
     def get(self) -> Results:
         """Wait for the step, and return for each sampled request the list of its tokens."""
-        if self._arriving is None:
+        if self.arriving is None:
             return ()
-        return self.verifier.accepted(self.works, self._arriving.get())
+        return self.verifier.accepted(self.works, self.arriving.get())
 
 
 @dataclass
@@ -154,7 +149,7 @@ class Runner:
             logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed
         )
         self.rows.tokens[batch.sample_rows, batch.sample_positions] = sampled.tokens
-        return Pending(step.works, sampled, self.verifier)
+        return Pending(step.works, HostSampled(sampled), self.verifier)
 
     def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
         """Return the logits of hidden states `[S, hidden]` to be sampled by `plan`: `[S, V]` float32."""

@@ -30,10 +30,11 @@ from forward.model import Model
 from forward.surgery import clone
 from paged_cache.attention import PagedAttention, TorchPagedAttention
 from paged_cache.cache import PagedCache
+from paged_cache.executor import StepExecutor
 from paged_cache.memory import MemoryPlan, plan_cache
 from paged_cache.pool import BlockPool, KVFormat
 from paged_cache.recipe import F, Feature, Recipe, find
-from paged_cache.runner import PagedRunner, StepExecutor
+from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
 
 PagedEngine = Engine

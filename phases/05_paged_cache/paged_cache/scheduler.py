@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
 
 from common.errors import UserError
@@ -39,7 +40,7 @@ class PagedScheduler(Scheduler):
             request.rank = self.policy(request)
         for at in range(0, len(requests), self.rows.count):
             first, *first.siblings = requests[at : at + self.rows.count]
-            self._push(first)
+            heapq.heappush(self._waiting, (first.rank, first))
 
     def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Preempt the last request by rank until `request` has room; it may be `request` itself.
@@ -69,7 +70,7 @@ class PagedScheduler(Scheduler):
         request.num_computed_tokens = 0
         request.preemptions += 1
         self.preemptions += 1
-        self._push(request)
+        heapq.heappush(self._waiting, (request.rank, request))
 
     def can_admit(self, request: Request) -> bool:
         """Return True if there are blocks for a waiting request, and a row for it and each of its siblings.

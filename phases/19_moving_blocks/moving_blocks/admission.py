@@ -29,6 +29,7 @@ class AdmissionGate(GrammarManager):
 
     inner: GrammarManager
     connector: ConnectorScheduler = NO_CONNECTOR
+    active = True
 
     def ready(self, request: Request) -> bool:
         """Return True if a request has its grammar and its blocks, or need not wait for them.
@@ -46,10 +47,6 @@ class AdmissionGate(GrammarManager):
     def wait_until_compiled(self, grammar: Grammar) -> None:
         """See `GrammarManager.wait_until_compiled`: wait for the grammar, in `inner`."""
         self.inner.wait_until_compiled(grammar)
-
-    def needs_mask(self, works: Sequence[Work]) -> bool:
-        """See `GrammarManager.needs_mask`: return True if `inner` has a grammar for a request of the step."""
-        return self.inner.needs_mask(works)
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
         """Let `inner` begin to make the masks of a step (see `GrammarManager.begin`)."""
