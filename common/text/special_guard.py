@@ -64,9 +64,12 @@ class SpecialGuard:
             return type(value)(self.hide(item, whole=whole) for item in value)
         return value
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a rendered text whose messages went through `hide`."""
-        return self._blind.encode(text)
+    def encode(self, text: str, hidden: bool) -> list[int]:
+        """Return the token ids of a rendered conversation. hidden: `hide` has changed a text in it."""
+        if hidden:
+            return self._blind.encode(text)
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return list(found.ids)
 
     @cached_property
     def _blind(self) -> BlindTokenizer:

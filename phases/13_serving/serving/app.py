@@ -20,10 +20,11 @@ from common.json_text import FieldError, decode_object
 from common.text.tokenizer import LONG
 from serving.client import EngineClient
 from serving.completion import serve
-from serving.endpoints import ChatEndpoint, CompletionEndpoint, ServedModel
+from serving.endpoints import ChatEndpoint, ServedModel
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
+from serving.prompts import CompletionEndpoint
 from serving.seams import Endpoint, FieldHandler
 
 log = logging.getLogger(__name__)

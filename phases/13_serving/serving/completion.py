@@ -252,10 +252,8 @@ async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
     if group.failure is not None:
         return
     write = group.request.formatter.body
-    if group.prompt_tokens + group.output_tokens > LONG_ANSWER:
-        body = await asyncio.to_thread(write, group)
-    else:
-        body = write(group)
+    long = group.prompt_tokens + group.output_tokens > LONG_ANSWER
+    body = await asyncio.to_thread(write, group) if long else write(group)
     await http.answer(200, body)
 
 
@@ -269,7 +267,7 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
             return
         long = request.details and not http.status  # those of a whole prompt
         data = await asyncio.to_thread(group.events) if long else group.events()
-        if data and not http.status:
-            await http.start(200, request.formatter.headers)
         if data:
+            if not http.status:
+                await http.start(200, request.formatter.headers)
             await http.write(data, more=bool(group.unsent))

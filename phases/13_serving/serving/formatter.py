@@ -33,13 +33,13 @@ def usage(group: ChoiceGroup) -> dict[str, Any]:
 
 
 class ResponseFormatter:
-    """Formats the response to one request of `/v1/completions`, streamed or whole.
+    """Formats the response to one request, streamed or whole: a chat's, unless a subclass has another shape.
 
     id: of the response. model: its name. request: what is answered.
     usage: whether the last chunk has the counts of tokens.
     """
 
-    object = chunk_object = "text_completion"
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
     headers = EVENTS
 
     def __init__(self, id: str, model: str, request: ParsedRequest) -> None:
@@ -59,16 +59,29 @@ class ResponseFormatter:
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """Return the server-sent events of `piece`, the next text of the completion `choice`.
 
-        last: the completion has ended, so an event has the reason.
+        Its first event has the role. last: the completion has ended, so the last event has the reason.
         """
-        fields = {"text": piece.text} | self.details(choice, piece)
-        return self.event(choice, fields, choice.reason if last else None)
+        data, details = b"", self.details(choice, piece)
+        if not piece.start:
+            role = {"role": "assistant", "content": ""}
+            data = self.event(choice, {"delta": role, **NOTHING})
+        for delta in choice.deltas(piece.text, last):
+            data += self.event(choice, {"delta": delta, **details})
+            details = NOTHING  # the first event has its tokens
+        if last or details != NOTHING:
+            reason = choice.finish_reason if last else None
+            data += self.event(choice, {"delta": {}, **details}, reason)
+        return data
 
-    def shape(self, choice: Choice) -> dict[str, Any]:
-        """Return a whole completion as an entry of the response's list `choices`."""
-        piece = choice.take()
-        details = self.details(choice, piece)
-        return {"text": piece.text, **details, "finish_reason": choice.reason}
+    def shape(self, choice: Choice, text: str) -> dict[str, Any]:
+        """Return the JSON fields that have the whole `text` of the completion `choice`."""
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        for delta in choice.deltas(text, True):
+            for name in delta.keys() - {"tool_calls"}:
+                message[name] = message.get(name, "") + delta[name]
+        if choice.reader and (calls := choice.reader.calls):
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        return {"message": message}
 
     def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """Return the JSON fields beside the text of a piece of a completion, such as log-probabilities."""
@@ -79,15 +92,14 @@ class ResponseFormatter:
 
     def body(self, group: ChoiceGroup) -> bytes:
         """Return the whole response as JSON, for a request that is not streamed. group: its completions."""
-        return encode_json(
-            {
-                **(self._head | {"object": self.object}),
-                "choices": [
-                    self.shape(choice) | {"index": choice.index} for choice in group.choices
-                ],
-                "usage": usage(group),
-            }
-        )
+        choices = list[dict[str, Any]]()
+        for choice in group.choices:
+            piece = choice.take()
+            fields = self.shape(choice, piece.text) | self.details(choice, piece)
+            ended = {"finish_reason": choice.finish_reason, "index": choice.index}
+            choices.append(fields | ended)
+        whole = {"object": self.object, "choices": choices, "usage": usage(group)}
+        return encode_json(self._head | whole)
 
     def end(self, group: ChoiceGroup) -> bytes:
         """Return the bytes of the events after the last chunk: token counts if wanted, and `[DONE]`.
@@ -105,38 +117,3 @@ class ResponseFormatter:
         """Return an event with JSON fields of a completion. reason: why it has ended; None: it has not."""
         fields_json = encode_json({"index": choice.index, **fields, "finish_reason": reason})
         return self._before + fields_json + self._after
-
-
-class ChatFormatter(ResponseFormatter):
-    """Formats the response to one request of `/v1/chat/completions`, streamed or whole."""
-
-    object, chunk_object = "chat.completion", "chat.completion.chunk"
-
-    def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the server-sent events of `piece`, the next text of the completion `choice`.
-
-        Its first event has the role. last: the completion has ended, so the last event has the reason.
-        """
-        data, details = b"", self.details(choice, piece)
-        if not piece.start:
-            role = {"role": "assistant", "content": ""}
-            data = self.event(choice, {"delta": role, **NOTHING})
-        for delta in choice.deltas(piece.text, last):
-            data += self.event(choice, {"delta": delta, **details})
-            details = NOTHING  # the first event has its tokens
-        if last or details != NOTHING:
-            reason = choice.finish_reason if last else None
-            data += self.event(choice, {"delta": {}, **details}, reason)
-        return data
-
-    def shape(self, choice: Choice) -> dict[str, Any]:
-        """Return a whole chat completion as an entry of the response's list `choices`."""
-        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-        piece = choice.take()
-        for delta in choice.deltas(piece.text, True):
-            for name in delta.keys() - {"tool_calls"}:
-                message[name] = message.get(name, "") + delta[name]
-        if choice.reader and (calls := choice.reader.calls):
-            message |= {"content": message["content"] or None, "tool_calls": calls}
-        details = self.details(choice, piece)
-        return {"message": message, **details, "finish_reason": choice.finish_reason}
