@@ -6,7 +6,6 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import tokenizers
@@ -148,10 +147,13 @@ def last_visible(
 
     It takes time in proportion to the tokens if these are special or have no text.
     """
-    visible = (
-        token for token in map(int, reversed(tokens)) if token not in skipped and known[token]
-    )
-    return [*islice(visible, MOST_TOKENS_OF_A_CHARACTER)][::-1]
+    found = list[int]()
+    for token in map(int, reversed(tokens)):
+        if token not in skipped and known[token]:
+            found.append(token)
+        if len(found) == MOST_TOKENS_OF_A_CHARACTER:
+            break
+    return found[::-1]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from common.errors import UserError
 from common.json_text import encode_json
-from phases.appendix.observability.metrics import Metrics, first_token
+from phases.appendix.observability.metrics import Metrics
 from serving.app import App
 from serving.http.request import HttpRequest
 
@@ -61,14 +61,12 @@ class AccessLog:
             "bytes": http.sent_bytes,
         }
         if group is not None:
-            entry["prompt_tokens"], entry["output_tokens"] = (
-                group.prompt_tokens,
-                group.output_tokens,
-            )
+            entry["prompt_tokens"] = group.prompt_tokens
+            entry["output_tokens"] = group.output_tokens
             entry["trouble"] = group.failure[0] if group.failure else None
-            first = first_token(group)
-            if first is not None:
-                entry["first_token_ms"] = round((first - http.started) * 1e3, 3)
+            firsts = [choice.times[0] for choice in group.choices if choice.times]
+            if firsts:
+                entry["first_token_ms"] = round((min(firsts) - http.started) * 1e3, 3)
         try:
             self._file.write(encode_json(entry).decode() + "\n")
             self._file.flush()

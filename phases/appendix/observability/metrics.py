@@ -10,7 +10,6 @@ from functools import partial
 
 from phases.appendix.observability.exposition import page
 from serving.app import App
-from serving.completion import ChoiceGroup
 from serving.http.request import HttpRequest
 from serving.messages import StepReport
 
@@ -77,7 +76,9 @@ class Metrics:
         group = http.group
         if group is None:
             return
+        firsts = list[float]()
         for choice in group.choices:  # one whose engine has died has no end
+            firsts += choice.times[:1]
             self._last.pop(choice.number, None)
             if choice.reason is not None:
                 self.finished[choice.reason] += 1
@@ -87,14 +88,8 @@ class Metrics:
         if failure == "refused":  # no tokens of it were counted
             return
         self.prompted += group.prompt_tokens
-        first = first_token(group)
-        if first is not None:
-            self.first.observe(first - http.started)
+        if firsts:
+            self.first.observe(min(firsts) - http.started)
         self.prompt.observe(group.prompt_tokens)
         self.output.observe(group.output_tokens)
         self.whole.observe(time.perf_counter() - http.started)
-
-
-def first_token(group: ChoiceGroup) -> float | None:
-    """Return the time at which the first token of any completion of a group came; None: none did."""
-    return min((choice.times[0] for choice in group.choices if choice.times), default=None)
