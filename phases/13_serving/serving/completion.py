@@ -111,18 +111,12 @@ class Choice:
         self.group.hear(True)
 
     def take(self) -> Piece:
-        """Return all of the completion's text that is unsent, as one piece, and count it as sent.
-
-        A thread may call it while tokens come.
-        """
+        """Return all unsent text as one piece, now sent. A thread may call this while tokens come."""
         start, self.sent = self.sent, len(self.texts)
         return Piece("".join(self.texts[start : self.sent]), start, self.sent)
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Return what the next text adds to a chat message: its reasoning, its content, its tool calls.
-
-        last: the completion has ended.
-        """
+        """See `MessageReader.deltas`; without a reader the text is all content."""
         if self.reader:
             return self.reader.deltas(text, last)
         return [{"content": text}] if text else []

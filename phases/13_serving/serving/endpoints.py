@@ -61,10 +61,7 @@ class ServedModel:
             raise ApiError(404, words, param="model", code="model_not_found")
 
     def begin(self, fields: Mapping[str, Any], ready: Ready, source: str) -> ParsedRequest:
-        """Return a parsed request with only the fields set that all requests for tokens may have.
-
-        fields: the decoded body. ready: the engine's sizes. source: the name of the field with the prompt.
-        """
+        """Return a parsed request with only the fields set that all requests for tokens may have."""
         generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
         sampling = dict[str, Any]()
@@ -82,12 +79,9 @@ class ServedModel:
             raise wrong(source, f"{source} has {characters:,} characters, {context}")
 
     def finish(self, request: ParsedRequest, default_tokens: int = MAX_INT) -> None:
-        """Set a request's sampling settings, once its prompts are known.
+        """Set a request's sampling settings, once its prompts are known; `ApiError` if it cannot be served.
 
         default_tokens: `max_tokens` where the request does not say, if there is room for so many.
-
-        Raises:
-            ApiError: it could never be served.
         """
         ready = request.ready
         for call in request.on_prompt:
@@ -142,10 +136,7 @@ class TextEndpoint:
         return request
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a parsed request with its fields and prompts, but without sampling settings yet.
-
-        fields: the decoded body. ready: the engine's sizes. Raises `ApiError` or `UserError` for a wrong one.
-        """
+        """Return what `parse` does, with fields and prompts, but without sampling settings yet."""
         request = self.model.begin(fields, ready, self.source)
         self.fill(request, convert_fields(self.kind, fields))
         return request
@@ -155,11 +146,7 @@ class TextEndpoint:
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
-        """Let each field handler read its fields into the request, in place.
-
-        Raises:
-            ApiError: a field asks for what cannot be served.
-        """
+        """Let each field handler read its fields into the request, in place. See `FieldHandler.read`."""
         names = set(request.fields)
         for message in request.messages:
             names.update(message, [str(message.get("role"))])

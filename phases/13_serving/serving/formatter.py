@@ -57,10 +57,7 @@ class ResponseFormatter:
         self._after = b'],"usage":null}\n\n' if self.usage else b"]}\n\n"
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the server-sent events of `piece`, the next text of the completion `choice`.
-
-        Its first event has the role. last: the completion has ended, so the last event has the reason.
-        """
+        """See `Formatter.chunk`: the first event has the role, and the last one the reason."""
         data, details = b"", self.details(choice, piece)
         if not piece.start:
             role = {"role": "assistant", "content": ""}
@@ -91,7 +88,7 @@ class ResponseFormatter:
         return found
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """Return the whole response as JSON, for a request that is not streamed. group: its completions."""
+        """See `Formatter.body`."""
         choices = list[dict[str, Any]]()
         for choice in group.choices:
             piece = choice.take()
@@ -102,10 +99,7 @@ class ResponseFormatter:
         return encode_json(self._head | whole)
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """Return the bytes of the events after the last chunk: token counts if wanted, and `[DONE]`.
-
-        group: the request's completions.
-        """
+        """Return the bytes of the events after the last chunk: token counts if wanted, and `[DONE]`."""
         if not self.usage:
             return DONE
         last = encode_json(self._head | {"choices": [], "usage": usage(group)})

@@ -49,10 +49,10 @@ class AccessPolicy:
         app.before.append(self.before)
 
     async def before(self, http: HttpRequest) -> bool:
-        """Check a request; return True if it was a browser's preflight request, which is answered here.
+        """Check a request, and raise `ApiError` to refuse it.
 
-        Raises:
-            ApiError: the request is refused.
+        Returns:
+            True if it was a browser's preflight request, which is answered here.
         """
         self.check_host(http)
         if self.origins and allow_pages(http, self.origins, self.app):

@@ -73,11 +73,8 @@ class HttpRequest:
         self.form = ErrorForm()
 
     async def body(self) -> bytes:
-        """Read and return the whole body.
-
-        Raises:
-            ApiError: 413: too large, before it is read where its length is declared; 408: too slow.
-            ClientDisconnected: the client has left.
+        """Read and return the whole body. Raises `ClientDisconnected`, or `ApiError`: 408 if it is too slow,
+        413 if it is too large, before it is read where its length is declared.
         """
         most = self.limits.max_body_bytes
         if self.content_length.isdigit() and int(self.content_length[:20]) > most:
