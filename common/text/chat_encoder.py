@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, library_errors
 from common.errors import text as valid_text
 from common.text.chat_template import ChatTemplate, Message
 from common.text.continued import render_continued
-from common.text.model_templates import ModelTemplates
 from common.text.special_guard import SpecialGuard
 from common.text.turns import join_turns
+
+if TYPE_CHECKING:
+    from common.text.tokenizer import Tokenizer
 
 
 class ChatEncoder:
     """Encodes conversations in the form that a model was trained on. Call it as `tokenizer.chat`."""
 
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        templates: ModelTemplates,
-        begin: Callable[[list[int]], list[int]],
-    ) -> None:
-        """Use the library's tokenizer. begin: puts the token that begins a text before token ids."""
-        self.guard = SpecialGuard(backend)
-        self._templates = templates
-        self._begin = begin
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.guard = SpecialGuard(tokenizer.backend)
+        self._tokenizer = tokenizer
 
     def __call__(
         self,
@@ -54,7 +47,7 @@ class ChatEncoder:
             UserError: the model has no chat template, or the template does not take these messages, also
                 when turns of one role in a row are joined.
         """
-        templates = self._templates
+        templates = self._tokenizer.templates
         template = templates.tools if variables.get("tools") else templates.plain
         conversation = template.conversation(messages, ignored)
         continued = variables.get("continue_final_message", False)
@@ -66,7 +59,7 @@ class ChatEncoder:
             if joined == conversation:
                 raise
             ids = self._encode(template, joined, variables)
-        return self._begin(ids) if add_special_tokens else ids
+        return self._tokenizer.begun(ids) if add_special_tokens else ids
 
     def _encode(
         self,

@@ -23,9 +23,10 @@ class ModelTemplates:
     ) -> None:
         self.folder = folder
         self._config = config
-        contents = {name: content_of(token) for name, token in special_tokens.items()}
         self._special_tokens = {
-            name: each for name, each in contents.items() if isinstance(each, str)
+            name: text
+            for name, token in special_tokens.items()
+            if isinstance(text := content_of(token), str)
         }
 
     @cached_property
@@ -48,7 +49,7 @@ class ModelTemplates:
         return isinstance(self._sources.get("default"), str)
 
     def _compile(self, name: str) -> ChatTemplate:
-        source = self._sources.get(name, self._sources.get("default"))
+        source = self._sources.get(name)
         if not isinstance(source, str):
             raise UserError(
                 f"the model in {self.folder} has no chat template: give it plain text to continue"

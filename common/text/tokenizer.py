@@ -65,7 +65,7 @@ class Tokenizer:
             return self._encode(text)
         ids = self._encode(text, self._config.get("add_bos_token") is not False)
         twice = self._adds_bos and ids[:2] == [self.bos_token_id] * 2
-        return ids[1:] if twice else self._begun(ids)
+        return ids[1:] if twice else self.begun(ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and unknown ids become nothing."""
@@ -78,7 +78,7 @@ class Tokenizer:
             text = "".join(map(detokenizer.push, ids)) + detokenizer.incomplete()
         return text
 
-    def _begun(self, ids: list[int]) -> list[int]:
+    def begun(self, ids: list[int]) -> list[int]:
         """Return `ids` with the token that begins a text in front, if the model has one, once."""
         bos = self.bos_token_id
         if bos is None or ids[:1] == [bos]:
@@ -123,7 +123,7 @@ class Tokenizer:
     @cached_property
     def chat(self) -> ChatEncoder:
         """Return what encodes conversations; `tokenizer.chat(messages)` returns token ids."""
-        return ChatEncoder(self.backend, self.templates, self._begun)
+        return ChatEncoder(self)
 
     def _encode(self, text: str, special: bool = False) -> list[int]:
         batch = [valid_text("the text", text)]
