@@ -32,11 +32,7 @@ _SANDBOX = TemplateSandbox()
 
 
 class ChatTemplate:
-    """A compiled chat template.
-
-    source: its text.
-    variables: names that it reads, such as `messages` or `tools`.
-    """
+    """A compiled chat template. source: its text. variables: names that it reads, such as `tools`."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile `source`, which may refer to the names in `special_tokens` (`bos_token`, `eos_token`, ...).
@@ -85,10 +81,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt, special tokens included, for the messages that `conversation` returned.
 
-        Args:
-            messages: the turns so far.
-            add_generation_prompt: whether to end with the words that open the assistant's turn.
-            variables: passed to the template, such as `tools` or `enable_thinking`.
+        add_generation_prompt: whether to end with the words that open the assistant's turn.
+        variables: passed to the template, such as `tools` or `enable_thinking`.
 
         Raises:
             UserError: the template refuses the conversation, fails, or exceeds a limit of the sandbox.

@@ -29,9 +29,7 @@ class SpecialGuard:
     def hide(self, value: Any, *, whole: bool = False) -> Any:
         """Return `value` with one character of each special token in its texts replaced.
 
-        Args:
-            value: a text, or lists and objects that hold texts.
-            whole: leave halves of special tokens as they are.
+        value: a text, or lists and objects that hold texts. whole: leave halves of special tokens.
 
         Raises:
             UserError: a text with a special token contains one of the stand-ins already.

@@ -47,10 +47,8 @@ class TemplateSandbox:
     def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a template to a child process, to be rendered or described; return the response.
 
-        variables: values for rendering; None: describe it.
-
-        Returns:
-            Rendered: `{"text": ...}`. Described: `variables` and `names` that it reads, and `takes_parts`.
+        variables: values for rendering, which returns `{"text": ...}`; None: describe it, which returns
+            `variables` and `names` that it reads, and `takes_parts`.
 
         Raises:
             TemplateError: the template is not valid, fails, or exceeds a limit.

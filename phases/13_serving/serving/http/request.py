@@ -125,7 +125,7 @@ class HttpRequest:
     async def answer(
         self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)
     ) -> None:
-        """Send a whole response: status, headers and body."""
+        """Send a whole response."""
         await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self.write(b"" if self.method == "HEAD" else body, more=False)
 
