@@ -40,13 +40,13 @@ class ChatTemplate:
         Raises:
             UserError: it is not a Jinja template, or exceeds a limit of the sandbox.
         """
-        self.source, self._special_tokens = source, dict(special_tokens)
+        self.source, self._special_tokens = source, special_tokens
         try:
             found = _SANDBOX.ask(source)
         except TemplateError as error:
             raise UserError(f"the model's chat template is not valid ({error})") from error
         self.variables = frozenset(found["variables"])
-        self._takes_parts = bool(found["takes_parts"])
+        self._takes_parts = found["takes_parts"]
         self._named = frozenset(found["names"])  # so no other field of a message is read
 
     def conversation(

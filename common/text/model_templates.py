@@ -22,7 +22,7 @@ class ModelTemplates:
         self, folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, Any]
     ) -> None:
         self.folder = folder
-        self._config = config
+        self._sources = chat_templates(folder, config)
         self._special_tokens = {
             name: text
             for name, token in special_tokens.items()
@@ -55,10 +55,3 @@ class ModelTemplates:
                 f"the model in {self.folder} has no chat template: give it plain text to continue"
             )
         return ChatTemplate(source, self._special_tokens)
-
-    @cached_property
-    def _sources(self) -> dict[str, Any]:
-        """Return the templates' sources by name; a single one is `default`. Template files come before
-        configurations.
-        """
-        return chat_templates(self.folder, self._config)

@@ -29,7 +29,7 @@ WEB_PAGE = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"referer
 
 
 class AccessPolicy:
-    """Refuse HTTP requests with a wrong host, origin, content type or API key.
+    """Refuse HTTP requests with a wrong host, origin, content type or API key, before all routes of `app`.
 
     hosts: names in the Host header that are accepted; `*`: any.
     origins: web origins whose pages may read responses; empty: no response allows a page to read it.
@@ -37,15 +37,16 @@ class AccessPolicy:
     """
 
     def __init__(
-        self, hosts: frozenset[str], origins: tuple[str, ...] = (), keys: tuple[str, ...] = ()
+        self,
+        app: App,
+        hosts: frozenset[str],
+        origins: tuple[str, ...] = (),
+        keys: tuple[str, ...] = (),
     ) -> None:
+        self.app = app
         self.hosts = hosts
         self.origins = origins
         self.keys = [key.encode() for key in keys]
-
-    def install(self, app: App) -> None:
-        """Add this policy to an application, as the hook before all routes."""
-        self.app = app
         app.before.append(self.before)
 
     async def before(self, http: HttpRequest) -> bool:

@@ -15,13 +15,10 @@ from serving.http.request import HttpRequest
 
 
 class AccessLog:
-    """Write a line of JSON for each request that has ended.
+    """Write a line of JSON for each request that has ended."""
 
-    where: a path, "-" for standard error, or "none".
-    """
-
-    def __init__(self, where: str, metrics: Metrics) -> None:
-        """Open the log for appending. where: a path, "-" for standard error, or "none".
+    def __init__(self, app: App, where: str, metrics: Metrics) -> None:
+        """Open the log for appending. where: a path, "-" for standard error, or "none": nothing is written.
 
         metrics: counts lines that cannot be written.
 
@@ -39,9 +36,6 @@ class AccessLog:
                 raise UserError(
                     f"--access-log {where} cannot be written: {error.strerror}"
                 ) from None
-
-    def install(self, app: App) -> None:
-        """Have `ended` called at the end of every request of a server."""
         if self._file is not None:
             app.on_end.append(self.ended)
 

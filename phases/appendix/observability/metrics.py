@@ -38,9 +38,10 @@ class Histogram:
 
 
 class Metrics:
-    """The counters and histograms of the API process, and the route `/metrics` that shows them."""
+    """The counters and histograms of the server `app`, and its route `/metrics`, which shows them."""
 
-    def __init__(self) -> None:
+    def __init__(self, app: App) -> None:
+        self.app = app
         self.generated = self.prompted = self.lost_log_lines = 0
         self.finished: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
@@ -50,10 +51,6 @@ class Metrics:
         self.whole = Histogram(TIMES)
         self.prompt, self.output = Histogram(SIZES), Histogram(SIZES)
         self._last: dict[int, float] = {}  # number of a completion -> time of its newest token
-
-    def install(self, app: App) -> None:
-        """Add the route `/metrics` to a server, and observe its steps and the ends of its requests."""
-        self.app = app
         app.engine.on_step.append(self.stepped)
         app.on_end.append(self.ended)
         app.routes["/metrics"] = {"GET": partial(page, self)}
