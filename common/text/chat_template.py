@@ -32,11 +32,7 @@ _SANDBOX = TemplateSandbox()
 
 
 class ChatTemplate:
-    """A compiled chat template.
-
-    source: its text.
-    variables: names that it reads, such as `messages` or `tools`.
-    """
+    """A compiled chat template. source: its text. variables: names that it reads, such as `tools`."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile `source`, which may refer to the names in `special_tokens` (`bos_token`, `eos_token`, ...).
@@ -44,13 +40,13 @@ class ChatTemplate:
         Raises:
             UserError: it is not a Jinja template, or exceeds a limit of the sandbox.
         """
-        self.source, self._special_tokens = source, dict(special_tokens)
+        self.source, self._special_tokens = source, special_tokens
         try:
             found = _SANDBOX.ask(source)
         except TemplateError as error:
             raise UserError(f"the model's chat template is not valid ({error})") from error
         self.variables = frozenset(found["variables"])
-        self._takes_parts = bool(found["takes_parts"])
+        self._takes_parts = found["takes_parts"]
         self._named = frozenset(found["names"])  # so no other field of a message is read
 
     def conversation(
@@ -85,10 +81,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt, special tokens included, for the messages that `conversation` returned.
 
-        Args:
-            messages: the turns so far.
-            add_generation_prompt: whether to end with the words that open the assistant's turn.
-            variables: passed to the template, such as `tools` or `enable_thinking`.
+        add_generation_prompt: whether to end with the words that open the assistant's turn.
+        variables: passed to the template, such as `tools` or `enable_thinking`.
 
         Raises:
             UserError: the template refuses the conversation, fails, or exceeds a limit of the sandbox.

@@ -240,6 +240,7 @@ def test_the_longest_waiting_connection_makes_room() -> None:
     answer(newest)
 
 
+APP: Any = SimpleNamespace(before=[])
 LOCAL = names_of("127.0.0.1", (), keys=False)
 
 
@@ -264,18 +265,18 @@ OWN = (
 )
 async def test_other_names_are_not(host: str) -> None:
     for own in OWN:
-        await AccessPolicy(LOCAL).before(asked(own))
+        await AccessPolicy(APP, LOCAL).before(asked(own))
     with pytest.raises(ApiError, match="--allowed-hosts") as refused:
-        await AccessPolicy(LOCAL).before(asked(host))
+        await AccessPolicy(APP, LOCAL).before(asked(host))
     assert refused.value.status == 421
-    await AccessPolicy(names_of("127.0.0.1", hosts(host.split(":")[0]), keys=False)).before(
-        asked(host)
-    )
-    await AccessPolicy(names_of("127.0.0.1", (), keys=True)).before(
+    await AccessPolicy(
+        APP, names_of("127.0.0.1", hosts(host.split(":")[0]), keys=False)
+    ).before(asked(host))
+    await AccessPolicy(APP, names_of("127.0.0.1", (), keys=True)).before(
         asked(host)
     )  # a page has no key
     with pytest.raises(ApiError):
-        await AccessPolicy(names_of("0.0.0.0", ("other",), keys=True)).before(asked(host))
+        await AccessPolicy(APP, names_of("0.0.0.0", ("other",), keys=True)).before(asked(host))
     for wrong in ("", " , ", "a b", "http://a", "a:80"):
         with pytest.raises(UserError, match="--allowed-hosts"):
             hosts(wrong)

@@ -75,9 +75,11 @@ class ParsedRequest:
         if setting == "grammar":
             message = self.explain(message)
         name = self.names.get(setting, setting)
-        if message.startswith(setting + " "):
+        if message.startswith(setting):
             message = name + message[len(setting) :]
-        if name in self.fields or "the prompt " not in message:
-            return wrong(name if name in self.fields else None, message)
+        if name in self.fields:
+            return wrong(name, message)
+        if "the prompt " not in message:
+            return wrong(None, message)
         code = "context_length_exceeded" if "must have at most" in message else None
         return ApiError(400, message, param=self.source, code=code)

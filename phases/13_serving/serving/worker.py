@@ -59,8 +59,7 @@ def ending(
 ) -> End:
     """Return the report of a completion's end. A fault of the request itself is explained to its sender.
 
-    number: of the completion. reason: "stop", "length", "abort", or "error" with the exception `error`.
-    place: index of its last token in the step's report.
+    reason: "stop", "length", "abort", or "error" with the exception `error`. The rest as in `End`.
     """
     message = FAILED if reason == "error" else ""
     if isinstance(error, UserError | NotANumber):

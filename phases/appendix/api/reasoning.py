@@ -63,15 +63,13 @@ class Reasoning:
 
         If the template uses none of them, the field is added to `request.ignored`, which a header shows.
         """
-        known = self.tokenizer.templates.plain.variables
+        names = {"reasoning_effort"}
         if effort == "none":
+            names.add("enable_thinking")
             request.variables.setdefault("enable_thinking", False)
         else:
             request.variables.setdefault("reasoning_effort", effort)
-        if not known & {
-            "reasoning_effort",
-            *({"enable_thinking"} if effort == "none" else ()),
-        }:
+        if names.isdisjoint(self.tokenizer.templates.plain.variables):
             request.ignored.append("reasoning_effort")
 
     def _part(self, request: ParsedRequest) -> None:

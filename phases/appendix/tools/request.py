@@ -84,10 +84,7 @@ class ToolHandler:
         if shows:
             request.variables |= {"tools": tools} if tools else {}
             return
-        try:
-            request.messages = described(request.messages, tools)
-        except UserError as error:
-            raise wrong("messages", str(error)) from None
+        request.messages = described(request.messages, tools)
         if tools:
             request.headers.append((b"x-ladder-warning", WARNING))
 
