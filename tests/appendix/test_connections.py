@@ -249,6 +249,17 @@ def test_a_request_that_asks_for_another_protocol_keeps_its_body(
     assert wire.written == b"" and not wire.closed
 
 
+@pytest.mark.parametrize(
+    "last", [(b"Upgrade, HTTP2", b"Upgrade, close, HTTP2"), (b"HTTP/1.1", b"HTTP/1.0")]
+)
+def test_the_last_request_may_ask_for_another_protocol(last: tuple[bytes, bytes]) -> None:
+    place = Place()
+    connection, _ = place.connect()
+    connection.data_received(COUNTED.replace(*last) + b"\r\n")
+    (cycle,) = connection.owed
+    assert (bytes(cycle.body), cycle.more_body, cycle.keep_alive) == (BODY, False, False)
+
+
 def test_requests_behind_one_that_asks_for_another_protocol_are_answered() -> None:
     place = Place()
     connection, _ = place.connect()

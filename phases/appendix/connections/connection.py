@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
-from httptools import HttpParserUpgrade
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 if TYPE_CHECKING:
@@ -115,6 +115,9 @@ class Connection(HttpToolsProtocol):
         for name, value in self.headers:
             if name != b"upgrade":
                 head += [name, b": ", value, b"\r\n"]
+        # One that has read `Connection: close` takes no more.
+        self.parser = HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
         self.data_received(b"".join(head) + b"\r\n" + self._data[stopped.args[0] :])
 
     def on_message_begin(self) -> None:
