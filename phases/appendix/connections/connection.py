@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Connection(HttpToolsProtocol):
         self.owed: deque[RequestResponseCycle] = deque()
         self._bytes = 0  # of the headers that are being received
         self._later = b""
+        self._data = b""
         self._clock: asyncio.TimerHandle | None = None
         self.since = self.loop.time()
         if len(self.connections) > self.limits.max_connections:
@@ -92,7 +95,30 @@ class Connection(HttpToolsProtocol):
             if len(self._later) > self.limits.max_header_bytes:
                 self.transport.abort()
             return
+        self._data = data
         super().data_received(data)
+
+    def _should_upgrade(self) -> bool:
+        """Return True if the request that is being received asks for another protocol, such as HTTP/2."""
+        return any(name == b"upgrade" for name, _ in self.headers)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Parse a request that asks for another protocol again, without its header `Upgrade`.
+
+        Java's client sends this header with every request. The parser takes what follows the headers, so the
+        body too, for bytes of that protocol. uvicorn calls this while it handles the parser's exception.
+        """
+        stopped = sys.exception()
+        assert isinstance(stopped, HttpParserUpgrade)
+        line = f" HTTP/{self.scope['http_version']}\r\n".encode()
+        head = [self.scope["method"].encode(), b" ", self.url, line]
+        for name, value in self.headers:
+            if name != b"upgrade":
+                head += [name, b": ", value, b"\r\n"]
+        # One that has read `Connection: close` takes no more.
+        self.parser = HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self.data_received(b"".join(head) + b"\r\n" + self._data[stopped.args[0] :])
 
     def on_message_begin(self) -> None:
         """Begin a request: count its bytes from 0, and start its clock."""
@@ -113,6 +139,10 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Add the request to `owed`, and stop the clock: the application has its own for the body."""
+        if self.parser.should_upgrade() and self._should_upgrade():
+            self.scope["method"] = self.parser.get_method().decode()
+            self.scope["http_version"] = self.parser.get_http_version()
+            return
         self._stop_clock()
         if self.flow.write_paused:  # it has not read the answer before this one
             self._set_deadline()
