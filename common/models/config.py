@@ -267,8 +267,8 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], known: Mapping[str, Any] = hf.ONLY) -> None:
-    """Raise `UserError` if a field of ``raw`` (a ``config.json``) differs from the one value in ``known``
-    that is computed here.
+    """Raise `UserError` if a field of ``raw`` (a ``config.json``) differs from its value in ``known``, the
+    only one that this engine computes.
     """
     for name, only in known.items():
         if raw.get(name) not in (None, only):

@@ -167,7 +167,7 @@ class SamplerRows:
     def _parts(
         self, chosen: NDArray[np.bool_]
     ) -> Iterator[tuple[NDArray[np.int64], Positions]]:
-        """Yield where `chosen [B]` is True, `at_once` positions at a time: (on the host, on the device)."""
+        """Yield the positions where `chosen [B]` is True, in parts: as (host array, device indices)."""
         positions = np.flatnonzero(chosen)
         for first in range(0, len(positions), self.at_once):
             part = positions[first : first + self.at_once]

@@ -58,7 +58,7 @@ class Show:
     """Text of the demo for one phase.
 
     why: what the phase adds, in a sentence.
-    count: the entry of `COUNTS` that shows it; empty: none.
+    count: the key in `COUNTS` of a number to print, such as "steps"; empty: none.
     """
 
     why: str

@@ -53,7 +53,7 @@ class SplitCompletion(Sink):
             self.sink.note(kind, values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """See `Sink.token`: after its first token, the completion goes to the engine that decodes."""
+        """Pass on a new token; after the first one, the completion goes to the engine that decodes."""
         if not self.decoding:
             self.client.now = self.client.prefill.now
             if reason == "length" and self.command.params.max_tokens > 1:
@@ -64,7 +64,7 @@ class SplitCompletion(Sink):
         self.sink.token(token, reason, logprob)
 
     def end(self, reason: str, message: str) -> None:
-        """See `Sink.end`: if the first engine fails, the other one computes the prompt as well."""
+        """End the completion; if the first engine failed, the other one computes the prompt as well."""
         if self.decoding:
             self.sink.end(reason, message)
         else:
@@ -93,7 +93,7 @@ class SplitEngine(EngineProcess):
         self.prefilling: dict[int, int] = {}
 
     async def run(self) -> None:
-        """See `EngineProcess.run`: both engines start side by side."""
+        """Start both engines side by side, and run them (see `EngineProcess.run`)."""
         await asyncio.gather(self.prefill.run(), super().run())
 
     async def stop(self) -> None:
@@ -107,7 +107,7 @@ class SplitEngine(EngineProcess):
         return len(self._sinks) + len(self.prefilling)
 
     def tell(self, command: Command) -> None:
-        """See `EngineClient.tell`: a new completion with a long prompt goes to `prefill` instead.
+        """Send a command to the engine; a new completion with a long prompt goes to `prefill` instead.
 
         It gets a seed, so that both engines draw the same random numbers.
         """
@@ -158,7 +158,7 @@ class DecodeObserver(PromptObserver):
     """The observer of the engine that decodes; it also prepares requests that are handed over."""
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """See `Observer.hear`: give a request that was handed over its first token, and let it wait for its
+        """Give a request that was handed over its first token (a command), and let it wait for its
         blocks.
         """
         super().hear(command, requests)

@@ -71,7 +71,7 @@ class Slot(Generic[T]):
         self.part, self.owner = part, feature.name
 
     def decorate(self, feature: Feature, decorator: Callable[[T], T]) -> None:
-        """Replace the part by `decorator(part)`, on behalf of a feature."""
+        """Replace this slot's part by `decorator(part)`, on behalf of `feature`; several features may."""
         self.part = decorator(self.part)
         self.owner = self.owner or feature.name
 

@@ -79,7 +79,7 @@ class PagedRunner(Runner):
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """See `Runner.forward`: the first executor that supports the step computes its hidden states."""
+        """Compute a step's hidden states (see `Runner.forward`) by the first executor that supports it."""
         self.last = run_by_first(self.executors, works, masked, self.eager)
         return self.last
 

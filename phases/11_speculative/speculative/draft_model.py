@@ -111,10 +111,10 @@ class DraftModel(Proposer):
         return Shadow(own)
 
     def _write(self, some: Sequence[tuple[Shadow, int]]) -> None:
-        """Compute the known tokens of the requests' copies in `some`, then generate drafts and store them
-        there.
+        """Compute the known tokens of requests in the draft model, generate drafts, and store them in the
+        copies.
 
-        some: pairs of a copy and its number of drafts. Nothing waits for the device until all is launched.
+        some: pairs of a request's copy and its number of drafts. All steps are launched before any is read.
         """
         owns = [shadow.request for shadow, _ in some]
         # The tokens that the draft model did not generate go into its rows; at most those it computes.

@@ -116,7 +116,7 @@ class Choice:
         return Piece("".join(self.texts[start : self.sent]), start, self.sent)
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """See `MessageReader.deltas`; without a reader the text is all content."""
+        """Return the message fields that new `text` adds; without a reader it is all `content`."""
         if self.reader:
             return self.reader.deltas(text, last)
         return [{"content": text}] if text else []

@@ -162,7 +162,7 @@ class ChatEndpoint(TextEndpoint):
     source, prefix = "messages", "chatcmpl"
 
     def fill(self, request: ParsedRequest, given: ChatFields) -> None:
-        """See `TextEndpoint.fill`: the chat template makes the prompt of `messages`."""
+        """Fill in `request` from the fields `given`: the chat template makes the prompt of `messages`."""
         request.messages = [
             message | {"role": "system"} if message.get("role") == "developer" else message
             for message in given.messages  # OpenAI's newer name, which templates do not know

@@ -57,7 +57,7 @@ class ResponseFormatter:
         self._after = b'],"usage":null}\n\n' if self.usage else b"]}\n\n"
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `Formatter.chunk`: the first event has the role, and the last one the reason."""
+        """Return a piece's events as bytes: the first one has the role, the last one the finish reason."""
         data, details = b"", self.details(choice, piece)
         if not piece.start:
             role = {"role": "assistant", "content": ""}
@@ -88,7 +88,7 @@ class ResponseFormatter:
         return found
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """See `Formatter.body`."""
+        """Return the whole response as JSON, for a request that is not streamed."""
         choices = list[dict[str, Any]]()
         for choice in group.choices:
             piece = choice.take()

@@ -111,7 +111,7 @@ class EngineProcess(EngineClient):
             await asyncio.sleep(pause)
 
     async def stop(self) -> None:
-        """See `EngineClient.stop`: the process gets five seconds to end by itself."""
+        """Stop the engine: its process gets five seconds to end by itself."""
         rounds = 50 if self.state == "ready" else 0
         self._stopping, self.state = True, "stopped"
         self.tell(Stop())

@@ -18,12 +18,12 @@ class CompletionFormatter(ResponseFormatter):
     object = chunk_object = "text_completion"
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `Formatter.chunk`: one event has the text, and the reason if the completion has ended."""
+        """Return a piece's event as bytes: its text, and the finish reason if `last`."""
         fields = self.shape(choice, piece.text) | self.details(choice, piece)
         return self.event(choice, fields, choice.reason if last else None)
 
     def shape(self, choice: Choice, text: str) -> dict[str, Any]:
-        """See `ResponseFormatter.shape`."""
+        """Return the JSON field that has the whole `text` of the completion `choice`."""
         return {"text": text}
 
 
@@ -36,7 +36,7 @@ class CompletionEndpoint(TextEndpoint):
     formatter = CompletionFormatter
 
     def fill(self, request: ParsedRequest, given: CompletionFields) -> None:
-        """See `TextEndpoint.fill`: `prompt` is one prompt or several, as text or token ids."""
+        """Fill in `request` from the fields `given`; `prompt` is one or several, as text or token ids."""
         self.read_fields(request)
         special = request.generation.add_special_tokens is not False
         encode_prompts(self.model, request, given.prompt, special)

@@ -37,7 +37,7 @@ class WatchedLoop:
         return self.inner.idle and not self.workers.reason
 
     def advance(self, engine: Engine) -> None:
-        """See `Loop.advance`: start the next step, on all ranks, and collect the results that are ready.
+        """Start the next step, on all ranks, and collect the results that are ready (`Loop.advance`).
 
         Raises:
             WorkerLostError: a rank has ended, or the engine is closed; nothing can be computed any more.

@@ -189,13 +189,13 @@ class RelayedAnswer:
             task.cancel()
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Pass on an ASGI message of a replica, in order, and record in this object's fields what it says.
+        """Send the next ASGI message of a response on to the client, and set this object's fields.
 
-        A start with the header `ENGINE_LOST` is a replica's that takes nothing: its `NAME` is noted in
-        `lost_replica`. One without a `NAME` is Ray's own: its status is noted in `foreign`. Nothing of such a
-        response is passed on.
-        Any other start notes `status`, and in `events` whether its `content-type` begins with
-        `text/event-stream`. An answer is complete with a body that no more body follows.
+        A start message with the header `ENGINE_LOST`: the replica's engine has ended, so `lost_replica` is
+        set. A start without the header `NAME`: Ray itself responds, so `foreign` is set to the status.
+        Nothing of these two kinds of responses is sent on.
+        Any other start sets `status`, and sets `events` if its `content-type` begins with
+        `text/event-stream`. The last body message sets `complete`.
         """
         if message["type"] == "http.response.start":
             headers = dict(message["headers"])  # Ray adds the request's id a second time

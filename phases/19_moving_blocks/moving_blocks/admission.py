@@ -41,11 +41,11 @@ class AdmissionGate(GrammarManager):
         )
 
     def check(self, grammar: Grammar) -> None:
-        """See `GrammarManager.check`: `inner` begins to compile the request's grammar."""
+        """Check a request; `inner`, the real grammar manager, begins to compile its grammar."""
         self.inner.check(grammar)
 
     def wait_until_compiled(self, grammar: Grammar) -> None:
-        """See `GrammarManager.wait_until_compiled`: wait for the grammar, in `inner`."""
+        """Wait until `inner` has compiled the request's grammar."""
         self.inner.wait_until_compiled(grammar)
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
@@ -53,13 +53,13 @@ class AdmissionGate(GrammarManager):
         return self.inner.begin(works, sampled)
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """See `GrammarManager.fill_bitmask`: return the token masks of `inner` for the step; None: no
-        masks.
+        """Return the token masks of `inner` for the step; None: no request of the step has a
+        grammar.
         """
         return self.inner.fill_bitmask(works)
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
-        """See `GrammarManager.pop_failed_requests`: return those of `inner`, with their errors."""
+        """Return the requests whose grammar `inner` could not compile, with their errors."""
         return self.inner.pop_failed_requests()
 
 

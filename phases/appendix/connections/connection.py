@@ -138,7 +138,7 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Add the request to `owed`, and stop the clock: the application has its own for the body."""
+        """Note that the request needs a response, and stop the clock: the application times the body."""
         if self.parser.should_upgrade() and self._should_upgrade():
             self.scope["method"] = self.parser.get_method().decode()
             self.scope["http_version"] = self.parser.get_http_version()
@@ -151,7 +151,7 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()  # uvicorn stops at a pipelined request, and would not see a client leave
 
     def on_response_complete(self) -> None:
-        """Take the request off `owed`, and parse the next one; close if its body was not read to the end."""
+        """End a request whose response was sent: parse the next one; close if its body was not all read."""
         answered = self.owed.popleft()
         if answered.more_body:
             self.transport.close()

@@ -107,7 +107,7 @@ class Vectors:
         )
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `Formatter.chunk`. Raises `NotImplementedError`: embeddings are not streamed."""
+        """Raise `NotImplementedError`: embeddings are not streamed."""
         raise NotImplementedError
 
     end = body

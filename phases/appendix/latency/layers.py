@@ -120,7 +120,7 @@ class LatencyBlock:
     workspace: Workspace
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """See `BlockKernel.supports`: True for one request with one token, and a KV cache without scales."""
+        """Return True if this kernel computes such a step: one token in all, a KV cache without scales."""
         return (
             isinstance(x, Tensor)
             and len(x) == 1

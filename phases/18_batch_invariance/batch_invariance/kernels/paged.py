@@ -57,8 +57,8 @@ class ChunkedTriton(GroupedAttention, TritonPagedAttention):
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """See `TritonPagedAttention.attend`: return the attention `[T, H, D]` of the step's tokens, by
-        chunks.
+        """Return the attention `[T, H, D]` of the step's tokens over the paged cache, computed in chunks of
+        keys.
         """
         batch, q = self.batch, q.contiguous()
         out = torch.empty_like(q)
