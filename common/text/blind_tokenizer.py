@@ -18,8 +18,8 @@ class StandIns:
     """Characters that stand for others, so that no special token is left in a text.
 
     A message may also end with the first half of a special token where the next begins with the second
-    half, so halves at the ends of a text are broken, too. In a role only whole ones are: templates such as
-    `'<|' + role + '|>'` make special tokens of roles.
+    half, so halves at the ends of a text are broken, too. In a role only whole special tokens are broken:
+    templates such as `'<|' + role + '|>'` make special tokens of roles.
 
     special: texts of the special tokens. of: the stand-in of each character that begins or ends one.
     """

@@ -48,7 +48,7 @@ class SplitCompletion(Sink):
     decoding: bool = False
 
     def note(self, kind: str, values: list[Any]) -> None:
-        """Pass extra data on, unless the engine that decodes sends it: it finds the prompt cached."""
+        """Pass extra data on; drop that of the engine that decodes, which finds the whole prompt cached."""
         if not self.decoding:
             self.sink.note(kind, values)
 
@@ -74,9 +74,9 @@ class SplitCompletion(Sink):
 class SplitEngine(EngineProcess):
     """An `EngineProcess` that decodes, and beside it another one, `prefill`, that computes the prompts.
 
-    Both have the same model and the same folder. Short prompts come here at once, those of several
-    completions, and those that want more than tokens; and all while `prefill` is not ready. The state and all
-    statistics are those of the engine that decodes.
+    Both have the same model and the same folder. The engine that decodes also computes short prompts, those
+    of several completions, those that want more than tokens, and all prompts while `prefill` is not ready.
+    The state and all statistics are those of the engine that decodes.
 
     make, observer: of the engine that decodes, in its process; the observer is a `DecodeObserver`.
     least: tokens of the shortest prompt that `prefill` gets; may be set.

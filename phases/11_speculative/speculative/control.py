@@ -156,8 +156,8 @@ class StepCost:
 def is_drafted(request: Request) -> bool:
     """Return True if a request may have drafts.
 
-    Its prompt is computed, it may have more than one token yet, it will not fork, and it has no penalty that
-    counts the tokens before one.
+    Its prompt is computed, at least two more tokens are allowed, no siblings wait for it, and it has no
+    penalties, for which each token changes the next logits.
     """
     more = len(request.tokens) + 1 < request.limit
     return more and not (request.prefilling or request.siblings or request.params.penalized)

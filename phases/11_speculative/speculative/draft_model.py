@@ -70,10 +70,10 @@ class DraftModel(Proposer):
         """Return the draft model's copy of a request with all its tokens and room for `length` drafts; None
         without room.
 
-        Rolls back: what was computed after the first wrong draft counts for nothing. The last draft never
-        was computed, and the newest token counts as not computed in any case. The drafts are forgotten. A
-        request without a copy enters (`_enter`), if there is a row and its tokens fit; one without room for
-        its tokens and `length` more leaves. The copy lacks the request's first `_skipped` tokens.
+        Rolls back: tokens from the first wrong draft on count as not computed. So do the last draft, which
+        never was computed, and in any case the newest token. The copy's old drafts are dropped. A request
+        without a copy gets one (`_enter`), if there is a row and its tokens fit; a copy without room for its
+        tokens and `length` more is removed. The copy lacks the request's first `_skipped` tokens.
         """
         shadow = self.shadows.get(request)
         if shadow is None:

@@ -61,8 +61,8 @@ class Proposer:
     ) -> Sequence[Sequence[int] | None]:
         """Return for each request the draft tokens that may follow its `tokens`; None: too early to say.
 
-        None counts for nothing, no drafts count as a wrong one. requests: those to draft for. lengths: the
-            number of drafts wanted for each; drafts beyond it are dropped.
+        None does not change the acceptance rate; an empty list counts as a wrong draft. lengths: the number
+            of drafts wanted for each of the `requests`; drafts beyond it are dropped.
         """
         raise NotImplementedError
 

@@ -99,10 +99,10 @@ class Gate:
 
         said: the fields for the router, such as `chain`, `wanted` and `avoid`. leaving: the client's
             messages.
-        Each replica responds into a `RelayedAnswer` of its own, given the scope with `said` under `KEY`. Its
-        status is then that of `http`. All is done when the answer is complete, or the client has left.
-        Another replica is asked only while nothing of an answer has been sent, and the answer is no error of
-        Ray itself. Then the `lost_replica` of the answer is added to the list `said["avoid"]`.
+        Each replica responds through a new `RelayedAnswer`, given the scope with `said` under `KEY`. `http`
+        gets the status of that answer. This ends when the answer is complete, or the client has left.
+        Another replica is asked only if nothing of the answer was sent to the client, and if it is no error
+        of Ray itself. First the answer's `lost_replica` is appended to the list `said["avoid"]`.
 
         Raises:
             ApiError: the last answer's `error()`: nothing has been sent, or Ray has said something itself.

@@ -111,8 +111,8 @@ class Replica:
     async def _watch(self) -> None:
         """Wait while the engine is `ready`, and then end this process with status 1.
 
-        Between the two, open streams send the error that the engine has died: it waits while the application
-        has exchanges, at most `ERROR_SECONDS`, and then `LOOK_SECONDS` more, until the sockets have sent all.
+        Before this process ends, open streams send the error that the engine has died. So it waits while the
+        application has requests, at most `ERROR_SECONDS`, and then `LOOK_SECONDS` more, for the sockets.
         """
         while self.app.engine.state == "ready":
             await asyncio.sleep(LOOK_SECONDS)

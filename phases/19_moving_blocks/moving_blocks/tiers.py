@@ -130,7 +130,7 @@ class TieredConnector(ConnectorScheduler):
 
     @property
     def _shared(self) -> bool:
-        """Return True while requests run, whose steps copies must not slow down."""
+        """Return True while requests run: copies must then be slow enough not to delay their steps."""
         return bool(self.scheduler.running)
 
     # Admission.
@@ -270,7 +270,7 @@ class TieredConnector(ConnectorScheduler):
         return count * self.rule.should_load(start, loaded, end, count, 0, self._shared)
 
     def _has_room(self, request: Request) -> bool:
-        """Return True if the request would be admitted now, beside those whose loads are on their way."""
+        """Return True if the request could be admitted now, after those whose blocks are being loaded."""
         rows = self.scheduler.rows.free > len(self.loads)
         return rows and not self.scheduler.waiting and self.cache.fits(request)
 

@@ -138,7 +138,7 @@ class CompletionLogprobs:
         }
 
     def _text(self, prompt: list[int], request: ParsedRequest) -> str:
-        """Return a prompt's text; a character that the output completes is the output's."""
+        """Return a prompt's text, without a last character of which the output has the other bytes."""
         decoder = Detokenizer(self.tokenizer)
         text = "".join(map(decoder.push, prompt))
         return text + decoder.incomplete() if request.prompt_only else text

@@ -172,7 +172,7 @@ class Connection(HttpToolsProtocol):
         self._set_deadline()
 
     def resume_writing(self) -> None:
-        """Stop the clock of a slow reader, which has caught up; one that is to close is still timed."""
+        """Stop the clock of a client that has read enough; a connection that is closing is still timed."""
         super().resume_writing()
         if self.owed and not self.transport.is_closing():
             self._stop_clock()

@@ -61,7 +61,7 @@ def rewrite_pattern(pattern: str, where: str) -> str:
 
 
 def rewrite_regex(pattern: str, flags: str = "") -> str:
-    """Return the regular expression `pattern` that means what `re.ASCII` says, in the notation of llguidance.
+    """Return the regular expression `pattern`, of Python with `re.ASCII`, in the notation of llguidance.
 
     flags: the letters after the expression in a Lark grammar, such as "i".
 

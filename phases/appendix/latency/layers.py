@@ -34,7 +34,7 @@ class LatencyKernel:
     """A `LinearKernel` for one token: norm, product, gate and residual in one launch.
 
     linear: the layer whose weights it reads.
-    trigger_early: whether the next kernel may start while the one before this still runs.
+    trigger_early: whether the next kernel may start before the kernel before this one has ended.
     out_dtype: of the result; None: that of the input.
     reads: the classes of layers whose weights it can read.
     """

@@ -102,7 +102,7 @@ class Messages(Translation):
         given: Anthropic's fields. ignored: gets the names of those that have no effect.
 
         Raises:
-            ApiError: the conversation is a thread, which clients expect to be kept.
+            ApiError: the request names a `thread`, a conversation that the server would have to store.
         """
         if given.thread is not None:
             words = "thread is not supported: no message is kept here, so send all of them"

@@ -12,7 +12,7 @@ from serving.seams import Delta
 
 
 def decided_length(text: str, *marks: str) -> int:
-    """Return the length of a text without its end, where that may be the beginning of a mark."""
+    """Return how many first characters of `text` are decided: its end may be the beginning of a mark."""
     begun = (
         size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])
     )
@@ -20,8 +20,8 @@ def decided_length(text: str, *marks: str) -> int:
 
 
 def settled(text: str, *marks: str) -> int:
-    """Return the length of a text without its end, where that may be the beginning of a mark, and without
-    spaces before.
+    """Return how many first characters of `text` are decided (`decided_length`), without spaces at their
+    end: these are dropped if a mark follows.
     """
     return len(text[: decided_length(text, *marks)].rstrip())
 
