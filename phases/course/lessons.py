@@ -93,7 +93,7 @@ def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
 def gives_away(text: str, bodies: Mapping[str, list[str]]) -> str:
     """Return the name of the function whose solution a piece of code shows, or "".
 
-    It shows one if it has two of its lines in a row, or a long line. bodies: name -> lines of the solution.
+    Code shows a solution by two neighbouring lines of it, or one long line. bodies: name -> its lines.
     """
     try:
         lines = [line.strip() for line in ast.unparse(ast.parse(text)).splitlines()]

@@ -49,7 +49,7 @@ class NGramIndex:
             self.seen = len(tokens)
 
     def propose(self, most: int) -> list[int]:
-        """Return at most `most` tokens that once followed the longest n-gram that ends the index."""
+        """Return at most `most` tokens that followed the request's last tokens where these stood earlier."""
         for size in NGRAM_SIZES:
             at = self._ends.get(tuple(self.tokens[-size:]))
             if at is not None:

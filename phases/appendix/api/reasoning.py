@@ -194,7 +194,7 @@ class ThinkReader(ReasoningReader):
         )
 
     def answer(self, text: str, last: bool) -> str:
-        """Add the next token's text (`last`: of the output); return the new text of the answer, or ""."""
+        """Add a token's text; return the answer's new text, maybe "". last: the output ends with it."""
         if self._state == "text":
             return text
         total = (self._offsets[-1] if self._offsets else 0) + len(text)
@@ -257,7 +257,7 @@ class ChannelReader(ReasoningReader):
     _state: Literal["start", "head", "analysis", "answer", "call"] = "start"
 
     def answer(self, text: str, last: bool) -> str:
-        """Add the next token's text (`last`: of the output); return the new text of the answer, or ""."""
+        """Add a token's text; return the answer's new text, maybe "". last: the output ends with it."""
         self._rest += text
         before, answer = self._state, list[str]()
         if self._state == "start":

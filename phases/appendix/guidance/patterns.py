@@ -40,7 +40,7 @@ class EcmaScriptReader(PatternReader):
     line_ends = just("\n\r\u2028\u2029")
 
     def escape(self) -> Ranges:
-        """Parse an escape after its backslash as `PatternReader` does, or a pair of surrogates."""
+        """Parse an escape, or two that are a surrogate pair; return the code points that it matches."""
         found = _PAIR.match(self.pattern, self.at)
         if found is None:
             return super().escape()

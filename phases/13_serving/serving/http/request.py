@@ -74,7 +74,7 @@ class HttpRequest:
 
     async def body(self) -> bytes:
         """Read and return the whole body. Raises `ClientDisconnected`, or `ApiError`: 408 if it is too slow,
-        413 if it is too large, before it is read where its length is declared.
+        413 if it is too large. If a header says that, nothing is read.
         """
         most = self.limits.max_body_bytes
         if self.content_length.isdigit() and int(self.content_length[:20]) > most:
