@@ -81,8 +81,8 @@ class MessageReader(Protocol):
 
     @property
     def answer(self) -> Callable[[str, bool], str] | None:
-        """Return a function that gets the text of each token, and whether it is the last. It returns what of
-        it belongs to the answer, in which stop strings are looked for. None: all does.
+        """Return a function that gets a token's text, and whether it is the last, and returns the part of the
+        text that is answer, in which stop strings are looked for; None if all text is.
         """
 
     @property

@@ -148,7 +148,7 @@ class _Rewriter:
         return "".join(parts)
 
     def next(self) -> str:
-        """Read the next character, class, escape, or sign; return it rewritten."""
+        """Read the next character, class, escape, or sign; return it as llguidance writes it."""
         reader = self.reader
         char = reader.peek()
         if char in "*+?{":
