@@ -15,7 +15,7 @@ import torch
 
 from common.temporary import temporary_folder
 from parallel import worker_group
-from parallel.messages import Closed, Join, Joining, RunFunction
+from parallel.messages import Closed, Join, RunFunction
 from parallel.ranks import ENVIRONMENT, Ranks, device_of, open_store
 from parallel.worker_group import WorkerGroup, WorkerLostError
 
@@ -44,11 +44,10 @@ def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
     threads = max(1, torch.get_num_threads() // workers.size)
     path = str(store_folder() / uuid.uuid4().hex)
     workers.broadcast(Join(workers.size, str(device), path, threads))
-    joining: set[int] = set()
+    joining = 0
     # Only here can the wait for a rank end with its process; inside the library it cannot.
-    while len(joining) < workers.size - 1:
-        replies = workers.collect_replies()
-        joining |= {rank for rank, reply in replies if isinstance(reply, Joining)}
+    while joining < workers.size - 1:
+        joining += len(workers.collect_replies())
         workers.check()
     ranks = Ranks(0, workers.size, device, open_store(path, workers.size))
     workers.on_loss, workers.on_end = ranks.abort, ranks.leave
