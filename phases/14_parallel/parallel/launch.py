@@ -6,9 +6,9 @@ import inspect
 import os
 import textwrap
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,17 +17,33 @@ from common.temporary import temporary_folder
 from parallel import worker_group
 from parallel.messages import Closed, Join, RunFunction
 from parallel.ranks import ENVIRONMENT, Ranks, device_of, open_store
-from parallel.worker_group import WorkerGroup, WorkerLostError
+from parallel.worker_group import WorkerGroup
+
+store_folder = cache(temporary_folder)
+"""Returns the folder of this process's `torch.distributed` stores, made once, which only this user may enter.
+
+It stays as long as the process, because NCCL reads its store as long as it lives."""
 
 
-@cache
-def store_folder() -> Path:
-    """Return the folder of this process's `torch.distributed` stores, made once, which only this user may
-    enter.
+@contextmanager
+def borrowed_workers(size: int) -> Iterator[WorkerGroup]:
+    """Give a `with` block the worker group of `size` ranks, which it may wait for; end them all if it fails.
 
-    It stays as long as the process, because NCCL reads its store as long as it lives.
+    Raises:
+        WorkerLostError: the block has failed with a RuntimeError, and a rank has ended.
     """
-    return temporary_folder()
+    workers = worker_group.take(size)
+    try:
+        with workers.awaited():
+            yield workers
+    except RuntimeError:
+        workers.wait_for_loss()
+        workers.kill()
+        workers.check()
+        raise
+    except BaseException:
+        workers.kill()
+        raise
 
 
 def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
@@ -82,21 +98,12 @@ def together(
     """
     local = function.__module__ == "__main__"
     source = textwrap.dedent(inspect.getsource(function)) if local else ""
-    workers = worker_group.take(size)
-    try:
-        with workers.awaited():
-            ranks = rendezvous(workers, torch.device(device))
-            workers.broadcast(
-                RunFunction(function.__module__, function.__name__, source, given)
-            )
-            results = {0: function(ranks, *given)}
+    with borrowed_workers(size) as workers:
+        ranks = rendezvous(workers, torch.device(device))
+        workers.broadcast(RunFunction(function.__module__, function.__name__, source, given))
+        results = {0: function(ranks, *given)}
         while len(results) < size:
             results |= dict(workers.collect_replies())
             workers.check()
-    except BaseException as error:
-        if not isinstance(error, WorkerLostError):
-            workers.check(patient=isinstance(error, RuntimeError))
-        workers.kill()
-        raise
     leave(workers, ranks)
     return [results[rank] for rank in range(size)]
