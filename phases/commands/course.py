@@ -66,9 +66,9 @@ def check(
     ),
 ) -> int:
     """Show the state of each exercise, and the first case or test that fails in one."""
-    copy = making.around(Path.cwd())
+    copy, chosen = _chosen(exercise)
+    wrong = False
     making.link(copy.folder)
-    chosen, wrong = _chosen(copy, exercise), False
     with err.status("Starting: PyTorch is imported once") as status, ForkServer() as server:
         for one in chosen:
             status.update(f"{one.id} {one.title}")
@@ -78,21 +78,23 @@ def check(
     return int(wrong)
 
 
-def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
-    """Return the exercises of a working copy that `wanted` means: `05.3`, a phase `05`, or None for all.
+def _chosen(wanted: str | None) -> tuple[making.Copy, list[Exercise]]:
+    """Return the working copy here, and which of its exercises `wanted` means: `05.3`, a phase `05`, or None
+    for all.
 
     Raises:
         UserError: there is none.
     """
-    if wanted is None:
-        return list(copy.exercises)
+    copy = making.around(Path.cwd())
     chosen = [
-        one for one in copy.exercises if wanted == one.id or wanted.rjust(2, "0") == one.id[:2]
+        one
+        for one in copy.exercises
+        if wanted is None or wanted == one.id or wanted.rjust(2, "0") == one.id[:2]
     ]
-    if not chosen:
+    if wanted is not None and not chosen:
         known = ", ".join(one.id for one in copy.exercises)
         raise UserError(f"exercise is {wanted!r}, but this copy has {known}")
-    return chosen
+    return copy, chosen
 
 
 def show(verdict: Verdict) -> None:
@@ -128,8 +130,7 @@ def hint(
     ),
 ) -> int:
     """Show an exercise's next hint, or that of a level, and log it for the grade."""
-    copy = making.around(Path.cwd())
-    one = _chosen(copy, exercise)[0]
+    copy, (one, *_) = _chosen(exercise)
     if level is None:
         seen = {entry.get("level") for entry in hints.logged(copy.folder, one.id, "hint")}
         level = min(hints.LEVELS, 1 + len(seen))
@@ -143,8 +144,7 @@ def hint(
 @course_app.command()
 def solution(exercise: ExerciseId) -> int:
     """Show the reference's functions as a difference to yours, and log that for the grade."""
-    copy = making.around(Path.cwd())
-    one = _chosen(copy, exercise)[0]
+    copy, (one, *_) = _chosen(exercise)
     source = ""
     with suppress(OSError, UnicodeDecodeError):  # then all of the reference is shown
         source = making.text_in(copy.folder, one.file)

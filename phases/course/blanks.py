@@ -96,7 +96,7 @@ def _shapes(lines: Iterable[str]) -> Iterator[str]:
     """Yield comments with the shapes of tensors that lines of code assign or return: `# scores: [H, T]`."""
     for line in lines:
         code, hash_, comment = line.partition("  # ")
-        if hash_ and SHAPE.search("# " + comment):
+        if SHAPE.search(hash_ + comment):
             made = re.match(
                 r"\s*([A-Za-z_][\w.]*(?:, [A-Za-z_][\w.]*)*)\s*(?::[^=]+)?=[^=]", code
             )
@@ -186,9 +186,7 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
             top += (
                 [*lines_of(student, statement), "", ""] if whole else [*text.split("\n"), ""]
             )
-    if top:
-        edits.append((at, at - 1, top))
-    return _edited(reference, edits)
+    return _edited(reference, [*edits, (at, at - 1, top)])
 
 
 def _outside(node: Function) -> tuple[object, ...]:

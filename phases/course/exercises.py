@@ -167,10 +167,13 @@ def of_phases(text: str | None) -> tuple[Exercise, ...]:
     parts = [
         re.fullmatch(r"\s*(\d{1,2})(?:\s*-\s*(\d{1,2}))?\s*", part) for part in text.split(",")
     ]
-    ranges = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
-    chosen = tuple(
-        one for one in exercises() if any(one.phase.number in numbers for numbers in ranges)
-    )
+    numbers = {
+        number
+        for part in parts
+        if part
+        for number in range(int(part[1]), int(part[2] or part[1]) + 1)
+    }
+    chosen = tuple(one for one in exercises() if one.phase.number in numbers)
     if not all(parts) or not chosen:
         raise UserError(f"--phases is {text!r}, but it must be such as 05, 02-05 or 02,05-07")
     return chosen

@@ -30,13 +30,7 @@ def hint(exercise: Exercise, level: int) -> str:
         return f"{exercise.invariant}\n\nRead the lesson's paragraph that begins: {exercise.paragraph}"
     if level == 2:
         return exercise.example.strip() or "\n\n".join(
-            "\n".join(
-                [
-                    *case.setup.strip().splitlines(),
-                    case.call.strip(),
-                    f"-> {case.expect.strip()}",
-                ]
-            )
+            f"{case.setup.strip()}\n{case.call.strip()}\n-> {case.expect.strip()}".lstrip()
             for case in exercise.cases
         )
     if level == LEVELS:

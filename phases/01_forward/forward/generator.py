@@ -62,12 +62,16 @@ class Generator:
             UserError: a prompt or its parameters cannot be served; before anything is computed.
         """
         each = params_per_prompt(prompts, params)
-        known_text, size = self.tokenizer is not None, self.model.config.vocab_size
         for prompt, settings in zip(prompts, each, strict=True):
-            check_prompt(prompt, size, self.model.max_len, settings, has_tokenizer=known_text)
-        return self._stream(
-            [list(map(int, prompt)) for prompt in prompts], each
-        )  # also numpy's arrays
+            check_prompt(
+                prompt,
+                self.model.config.vocab_size,
+                self.model.max_len,
+                settings,
+                has_tokenizer=self.tokenizer is not None,
+            )
+        # Also numpy's arrays.
+        return self._stream([list(map(int, prompt)) for prompt in prompts], each)
 
     def _stream(
         self, prompts: list[list[int]], each: list[SamplingParams]

@@ -159,7 +159,7 @@ def random_tensors(
         for name, parameter in list(module.named_parameters(recurse=False)):
             shape = parameter.shape
             value = torch.empty(shape, device=device, dtype=dtype)
-            if isinstance(module, nn.Embedding | nn.Linear) or len(shape) > 1:
+            if isinstance(module, nn.Linear) or len(shape) > 1:
                 scale = 0.02 if isinstance(module, nn.Embedding) else shape[-1] ** -0.5
                 value.normal_(0.0, scale, generator=generator)
             else:  # a norm: no change, which Gemma stores as 0

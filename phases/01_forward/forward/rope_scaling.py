@@ -34,16 +34,12 @@ def attention_scaling(config: ModelConfig, layer: int) -> float:
     """
     local = config.rope_local is not None and config.sliding_windows[layer] is not None
     rope = config.rope_local if local else config.rope
-    return 1.0 if rope is None else _attention_factor(rope) ** 2
-
-
-def _attention_factor(rope: RopeConfig) -> float:
-    """Return the factor by which queries and keys are multiplied: 1, or YaRN's for its longer context."""
-    if rope.kind != "yarn":
+    if rope is None or rope.kind != "yarn":
         return 1.0
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    return 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0
+    factor = rope.attention_factor
+    if factor is None:
+        factor = 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0
+    return factor**2
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:

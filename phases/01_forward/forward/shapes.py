@@ -26,18 +26,15 @@ def _shape(
 
     heads: `(H, KH, D)`: query heads, key/value heads, numbers in a head.
     """
-    query_heads, kv_heads, head_dim = heads
     defaults = {
         "norm_eps": 1e-6,
         "activation": "silu",
         "tie_word_embeddings": False,
-        "attention_scale": head_dim**-0.5,
+        "attention_scale": heads[2] ** -0.5,
         "rope": RopeConfig(),
     }
-    sizes = (hidden_size, intermediate_size, layers, query_heads, kv_heads, head_dim)
-    return ModelConfig(
-        family, vocab_size, *sizes, max_position_embeddings, **{**defaults, **more}
-    )
+    sizes = (vocab_size, hidden_size, intermediate_size, layers, *heads)
+    return ModelConfig(family, *sizes, max_position_embeddings, **{**defaults, **more})
 
 
 def _yarn(theta: float, trained: int) -> RopeConfig:

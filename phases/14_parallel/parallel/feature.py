@@ -16,9 +16,8 @@ from forward.loading import config_of
 from forward.model import Model
 from paged_cache import EngineBuilder, Feature, PagedEngine, PagedRunner, Recipe, build, find
 from paged_cache.memory import MemoryPlan
-from parallel import worker_group
 from parallel.broadcast import runner_in_ranks
-from parallel.launch import leave, rendezvous
+from parallel.launch import borrowed_workers, leave, rendezvous
 from parallel.loading import load_part
 from parallel.messages import Build
 from parallel.ranks import Ranks
@@ -53,15 +52,22 @@ class Parallel(Feature):
             builder.assemble.replace(self, self._assemble)
 
     def _assemble(self, builder: EngineBuilder) -> PagedEngine:
-        """Return rank 0's engine, with the worker group of the other ranks, which run its steps with it."""
-        device = self.check(builder.recipe)
-        workers = worker_group.take(self.tensor_parallel)
-        try:
-            with workers.awaited():
-                return rank_zero_engine(builder.recipe, device, workers)
-        except BaseException:
-            workers.kill()
-            raise
+        """Return rank 0's engine, made while the other ranks make theirs, which run its steps with it.
+
+        Raises:
+            WorkerLostError: a rank has ended meanwhile.
+        """
+        recipe, device = builder.recipe, self.check(builder.recipe)
+        with borrowed_workers(self.tensor_parallel) as workers:
+            ranks = rendezvous(workers, device)
+            workers.broadcast(Build(replace(recipe, tokenizer=None, device=str(device))))
+            engine = rank_engine(recipe, ranks, workers)
+            assert isinstance(engine.loop, WatchedLoop)
+            assert isinstance(engine.runner, PagedRunner)
+            release = engine.runner.release
+            engine.loop.close_with(weakref.finalize(engine, leave, workers, ranks, release))
+            workers.check()
+            return engine
 
     def check(self, recipe: Recipe) -> torch.device:
         """Return rank 0's device, after checking that the engine that `recipe` describes can run on several
@@ -100,32 +106,6 @@ class Parallel(Feature):
 
     def install(self, builder: EngineBuilder) -> None:
         """Do nothing: with one rank the engine stays as it is."""
-
-
-def rank_zero_engine(
-    recipe: Recipe, device: torch.device, workers: WorkerGroup
-) -> PagedEngine:
-    """Return rank 0's engine, made by `recipe` while the other ranks make theirs.
-
-    device: rank 0's. workers: the processes of the other ranks.
-
-    Raises:
-        WorkerLostError: a rank has ended meanwhile.
-    """
-    ranks = rendezvous(workers, device)
-    workers.broadcast(Build(replace(recipe, tokenizer=None, device=str(device))))
-    try:
-        engine = rank_engine(recipe, ranks, workers)
-    except RuntimeError:
-        workers.check(patient=True)
-        raise
-    assert isinstance(engine.loop, WatchedLoop)
-    assert isinstance(engine.runner, PagedRunner)
-    engine.loop.close_with(
-        weakref.finalize(engine, leave, workers, ranks, engine.runner.release)
-    )
-    workers.check()
-    return engine
 
 
 def rank_engine(

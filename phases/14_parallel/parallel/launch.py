@@ -6,28 +6,44 @@ import inspect
 import os
 import textwrap
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.temporary import temporary_folder
 from parallel import worker_group
-from parallel.messages import Closed, Join, Joining, RunFunction
+from parallel.messages import Closed, Join, RunFunction
 from parallel.ranks import ENVIRONMENT, Ranks, device_of, open_store
-from parallel.worker_group import WorkerGroup, WorkerLostError
+from parallel.worker_group import WorkerGroup
+
+store_folder = cache(temporary_folder)
+"""Returns the folder of this process's `torch.distributed` stores, made once, which only this user may enter.
+
+It stays as long as the process, because NCCL reads its store as long as it lives."""
 
 
-@cache
-def store_folder() -> Path:
-    """Return the folder of this process's `torch.distributed` stores, made once, which only this user may
-    enter.
+@contextmanager
+def borrowed_workers(size: int) -> Iterator[WorkerGroup]:
+    """Give a `with` block the worker group of `size` ranks, which it may wait for; end them all if it fails.
 
-    It stays as long as the process, because NCCL reads its store as long as it lives.
+    Raises:
+        WorkerLostError: the block has failed with a RuntimeError, and a rank has ended.
     """
-    return temporary_folder()
+    workers = worker_group.take(size)
+    try:
+        with workers.awaited():
+            yield workers
+    except RuntimeError:
+        workers.wait_for_loss()
+        workers.kill()
+        workers.check()
+        raise
+    except BaseException:
+        workers.kill()
+        raise
 
 
 def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
@@ -44,11 +60,10 @@ def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
     threads = max(1, torch.get_num_threads() // workers.size)
     path = str(store_folder() / uuid.uuid4().hex)
     workers.broadcast(Join(workers.size, str(device), path, threads))
-    joining: set[int] = set()
+    joining = 0
     # Only here can the wait for a rank end with its process; inside the library it cannot.
-    while len(joining) < workers.size - 1:
-        replies = workers.collect_replies()
-        joining |= {rank for rank, reply in replies if isinstance(reply, Joining)}
+    while joining < workers.size - 1:
+        joining += len(workers.collect_replies())
         workers.check()
     ranks = Ranks(0, workers.size, device, open_store(path, workers.size))
     workers.on_loss, workers.on_end = ranks.abort, ranks.leave
@@ -83,21 +98,12 @@ def together(
     """
     local = function.__module__ == "__main__"
     source = textwrap.dedent(inspect.getsource(function)) if local else ""
-    workers = worker_group.take(size)
-    try:
-        with workers.awaited():
-            ranks = rendezvous(workers, torch.device(device))
-            workers.broadcast(
-                RunFunction(function.__module__, function.__name__, source, given)
-            )
-            results = {0: function(ranks, *given)}
+    with borrowed_workers(size) as workers:
+        ranks = rendezvous(workers, torch.device(device))
+        workers.broadcast(RunFunction(function.__module__, function.__name__, source, given))
+        results = {0: function(ranks, *given)}
         while len(results) < size:
             results |= dict(workers.collect_replies())
             workers.check()
-    except BaseException as error:
-        if not isinstance(error, WorkerLostError):
-            workers.check(patient=isinstance(error, RuntimeError))
-        workers.kill()
-        raise
     leave(workers, ranks)
     return [results[rank] for rank in range(size)]

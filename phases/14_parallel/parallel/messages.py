@@ -81,10 +81,6 @@ class Join(NamedTuple):
     threads: int
 
 
-class Joining(NamedTuple):
-    """A worker's reply: this rank has begun to join the process group."""
-
-
 class Build(NamedTuple):
     """Rank 0's message: build an engine by this recipe (model and options), and run the steps that follow."""
 

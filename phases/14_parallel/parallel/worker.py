@@ -23,7 +23,6 @@ from parallel.messages import (
     Closed,
     ForwardMessage,
     Join,
-    Joining,
     RunFunction,
     SampleMessage,
 )
@@ -64,7 +63,7 @@ def serve(connection: Connection, rank: int) -> NoReturn:
         elif isinstance(message, SampleMessage):
             worker.sample(message)
         elif isinstance(message, Join):
-            connection.send(Joining())
+            connection.send("joining")  # see `rendezvous`
             torch.set_num_threads(message.threads)
             store = open_store(message.path, message.size)
             ranks = Ranks(rank, message.size, device_of(message.device, rank), store)

@@ -125,13 +125,8 @@ class WorkerGroup:
         if self.on_loss is not None:  # it may not return: NCCL waits for graphs that it is in
             threading.Thread(target=self.on_loss, daemon=True).start()
 
-    def check(self, *, patient: bool = False) -> None:
-        """Raise `WorkerLostError` if a rank is lost.
-
-        patient: first wait some seconds until a loss may be known, since something else has failed.
-        """
-        if patient:
-            self.wait_for_loss()
+    def check(self) -> None:
+        """Raise `WorkerLostError` if a rank is lost."""
         if self.reason:
             self._done.set()
             raise WorkerLostError(self.reason)

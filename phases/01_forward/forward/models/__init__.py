@@ -35,6 +35,3 @@ def family_of(name: str) -> type[Model]:
         return FAMILIES[name]
     module, _, kind = LATER[name].rpartition(".")
     return getattr(importlib.import_module(module), kind)
-
-
-__all__ = ["FAMILIES", "GPT2", "Gemma3", "Llama", "Qwen2", "Qwen3", "family_of"]

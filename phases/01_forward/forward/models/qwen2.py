@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from common.models.config import ModelConfig
@@ -13,10 +15,9 @@ class Qwen2Attention(LlamaAttention):
     """Llama's attention with biases on the query, key and value projections, and none on the output's."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
-        super().__init__(config, spec)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            linear: nn.Linear = getattr(self, name)
-            setattr(self, name, nn.Linear(linear.in_features, linear.out_features, bias=True))
+        super().__init__(replace(config, attention_bias=True), spec)
+        queries, bias = self.o_proj.in_features, config.attention_bias
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
 
 
 class Qwen2Block(LlamaBlock):
