@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from common.http.errors import ApiError, ErrorForm, too_many, wrong
+from common.http.errors import ApiError, ErrorForm, check_count, wrong
 from common.json_text import encode_json
 from phases.appendix.protocols.translation import (
     NAMED_EVENT,
@@ -151,8 +151,9 @@ class Responses(Translation):
         most = self.chat.model.limits.max_schema_bytes
         again = {"metadata": given.metadata, "text": given.text, "tools": given.tools}
         for name, value in (again | {"tool_choice": given.tool_choice}).items():
-            if (size := len(encode_json(value))) > most:  # the answer says it again
-                raise too_many(name, size, most, "bytes")
+            check_count(
+                name, len(encode_json(value)), most, "bytes"
+            )  # the answer says it again
         before = (
             self.kept.find(given.previous_response_id) if given.previous_response_id else []
         )
