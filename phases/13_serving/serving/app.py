@@ -88,8 +88,8 @@ class App:
                 await http.fail(error)
         except ClientDisconnected:
             http.status = http.status or 499
-        except Exception as error:
-            log.error("request %s failed", http.id, exc_info=error)
+        except Exception:
+            log.exception("request %s failed", http.id)
             await http.fail(
                 ApiError(500, "the server has failed at this request; its log says why")
             )
