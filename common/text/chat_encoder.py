@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, library_errors
 from common.errors import text as valid_text
+from common.text.blind_tokenizer import BlindTokenizer, StandIns
 from common.text.chat_template import ChatTemplate, Message
 from common.text.continued import render_continued
-from common.text.special_guard import SpecialGuard
 from common.text.turns import join_turns
 
 if TYPE_CHECKING:
@@ -18,11 +18,18 @@ if TYPE_CHECKING:
 
 
 class ChatEncoder:
-    """Encodes conversations in the form that a model was trained on. Call it as `tokenizer.chat`."""
+    """Encodes conversations in the form that a model was trained on. Call it as `tokenizer.chat`.
+
+    Tokenizers look for special tokens in the whole rendered conversation, and cannot distinguish a
+    template's from a user's. So one character of each special token in a message is replaced by a stand-in
+    before the template is rendered; the template treats them like any other text. The rendered text
+    is encoded by a `BlindTokenizer`, which looks for special tokens first and turns stand-ins back then.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.guard = SpecialGuard(tokenizer.backend)
         self._tokenizer = tokenizer
+        added = tokenizer.backend.get_added_tokens_decoder().values()
+        self.stand_ins = StandIns([token.content for token in added if token.special])
 
     def __call__(
         self,
@@ -67,11 +74,38 @@ class ChatEncoder:
         conversation: list[dict[str, Any]],
         variables: dict[str, Any],
     ) -> list[int]:
-        guarded, given = self.guard.hide([conversation, variables])
+        guarded, given = self.hide([conversation, variables])
         hidden = guarded != conversation or given != variables
         render = template.render
         if given.pop("continue_final_message", False):
             render = partial(render_continued, template)
         text = valid_text("the conversation", render(guarded, **given))
         with library_errors("the conversation"):
-            return self.guard.encode(text, hidden)
+            if hidden:
+                return self._blind.encode(text)
+            batch = self._tokenizer.backend.encode_batch_fast([text], add_special_tokens=False)
+            return list(batch[0].ids)
+
+    def hide(self, value: Any, *, whole: bool = False) -> Any:
+        """Return `value` with one character of each special token in its texts replaced.
+
+        value: a text, or lists and objects that hold texts. whole: only whole ones count, not halves of one.
+
+        Raises:
+            UserError: a text with a special token contains one of the stand-ins already.
+        """
+        if isinstance(value, str):
+            harmless = self.stand_ins.of.keys().isdisjoint(value)
+            return value if harmless else self.stand_ins.hide(value, whole)
+        if isinstance(value, Mapping):
+            return {
+                self.hide(key, whole=True): self.hide(item, whole=whole or key == "role")
+                for key, item in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.hide(item, whole=whole) for item in value)
+        return value
+
+    @cached_property
+    def _blind(self) -> BlindTokenizer:
+        return BlindTokenizer(self._tokenizer.backend, self.stand_ins.of)

@@ -41,8 +41,7 @@ class TextStream:
     ) -> None:
         """Start with an empty text that continues `prompt` (token ids).
 
-        params: its `stop`, `min_tokens` and `grammar` are used.
-        shown: ids of special tokens that stay in the text.
+        params: its `stop`, `min_tokens` and `grammar` are used. shown: special tokens that stay in the text.
         answer: called with the text each token adds, and True if nothing follows; returns the part that is
             shown and searched for stop strings. Reasoning, say, is neither. None: all is shown.
         """

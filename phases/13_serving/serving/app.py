@@ -88,8 +88,8 @@ class App:
                 await http.fail(error)
         except ClientDisconnected:
             http.status = http.status or 499
-        except Exception as error:
-            log.error("request %s failed", http.id, exc_info=error)
+        except Exception:
+            log.exception("request %s failed", http.id)
             await http.fail(
                 ApiError(500, "the server has failed at this request; its log says why")
             )
@@ -126,7 +126,7 @@ class App:
 
     def ready(self) -> Ready:
         """Return the engine's report of its sizes; raise `ApiError` (503) if it takes no requests now."""
-        if self.engine.ready is None or self.state != "ready":
+        if self.engine.ready is None or self.engine.state != "ready" or self.draining:
             raise ApiError(503, f"the engine is {self.state}; try again", code=self.state)
         return self.engine.ready
 

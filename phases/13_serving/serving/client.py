@@ -80,8 +80,7 @@ class EngineClient:
     ) -> range:
         """Send a prompt of `params.n` completions to the engine; return their numbers.
 
-        prompt: token ids. sinks: one for each completion. options: further fields of `AddRequest`.
-        If the engine has ended meanwhile, the sinks get an error.
+        sinks: one for each; if the engine has ended, they get an error. options: more of `AddRequest`.
         """
         numbers = range(self._next, self._next + params.n)
         self._next += params.n
@@ -111,11 +110,10 @@ class EngineClient:
     # What the engine says.
 
     def _route_tokens(self, step: StepReport) -> None:
-        """Give each completion's sink the notes, tokens and end that a step's report has for it.
+        """Give each completion's sink the notes, then the tokens, then the end that a step's report has.
 
-        A sink takes first what was noted, then its tokens in their order. An end with a token arrives with
-        the token, another afterwards. A sink that ends or leaves is called no more, and is not in flight when
-        it gets its end. The hooks come last. Sinks may abort completions, any of them, while this runs.
+        An end with a token arrives with the token, another afterwards. A sink that ends or leaves is called
+        no more, and is not in flight when it gets its end. Hooks come last. Sinks may abort any completions.
         """
         self.stats, sinks = step.stats, self._sinks
         for number, kind, values in step.notes:

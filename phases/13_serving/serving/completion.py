@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from common.events import FinishReason, Logprob
-from common.http.errors import STATUS, ApiError, too_many
+from common.http.errors import STATUS, ApiError, wrong
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from serving.http.request import ClientDisconnected, HttpRequest, listed
@@ -73,14 +73,12 @@ class Choice:
         return "tool_calls" if called and self.reason == "stop" else self.reason
 
     def note(self, kind: str, values: list[Any]) -> None:
-        """Append `values`, extra data of the engine's observer, to this completion's `notes` of this kind."""
+        """See `Sink.note`."""
         self.notes[kind].extend(values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """Append the next token id and its text. A stop string ends the completion, and in the engine, too.
-
-        reason: why the engine made it the last one; None: it is not. logprob: None unless asked for. With
-            more than `most_unsent` unsent texts of a stream the group gives up ("slow"), and takes no more.
+        """See `Sink.token`. A stop string ends the completion, and in the engine, too. With more than
+        `most_unsent` unsent texts of a stream the group gives up ("slow"), and takes no more.
         """
         group = self.group
         ended, text = self.stream.advance(token, cast("FinishReason | None", reason))
@@ -99,10 +97,7 @@ class Choice:
             group.hear(ended is not None)
 
     def end(self, reason: str, message: str) -> None:
-        """Record the end of a completion that gets no further token; a failure ends the whole group.
-
-        reason: "stop", "length", "abort", or a failure: "refused", "error", "nan", "died". message: about it.
-        """
+        """See `Sink.end`; a failure ends the whole group."""
         if reason in STATUS:
             self.group.give_up(reason, message)
             return
@@ -210,7 +205,9 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     most = min(limits.max_requests, request.ready.max_rows + limits.max_queue)
     allowed = min(most, limits.max_choices)
     if more > allowed:  # it would be told to try again for ever
-        raise too_many("n", more, allowed, "completions in all")
+        raise wrong(
+            "n", f"n has {more:,} completions in all, but may have at most {allowed:,}"
+        )
     if in_flight + more > most:
         words = f"{in_flight} completions are in flight, and the server takes at most {most}"
         raise ApiError(429, words, code="queue_full")

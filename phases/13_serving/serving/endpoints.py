@@ -183,4 +183,4 @@ class ChatEndpoint(TextEndpoint):
         self.read_fields(request)
         ignored, chat = set[str](), self.model.tokenizer.chat
         request.prompts = [chat(request.messages, ignored=ignored, **request.variables)]
-        request.ignored += [f"messages.{name}" for name in sorted(ignored)]
+        request.ignored += map("messages.{}".format, sorted(ignored))

@@ -93,8 +93,8 @@ class ResponseFormatter:
         for choice in group.choices:
             piece = choice.take()
             fields = self.shape(choice, piece.text) | self.details(choice, piece)
-            ended = {"finish_reason": choice.finish_reason, "index": choice.index}
-            choices.append(fields | ended)
+            fields |= {"finish_reason": choice.finish_reason, "index": choice.index}
+            choices.append(fields)
         whole = {"object": self.object, "choices": choices, "usage": usage(group)}
         return encode_json(self._head | whole)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.http.errors import too_many, wrong
+from common.http.errors import check_count, wrong
 from serving.completion import Choice, Piece
 from serving.endpoints import ServedModel, TextEndpoint
 from serving.formatter import ResponseFormatter
@@ -56,8 +56,7 @@ def encode_prompts(
         given = [given]
     if not given:
         raise wrong("prompt", "the prompt is empty, but must have at least 1 token")
-    if len(given) > model.limits.max_choices:
-        raise too_many("prompt", len(given), model.limits.max_choices, "prompts")
+    check_count("prompt", len(given), model.limits.max_choices, "prompts")
     if len({type(item) for item in given}) > 1:
         words = (
             "prompt is a mixed list, but must hold only texts, only token ids, or only lists"

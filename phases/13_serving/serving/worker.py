@@ -130,7 +130,7 @@ class Worker:
             )
         except Exception as error:
             if not isinstance(error, UserError):
-                log.error("request %d cannot be added", first, exc_info=error)
+                log.exception("request %d cannot be added", first)
             self._ends += [ending(number, "error", error) for number in numbers]
         else:
             self.live.update(zip(numbers, requests, strict=True))

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from common.errors import UserError
-from common.http.errors import too_many, wrong
+from common.http.errors import check_count, wrong
 from common.http.limits import Limits
 from common.sampling.grammar import Grammar
 from phases.appendix.guidance.exact import exact
@@ -77,8 +77,7 @@ class GrammarHandler:
         if kind not in MAKERS:
             raise wrong(field, f"{field} has {kind[:100]!r}, but may have {', '.join(MAKERS)}")
         size = len(msgspec.json.encode(definition))
-        if size > self.limits.max_schema_bytes:
-            raise too_many(field, size, self.limits.max_schema_bytes, "bytes")
+        check_count(field, size, self.limits.max_schema_bytes, "bytes")
         form = (given.response_format or {}).get("json_schema")
         if (
             field == "response_format"

@@ -54,12 +54,11 @@ class Connection(HttpToolsProtocol):
         self._clock: asyncio.TimerHandle | None = None
         self.since = self.loop.time()
         if len(self.connections) > self.limits.max_connections:
-            others = (
+            waiting = [
                 one
                 for one in self.connections
-                if isinstance(one, Connection) and one is not self
-            )
-            waiting = [one for one in others if one.keeps_waiting]
+                if isinstance(one, Connection) and one is not self and one.keeps_waiting
+            ]
             if not waiting:
                 transport.abort()
                 return

@@ -17,7 +17,7 @@ from common.http.errors import ApiError, ErrorForm, wrong
 from common.json_text import convert_fields, encode_json
 from phases.appendix.api.scheduling import SchedulingFields, SchedulingHandler
 from phases.appendix.embeddings.note_kinds import MEAN
-from phases.appendix.protocols.ollama import check_model, error_form
+from phases.appendix.protocols.ollama import LATEST, error_form
 from phases.appendix.protocols.translation import renamed
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import COPIED, ServedModel
@@ -145,10 +145,10 @@ class Embeddings:
             ApiError: a field is wrong, or the input is missing.
         """
         given: Any = convert_fields(self.kinds[0], fields)
-        kept = {"model": fields.get("model")} if self.ours else {}
+        name = fields.get("model")
         if not self.ours:
-            check_model(self.model, given.model)
-        request = self.model.begin(kept, ready, self.source)
+            name = given.model and given.model.removesuffix(LATEST)
+        request = self.model.begin({"model": name}, ready, self.source)
         SchedulingHandler().read(convert_fields(SchedulingFields, fields), request)
         request.ignored += [name for name in COPIED if fields.get(name) is not None]
         request.headers.append((b"x-ladder-warning", WARNING))

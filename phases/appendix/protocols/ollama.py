@@ -194,7 +194,7 @@ class OllamaEvents(Events):
             reason: `stop`, `length` or `tool_calls`.
             usage: token counts as OpenAI's chat has them: `prompt_tokens`, `completion_tokens`.
         """
-        if reason == "tool_calls" or (choice.reader is not None and choice.reader.complete):
+        if choice.reader is not None and choice.reader.complete:
             functions = [
                 call | {"arguments": decode_written(call["arguments"]) or {}}
                 for call in self._calls

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from common.http.errors import ApiError, ErrorForm, too_many, wrong
+from common.http.errors import ApiError, ErrorForm, check_count, wrong
 from common.json_text import encode_json
 from phases.appendix.protocols.translation import (
     NAMED_EVENT,
@@ -151,8 +151,9 @@ class Responses(Translation):
         most = self.chat.model.limits.max_schema_bytes
         again = {"metadata": given.metadata, "text": given.text, "tools": given.tools}
         for name, value in (again | {"tool_choice": given.tool_choice}).items():
-            if (size := len(encode_json(value))) > most:  # the answer says it again
-                raise too_many(name, size, most, "bytes")
+            check_count(
+                name, len(encode_json(value)), most, "bytes"
+            )  # the answer says it again
         before = (
             self.kept.find(given.previous_response_id) if given.previous_response_id else []
         )
@@ -184,36 +185,30 @@ class Responses(Translation):
 
         request: the chat. given: the route's fields.
         """
-        kept = None if given.store is False else self.kept
-        replica = http.scope.get("replica", b"here").decode()
-        client = (
-            http.headers.get(b"authorization")
-            or str((http.scope.get("client") or [""])[0]).encode()
-        )
-        return ResponseEvents(given, request, self.chat.model.name, kept, client, replica)
+        return ResponseEvents(self, given, request, http)
 
 
 class ResponseEvents(Events):
     """Writes a chat's response as OpenAI's response object: items of reasoning, message and tool calls.
 
     kept: stores the conversation when the response has ended; None: it is not stored.
-    client: who asked, such as an API key. replica: name of this server among several; the response's id
-        begins with it.
     """
 
     def __init__(
         self,
+        route: Responses,
         given: ResponsesFields,
         request: ParsedRequest,
-        model: str,
-        kept: Conversations | None,
-        client: bytes,
-        replica: str,
+        http: HttpRequest,
     ) -> None:
-        self.kept = kept
+        self.kept = None if given.store is False else route.kept
         self.messages: Messages = request.fields["conversation"]
         self._number = 0
-        self._client = client
+        address = str((http.scope.get("client") or [""])[0]).encode()
+        self._client = http.headers.get(b"authorization") or address
+        replica = http.scope.get(
+            "replica", b"here"
+        ).decode()  # among several, by which it is found
         generation = request.generation
         form = (given.text or {}).get("format") or {"type": "text"}
         super().__init__(
@@ -222,14 +217,14 @@ class ResponseEvents(Events):
                 "object": "response",
                 "created_at": int(time.time()),
                 "status": "in_progress",
-                "model": model,
+                "model": route.chat.model.name,
                 "output": [],
                 "instructions": given.instructions,
                 "metadata": given.metadata,
                 "previous_response_id": given.previous_response_id,
                 "temperature": generation.temperature,
                 "top_p": generation.top_p,
-                "store": kept is not None,
+                "store": self.kept is not None,
                 "text": {"format": form},
                 "tools": given.tools or [],
                 "tool_choice": given.tool_choice or "auto",

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from common.errors import UserError
-from common.http.errors import too_many, wrong
+from common.http.errors import check_count, wrong
 from common.http.limits import Limits
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
@@ -133,11 +133,9 @@ class ToolHandler:
             ApiError: a tool has a wrong form, there are too many, or two have the same name.
         """
         tools = given.tools or []
-        if len(tools) > self.limits.max_tools:
-            raise too_many("tools", len(tools), self.limits.max_tools, "entries")
+        check_count("tools", len(tools), self.limits.max_tools, "entries")
         size = len(msgspec.json.encode(tools))
-        if size > self.limits.max_schema_bytes:
-            raise too_many("tools", size, self.limits.max_schema_bytes, "bytes")
+        check_count("tools", size, self.limits.max_schema_bytes, "bytes")
         functions, loosened = dict[str, Schema](), list[str]()
         for place, tool in enumerate(tools):
             if tool.get("type") != "function":
