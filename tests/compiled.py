@@ -130,7 +130,7 @@ def few_bits(capability: int) -> Iterator[Kernel]:
     """One token in eight bits and in four: Qwen3-8B's products behind a norm, and before a residual."""
     for size, matrices in ((4096, 2), (12_288, 1)):
         around = {
-            "K": size, "ONE_PLUS": False, "bias": None, "GATED": matrices == 2, "KIND": 0,
+            "K": size, "bias": None, "GATED": matrices == 2, "KIND": 0,
             "PDL": capability >= HOPPER, "TRIGGER": 0,
         }  # fmt: skip
         around |= {"residual" if matrices == 2 else "norm_weight": None}

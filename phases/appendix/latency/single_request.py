@@ -70,7 +70,7 @@ def splits_of(
 
 @triton.jit
 def norm_and_turn(
-    x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr, ONE_PLUS: tl.constexpr
+    x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr
 ):  # fmt: skip
     """Return heads `x [rows, D_PAD]` normalized and rotated by RoPE, in `x`'s dtype.
 
@@ -81,8 +81,8 @@ def norm_and_turn(
     if w_x is not None:
         full = x.to(tl.float32)
         scale = norm_scale(tl.sum(full * full, axis=1), eps, D)[:, None]
-        x = apply_norm_weight(x, scale, w_x, ONE_PLUS)
-        y = apply_norm_weight(y, scale, w_y, ONE_PLUS)
+        x = apply_norm_weight(x, scale, w_x)
+        y = apply_norm_weight(y, scale, w_y)
     return rotate(x, y, cos, sin)
 
 
@@ -102,7 +102,7 @@ def single_request_attention_kernel(
     partial, lse, arrived, eps, scale, block_stride, slot_stride, head_stride,
     H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr,
-    P: tl.constexpr, WINDOW: tl.constexpr, ONE_PLUS: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     WAIT_FOR_SPLITS: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -166,9 +166,9 @@ def single_request_attention_kernel(
     new_value = load_head(qkv + at_k + KH * D, d, d, D)
     if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
         gdc_launch_dependents()
-    query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D, ONE_PLUS)
+    query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D)
     # [1, D]
-    new_key = norm_and_turn(new_x, new_y, k_x, k_y, c, s, eps, D, ONE_PLUS)
+    new_key = norm_and_turn(new_x, new_y, k_x, k_y, c, s, eps, D)
     if (split == used - 1) & (slot >= 0):
         at_new = (
             (slot // P) * block_stride
@@ -284,7 +284,7 @@ def attend_step(
         kv_heads, d_pad, cache.k.element_size(), qkv.device
     )
     out = torch.empty(1, heads * d, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight, eps, one_plus = norms or (None, None, 0.0, False)
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
     partial = workspace.partial if wait_for_all_splits else workspace.partial.view(qkv.dtype)
     group = triton.next_power_of_2(heads // kv_heads)
     single_request_attention_kernel[(kv_heads, config.splits)](
@@ -294,7 +294,7 @@ def attend_step(
         eps, layer.scale, *cache.k.stride()[:3],
         H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad,
         P=cache.k.shape[1], WINDOW=layer.sliding_window or 0,
-        ONE_PLUS=one_plus, BLOCK_M=padded(group), GROUP_PAD=group,
+        BLOCK_M=padded(group), GROUP_PAD=group,
         BLOCK_N=config.block_n, SPLITS=config.splits,
         WAIT_FOR_SPLITS=wait_for_all_splits, num_warps=4, num_stages=1,
         **dependent_launch(qkv.device),

@@ -190,7 +190,7 @@ def sum_sixteen_products(w, x, WORDS: tl.constexpr):
 def gemv8_kernel(
     out, x, weight, weight_scale, norm_weight, bias, residual, eps, N, scale_stride,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    SIDE: tl.constexpr, ONE_PLUS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    SIDE: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
     ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
     WORDS: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
@@ -237,7 +237,7 @@ def gemv8_kernel(
         if norm_weight is not None:
             squares += part * part
             g = tl.load(norm_weight + i * BLOCK_K + k, mask=inside, other=0.0).to(tl.float32)
-            part = part * (g + 1.0 if ONE_PLUS else g)
+            part = part * g
         top = tl.maximum(top, tl.abs(part))
         parts += (part,)  # type: ignore[assignment]
     norm, largest = input_scales(

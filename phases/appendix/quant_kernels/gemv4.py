@@ -125,7 +125,7 @@ def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
 def gemv4_kernel(
     out, x, weight, scale, zero, norm_weight, bias, residual, eps, N,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    ONE_PLUS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Compute a four-bit matrix times a vector, with norm, bias, residual and gate around the product.
@@ -154,7 +154,7 @@ def gemv4_kernel(
         if norm_weight is not None:
             squares += low * low + high * high
             g, h = load_inputs(norm_weight, i // 4 * BLOCK_K, q, i % 4, K)
-            low, high = low * (g + 1.0 if ONE_PLUS else g), high * (h + 1.0 if ONE_PLUS else h)
+            low, high = low * g, high * h
         top = tl.maximum(top, tl.maximum(tl.abs(low), tl.abs(high)))
         even += (low,)  # type: ignore[assignment]
         odd += (high,)  # type: ignore[assignment]

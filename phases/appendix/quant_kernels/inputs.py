@@ -77,8 +77,8 @@ def round_vector(
 @triton.jit
 def norm_rows_kernel(
     out, out_scale, total, x, delta, delta_rows, delta_columns, weight, eps,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ONE_PLUS: tl.constexpr, ROUND: tl.constexpr,
-    LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
+    WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Add `delta` to one token, normalize, and round to eight bits. One program per token.
 
@@ -88,7 +88,7 @@ def norm_rows_kernel(
     ROUND: `out` is rounded, and `out_scale [T]` float32 is written; otherwise `out` has the model's dtype.
     LARGEST: the format's largest number. WHOLE: it has integers. HARDWARE: the GPU has an instruction for
         e4m3.
-    ONE_PLUS: the norm's factor is `1 + weight`.
+
     """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE_PAD)
@@ -103,8 +103,7 @@ def norm_rows_kernel(
         tl.store(total + at, y, mask=mask)
     y = y.to(tl.float32)
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-    if ONE_PLUS:
-        w += 1.0
+
     y = (y * tl.rsqrt(tl.sum(y * y, axis=0) / SIZE + eps) * w).to(kind).to(tl.float32)
     if ROUND:
         scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), LARGEST)
@@ -197,12 +196,13 @@ def norm_rows(
     out, scale = _room(x, size, kind)
     total = x if delta is None else torch.empty_like(x)
     values, rows, columns = apart(delta)
-    weight, eps, one_plus = norm
+
     padded = triton.next_power_of_2(size)
     if x.numel():
         norm_rows_kernel[(x.numel() // size,)](
-            out, scale, total, x, values, rows, columns, weight, eps,
-            SIZE=size, SIZE_PAD=padded, ONE_PLUS=one_plus, ROUND=kind is not None,
+            out, scale, total, x, values, rows, columns, *norm,
+
+            SIZE=size, SIZE_PAD=padded, ROUND=kind is not None,
             LARGEST=LARGEST[kind or "fp8"], WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(x.device), num_warps=_warps(padded),
         )  # fmt: skip
