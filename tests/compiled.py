@@ -145,7 +145,7 @@ def few_bits(capability: int) -> Iterator[Kernel]:
                 kernel, types = gemv4_kernel, {"weight": "*i32", "scale": "*fp16"}
             else:
                 how = {
-                    "SIDE": 0, "ROUND": True, "LARGEST": 448.0 if kind == "fp8" else 127.0,
+                    "SIDE": 0, "ROUND": True, 
                     "WHOLE": kind == "int8", "HARDWARE": kind == "fp8", "WORDS": kind,
                 }  # fmt: skip
                 kernel, types = gemv8_kernel, {"weight": "*i32"}

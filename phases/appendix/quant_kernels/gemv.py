@@ -19,7 +19,7 @@ from torch import Tensor
 
 from phases.appendix.latency.gemv import FusedOperators, add_vector, launch, wait_for_input
 from phases.appendix.quant_kernels.configs import loop_config
-from quant.formats import BLOCK, LARGEST
+from quant.formats import BLOCK
 from quant.products import hardware_rounds, rounded, token_scale
 from quant.weights import QuantizedWeight
 from triton_paged_attention.linear import activate
@@ -191,7 +191,7 @@ def gemv8_kernel(
     out, x, weight, weight_scale, norm_weight, bias, residual, eps, N, scale_stride,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     SIDE: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-    ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
+    ROUND: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
     WORDS: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Compute a quantized matrix times a vector, with norm, bias, residual and gate around the product.
@@ -200,7 +200,7 @@ def gemv8_kernel(
     weight_scale: `[N]`, or with SIDE > 0 one for each block of SIDE x SIDE weights, rows `scale_stride`
         apart.
     WORDS: "fp8" or "int8" if instructions convert int32 words of weights to float16; else "".
-    ROUND: round the input to eight bits, of largest number LARGEST, integers if WHOLE. KIND: of the gate.
+    ROUND: round the input to eight bits, integers if WHOLE. KIND: of the gate.
     norm_weight, bias, residual: None leaves out that step. TRIGGER, PDL: see `latency.gemv.wait_for_input`.
     As many programs as run at once; each prepares the input once, and loops over tiles of `ROWS` outputs.
     The next tile's weights are loaded while one is multiplied.
@@ -250,7 +250,7 @@ def gemv8_kernel(
     )
     scale, inverse = 1.0, 1.0
     if ROUND:
-        scale, inverse = token_scale(largest.to(x.dtype.element_ty).to(tl.float32), LARGEST)
+        scale, inverse = token_scale(largest.to(x.dtype.element_ty).to(tl.float32), WHOLE)
         scale = scale / SMALLER
     elif WORDS != "":
         scale, inverse = power_scale(largest)
@@ -261,7 +261,7 @@ def gemv8_kernel(
             # Rounded as a norm apart.
             vector = (vector * norm).to(x.dtype.element_ty).to(tl.float32)
         if ROUND:
-            vector = rounded(vector * inverse, LARGEST, WHOLE, HARDWARE) * SMALLER
+            vector = rounded(vector * inverse, WHOLE, HARDWARE) * SMALLER
         elif WORDS != "":
             vector = vector * inverse  # type: ignore[assignment]
         vectors += (vector,)  # type: ignore[assignment]
@@ -324,7 +324,7 @@ def gemv8(x: Tensor, weight: QuantizedWeight, **operators: Unpack[FusedOperators
         gemv8_kernel, shape.programs(rows, x.device), x, [data, weight.scale], rows, operators,
         scale_stride=weight.scale.stride(0), K=size, ROWS=shape.rows, BLOCK_K=shape.block_k,
         SIDE=BLOCK if scheme.scales == "block" else 0, ROUND=scheme.activations is not None,
-        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8",
+        WHOLE=scheme.activations == "int8",
         HARDWARE=hardware,
         WORDS=scheme.weights if known else "", num_warps=shape.num_warps,
     )  # fmt: skip
