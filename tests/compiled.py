@@ -162,7 +162,7 @@ def experts(capability: int) -> Iterator[Kernel]:
     types |= dict.fromkeys(("most", "choices", "E"), "i32")
     early = capability >= HOPPER
     route_by = {"E": 128, "E_PAD": 128, "TOP_K": 8, "NORMALIZE": True, "PDL": early}
-    place_by = {"E": 128, "E_PAD": 128, "ROWS": 16, "BLOCK": 2048, "TILES": 64}
+    place_by = {"E": 128, "ROWS": 16, "BLOCK": 2048, "TILES": 64}
     yield "route", route_kernel, route_by, 1, 1, types
     yield "count", count_kernel, {"BLOCK": 2048}, 8, 1, types
     yield "place", place_kernel, place_by, 8, 1, types

@@ -71,15 +71,15 @@ def rounded(y, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
 @triton.jit
 def round_rows_kernel(
     out, out_scale, x,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
+    SIZE: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Round one token's numbers to eight bits by the scale of its largest magnitude. One program per token.
 
-    x: `[T, SIZE]`. out: `[T, SIZE]`, int8 or e4m3. out_scale: `[T]` float32. SIZE_PAD: a power of two.
+    x: `[T, SIZE]`. out: `[T, SIZE]`, int8 or e4m3. out_scale: `[T]` float32.
     WHOLE: the format is int8. HARDWARE: the GPU converts to e4m3.
     """
     token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, SIZE_PAD)
+    i = tl.arange(0, triton.next_power_of_2(SIZE))
     at, mask = token * SIZE + i, i < SIZE
     y = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), WHOLE)
@@ -106,7 +106,7 @@ def round_rows(x: Tensor, kind: Activations) -> Rounded:
     padded = triton.next_power_of_2(size)
     if tokens:
         round_rows_kernel[(tokens,)](
-            out, scale, x, SIZE=size, SIZE_PAD=padded, WHOLE=kind == "int8",
+            out, scale, x, SIZE=size, WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(x.device), num_warps=min(16, max(1, padded // 512)),
         )  # fmt: skip
     return Rounded(out, scale)

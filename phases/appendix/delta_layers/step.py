@@ -171,7 +171,7 @@ def step_kernel(
             gdc_launch_dependents()
         q = unit(convolve(row, weight, old, at, live, queries, C, W, WIDTH, DK)) * scale
         k = unit(convolve(row, weight, old, at, live, keys, C, W, WIDTH, DK))
-        q, k = tl.trans(q), tl.trans(k)  # [DK_PAD, 1]
+        q, k = tl.trans(q), tl.trans(k)  # [padded, 1]
         for group in range(GROUPS):
             head = key_head * GROUPS + group
             values = 2 * KH * DK + head * DV

@@ -72,7 +72,7 @@ def round_vector(vector, inside, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
 @triton.jit
 def norm_rows_kernel(
     out, out_scale, total, x, delta, delta_rows, delta_columns, weight, eps,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ROUND: tl.constexpr,
+    SIZE: tl.constexpr, ROUND: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Add `delta` to one token, normalize, and round to eight bits. One program per token.
@@ -85,7 +85,7 @@ def norm_rows_kernel(
 
     """
     token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, SIZE_PAD)
+    i = tl.arange(0, triton.next_power_of_2(SIZE))
     mask = i < SIZE
     at = token * SIZE + i
     y = tl.load(x + at, mask=mask, other=0.0)
@@ -195,7 +195,7 @@ def norm_rows(
         norm_rows_kernel[(x.numel() // size,)](
             out, scale, total, x, values, rows, columns, *norm,
 
-            SIZE=size, SIZE_PAD=padded, ROUND=kind is not None,
+            SIZE=size, ROUND=kind is not None,
             WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(x.device), num_warps=_warps(padded),
         )  # fmt: skip
