@@ -234,7 +234,7 @@ def unpack(weight: QuantizedWeight, size: int, dtype: torch.dtype) -> Tensor:
         words = weight.data.shape[1]
         unpack4_kernel[(n, triton.cdiv(words, 256))](
             out, weight.data, weight.scale,
-            weight.scale if weight.zero is None else weight.zero,
+            weight.zero,
             K=size, GROUP=scheme.group, ZEROS=weight.zero is not None, WORDS=256,
             HALF=TYPES[dtype],
             num_warps=4,
