@@ -77,14 +77,14 @@ def split_four(x):
 
 @triton.jit
 def tile_origin(
-    first_row, N, tile: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    first_row, N, tile: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MATRICES: tl.constexpr,
 ):  # fmt: skip
     """Return the rows `[ROWS]` and the first input of tile number `tile` of a program.
 
     Tiles take the matrices in turn (gate, up), then advance by BLOCK_K inputs. first_row: the program's
-    first output. N: outputs; a row past the last becomes MATRICES * N, and is not read. K: inputs.
+    first output. N: outputs; a row past the last becomes MATRICES * N, and is not read.
     """
     row = first_row + tl.arange(0, ROWS)
     # Behind the last row of the first matrix lies the second: no program owns such rows.
@@ -109,7 +109,7 @@ def load_rows(
     EACH: tl.constexpr = 16 if WORDS == "" else 4
     weights, scales = (), ()
     for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K * MATRICES):
-        row, start = tile_origin(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
+        row, start = tile_origin(first_row, N, tile, ROWS, BLOCK_K, MATRICES)
         real = row < N * MATRICES
         k = start * EACH // 16 + q[:, None] * EACH + tl.arange(0, EACH)[None, :]
         at = row.to(tl.int64)[:, None, None] * (K * EACH // 16) + k[None, :, :]

@@ -81,7 +81,7 @@ def load_rows(
     scales = ()
     zeros = ()
     for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K * MATRICES):
-        row, start = tile_origin(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
+        row, start = tile_origin(first_row, N, tile, ROWS, BLOCK_K, MATRICES)
         real = row < N * MATRICES
         word = start // 8 + q[:, None] * 4 + tl.arange(0, 4)[None, :]
         at = row.to(tl.int64)[:, None, None] * (SPANS * 16) + word[None, :, :]
@@ -228,7 +228,7 @@ def gemv4_kernel(
                 else:
                     total = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
                     tile_row, start = tile_origin(
-                        here, N, i * MATRICES + matrix, K, ROWS, BLOCK_K, MATRICES
+                        here, N, i * MATRICES + matrix, ROWS, BLOCK_K, MATRICES
                     )
                     real = tile_row < N * MATRICES
                     for part in tl.static_range(4):
