@@ -65,7 +65,7 @@ def is_crowded(
     """Return True where threads have to share processors: with others, by a quota, or with each other.
 
     environment: may set the number of threads. limit: processors that `quota` allows; None: all.
-    before: counters from which on other programs' share is measured, for at least `SAMPLE_SECONDS`.
+    before: an earlier reading; other programs' share since then is measured, over `SAMPLE_SECONDS` or more.
     """
     threads = environment.get(THREADS, "")
     if limit is not None and limit < len(processors()):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-
-from common.errors import brief
+import reprlib
 
 _TYPES = {
     "int": "an integer",
@@ -34,7 +33,7 @@ def one_line(message: str) -> str:
     """
 
     def place(found: re.Match[str]) -> str:
-        return f"{found['why']} at character {len(found['before']) + 1} of {brief(found['pattern'])}"
+        return f"{found['why']} at character {len(found['before']) + 1} of {reprlib.repr(found['pattern'])}"
 
     message = _DRAWN_REGEX.sub(place, _LISTED_SOURCE.sub("", message))
     return " ".join(_PLACE.sub(r"line \1, character \2: ", message).split())

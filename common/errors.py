@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import SupportsFloat, SupportsIndex
@@ -32,31 +32,24 @@ class EngineLost(RuntimeError):
     """
 
 
-LONGEST = 100
+LONGEST = 80
 """Characters of a value that an error repeats: a client may send megabytes."""
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = LONGEST
 
 
-def shown(value: object, write: Callable[[object], str] = _REPR.repr) -> str:
-    """Return `write(value)` in at most `LONGEST` characters: the middle of long values is left out.
+def shown(value: object) -> str:
+    """Return `repr(value)` in at most `LONGEST` characters: the middle of long values is left out.
 
     An integer that Python refuses to print (more than 4,300 digits) is named by its size.
     """
     try:
-        text = write(value)
+        text = _REPR.repr(value)
         return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
     except ValueError:
         if isinstance(value, int):
             return f"an integer of {value.bit_length()} bits"
         return f"a {type(value).__name__} with an integer too long to be shown"
-
-
-def brief(value: object) -> str:
-    """Return `repr(value)` in at most 80 characters: long texts lose their middle, long lists their end."""
-    whole = isinstance(value, str) and len(value) <= 60
-    text = shown(value, repr if whole else reprlib.repr)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def integer(
@@ -73,13 +66,13 @@ def integer(
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
     kind = limit if low is None else f"an integer, {limit}"
     if isinstance(value, bool):
-        raise UserError(f"{name} is {brief(value)}, but must be {kind}")
+        raise UserError(f"{name} is {shown(value)}, but must be {kind}")
     try:
         number = operator.index(value)
     except TypeError:
-        raise UserError(f"{name} is {brief(value)}, but must be {kind}") from None
+        raise UserError(f"{name} is {shown(value)}, but must be {kind}") from None
     if (low is not None and number < low) or (high is not None and number > high):
-        raise UserError(f"{name} is {brief(number)}, but must be {limit}")
+        raise UserError(f"{name} is {shown(number)}, but must be {limit}")
     return number
 
 
@@ -94,11 +87,11 @@ def number(
     limit = f"above {low:g} and at most" if above_low else f"between {low:g} and"
     limit = f"{limit} {high:g}"
     if isinstance(value, (bool, str, bytes)):  # float("0.7") would work, and hide a mistake
-        raise UserError(f"{name} is {brief(value)}, but must be a number, {limit}")
+        raise UserError(f"{name} is {shown(value)}, but must be a number, {limit}")
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise UserError(f"{name} is {brief(value)}, but must be a number, {limit}") from None
+        raise UserError(f"{name} is {shown(value)}, but must be a number, {limit}") from None
     if not (low < found <= high if above_low else low <= found <= high):
         raise UserError(f"{name} is {found!r}, but must be {limit}")
     return found
@@ -116,7 +109,7 @@ def choice(name: str, value: object, allowed: Iterable[str]) -> str:
     if isinstance(value, str) and value in names:
         return value
     hint = near(value, names) if isinstance(value, str) else ""
-    raise UserError(f"{name} is {brief(value)}, but must be one of {', '.join(names)}{hint}")
+    raise UserError(f"{name} is {shown(value)}, but must be one of {', '.join(names)}{hint}")
 
 
 def boolean(name: str, value: object) -> bool:
@@ -126,7 +119,7 @@ def boolean(name: str, value: object) -> bool:
         UserError: it is anything else, truthy or not: the string "no" is truthy.
     """
     if not isinstance(value, bool):
-        raise UserError(f"{name} is {brief(value)}, but must be True or False")
+        raise UserError(f"{name} is {shown(value)}, but must be True or False")
     return value
 
 
@@ -137,12 +130,12 @@ def text(name: str, value: str) -> str:
         UserError: it is not a string, or holds half of a surrogate pair.
     """
     if not isinstance(value, str):
-        raise UserError(f"{name} is {brief(value)}, but must be a string")
+        raise UserError(f"{name} is {shown(value)}, but must be a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{name} is {brief(value)}, but must have a UTF-8 form: {error.reason}"
+            f"{name} is {shown(value)}, but must have a UTF-8 form: {error.reason}"
         ) from None
     return value
 

@@ -99,7 +99,7 @@ def convert_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON, UTF-8, on what every reader takes for one line."""
+    """Return a value as JSON, UTF-8, on one line: characters that end a line anywhere are escaped."""
     data = _encode(value)
     if b"\xe2\x80" in data or b"\xc2\x85" in data:
         for character, escaped in _LINE_ENDS.items():

@@ -299,12 +299,15 @@ class FakeDrafter(Drafter):
 class OddOnly(GrammarManager):
     """Lets every request choose odd tokens only, and checks that it knows every token before."""
 
+    active = True
+
     def __init__(self, vocab: int) -> None:
         words = -(-vocab // 32)
         self.row = torch.full((1, words), 0xAAAAAAAA - (1 << 32), dtype=torch.int32)
         self.filled = 0
 
-    def needs_mask(self, works: Sequence[Work]) -> bool:
+    def ready(self, request: Request) -> bool:
+        request.constraint = self
         return True
 
     def fill_bitmask(self, works: Sequence[Work]) -> Tensor:

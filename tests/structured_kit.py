@@ -314,8 +314,13 @@ def must_mask_every_step(model: Model, masks: Any) -> None:
     check(engine)
 
 
-def must_end_its_own_step(engine: PagedEngine, patch: pytest.MonkeyPatch, method: str) -> None:
-    """Fail unless masks that cannot be made, by this method, end the requests of their step and no other."""
+def must_end_its_own_step(
+    engine: PagedEngine, patch: pytest.MonkeyPatch, owner: object, name: str
+) -> None:
+    """Fail unless masks that cannot be made, by this function, end the requests of their step and no other.
+
+    owner, name: of the function.
+    """
     late = computed_after_their_end(engine)
     (first,) = engine.add(
         PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("[ab]{18}"))
@@ -326,7 +331,7 @@ def must_end_its_own_step(engine: PagedEngine, patch: pytest.MonkeyPatch, method
             break
     known = len(first.output_ids)
     with patch.context() as failing:
-        failing.setattr(type(engine.grammar_manager), method, lambda *given: 1 / 0)
+        failing.setattr(owner, name, lambda *given: 1 / 0)
         outputs = engine.step()
     assert first.finish_reason == "error" and isinstance(first.error, ZeroDivisionError), (
         first.error

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from common.errors import UserError, brief
+from common.errors import UserError, shown
 from common.models.fields import Field, read_object
 
 _SINGLE = "model.safetensors"
@@ -254,7 +254,7 @@ def _some(names: list[str]) -> str:
 
 def _printable(name: str) -> str:
     """Return a tensor's name as one line: quoted and shortened if it is long or not printable."""
-    return name if name.isprintable() and len(name) < 200 else brief(name)[1:-1]
+    return name if name.isprintable() and len(name) < 200 else shown(name)[1:-1]
 
 
 def assign(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from common.errors import UserError, brief
+from common.errors import UserError, shown
 from common.models import hf_fields as hf
 from common.models.fields import Field, read_object
 from common.text.tokenizer_files import eos_of_tokenizer
@@ -267,12 +267,12 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], known: Mapping[str, Any] = hf.ONLY) -> None:
-    """Raise `UserError` if a field of ``raw`` (a ``config.json``) differs from the one value in ``known``
-    that is computed here.
+    """Raise `UserError` if a field of ``raw`` (a ``config.json``) differs from its value in ``known``, the
+    only one that this engine computes.
     """
     for name, only in known.items():
         if raw.get(name) not in (None, only):
-            raise UserError(f"{name} is {brief(raw[name])}, but only {only} is supported")
+            raise UserError(f"{name} is {shown(raw[name])}, but only {only} is supported")
 
 
 def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -283,7 +283,7 @@ def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     method = given.get("quant_method") if isinstance(given, dict) else given
     if given is not None and not (isinstance(given, dict) and isinstance(method, str)):
         raise UserError(
-            f"quantization_config names the method {brief(method)}, but must be an object with a method"
+            f"quantization_config names the method {shown(method)}, but must be an object with a method"
         )
     return given
 
@@ -417,7 +417,7 @@ def _ropes(
     ):
         if given.get(name) is not None:
             raise UserError(
-                f"{name} is {brief(given[name])}, but `transformers` ignores it there in Gemma 3"
+                f"{name} is {shown(given[name])}, but `transformers` ignores it there in Gemma 3"
             )
     local = {"rope_theta": 10_000.0} | _merged(
         {"rope_theta": hf.LOCAL_THETA.read(raw)}, sliding
@@ -434,7 +434,7 @@ def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in (item for source in sources for item in source.items()):
         if value is not None and merged.setdefault(name, value) != value:
             raise UserError(
-                f"{name} is {brief(merged[name])} at one place, and {brief(value)} at another"
+                f"{name} is {shown(merged[name])} at one place, and {shown(value)} at another"
             )
     return merged
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import UserError, brief
+from common.errors import UserError, shown
 from common.files import read_bytes
 
 MOST_BYTES = 1 << 24
@@ -64,7 +64,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     raw = dict(pairs)
     if len(raw) != len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {brief(key)} is there twice")
+        raise ValueError(f"the key {shown(key)} is there twice")
     return raw
 
 
@@ -97,7 +97,7 @@ class Field:
             for name, other in found.items():
                 if other != value:
                     raise UserError(
-                        f"{first} is {brief(value)}, but {name} {brief(other)} means the same field"
+                        f"{first} is {shown(value)}, but {name} {shown(other)} means the same field"
                     )
             return self.check(value, first)
         if self.null_counts and any(name in raw for name in names):
@@ -116,10 +116,10 @@ class Field:
         if fits and self.kind in (int, float):
             fits = self.low <= value <= self.high  # false for NaN
         if not fits:
-            raise UserError(f"{name} is {brief(value)}, but must be {self.limit}")
+            raise UserError(f"{name} is {shown(value)}, but must be {self.limit}")
         if self.choices and value not in self.choices:
             raise UserError(
-                f"{name} {brief(value)} is not supported, only {', '.join(self.choices)}"
+                f"{name} {shown(value)} is not supported, only {', '.join(self.choices)}"
             )
         return self.kind(value)
 

@@ -38,8 +38,8 @@ _BIASED = {**_SIZES, "attention_bias": Field("attention_bias", bool, default=Fal
 
 
 def _defaults(**values: Any) -> dict[str, Field]:
-    """Return the fields of `config.json` named in `values`, with these values as a model family's
-    defaults.
+    """Return the `Field`s of `config.json` with the names in `values`, each with its value there as the
+    default.
     """
     return {name: replace(_BIASED[name], default=value) for name, value in values.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from common.errors import UserError, brief, near
+from common.errors import UserError, near, shown
 from common.models.bundled import BUNDLED, damage, fetch_bundled
 from common.paths import expand
 
@@ -66,7 +66,7 @@ def local(name: str | Path) -> Path | None:
         known = ", ".join([*BUNDLED, f"{RANDOM}SHAPE"])
         meant = near(str(name).lower(), BUNDLED)
         raise UserError(
-            f"model is {brief(str(name))}, which is none of {known}, a folder, or a hub id such as "
+            f"model is {shown(str(name))}, which is none of {known}, a folder, or a hub id such as "
             f"Qwen/Qwen3-0.6B{meant}"
         )
     return None

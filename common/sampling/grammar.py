@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from common.errors import UserError, brief, choice, text
+from common.errors import UserError, choice, shown, text
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
 
@@ -96,7 +96,7 @@ class Grammar:
         strings.
         """
         if isinstance(strings, (str, Mapping)) or not isinstance(strings, Iterable):
-            raise UserError(f"choice is {brief(strings)}, but must be a list of strings")
+            raise UserError(f"choice is {shown(strings)}, but must be a list of strings")
         return cls("choice", _dump("choice", list(strings)))
 
     @classmethod

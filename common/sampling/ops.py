@@ -64,7 +64,7 @@ def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
 
 
 def truncate(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Return `weights` with 0 for the tokens that top-k, and then top-p of what is left, do not keep.
+    """Return `weights` with 0 for the tokens that top-k, and then top-p among the rest, exclude.
 
     weights: float32 [B, V] in [0, 1], or NaN, which is kept. top_k: int64 [B, 1], at least 1; top_p: int64
         [B, 1], p * 2**31, at least 1. None: no row uses it.

@@ -14,39 +14,27 @@ and since the numbers travel to the device in 64 bits at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from typing import Any, SupportsIndex
 
-from common.errors import UserError, boolean, brief, integer, number, shown
+from common.errors import UserError, boolean, integer, number, shown
 from common.sampling.grammar import Grammar
+from common.sampling.list_fields import MAX_INT as MAX_INT
+from common.sampling.list_fields import (
+    check_logit_bias,
+    check_stop_strings,
+    check_token_ids,
+)
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this one mean greedy: dividing by them says nothing that the argmax does not."""
 
 MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 100.0
 SEED_BITS = 64
-
-MAX_INT = (1 << 31) - 1
-"""Largest max_tokens, min_tokens, top_k and token id: far above any context and any vocabulary."""
 
 MAX_N = 128
 """Most completions of one prompt: each is a request of its own, made at once."""
-
-MAX_STOPS = 64
-"""Most stop strings: each is looked for in every new piece of text."""
-
-MAX_STOP_CHARACTERS = 1024
-"""Longest stop string: so much text may be held back."""
-
-MAX_STOP_TOKEN_IDS = 1024
-"""Most stop tokens: with min_tokens each is an edit of the logits in every step."""
-
-MAX_BIASED_TOKENS = 1024
-"""Most entries of logit_bias: each is an edit of the logits in every step."""
 
 INTEGERS = {
     "max_tokens": (0, MAX_INT),
@@ -127,14 +115,14 @@ class SamplingParams:
             seed = integer("seed", self.seed)
             put("seed", None if seed == -1 else seed % (1 << SEED_BITS))
         if self.stop != ():
-            put("stop", _stop_strings(self.stop))
+            put("stop", check_stop_strings(self.stop))
         if self.stop_token_ids != ():
-            put("stop_token_ids", _token_ids(self.stop_token_ids))
+            put("stop_token_ids", check_token_ids(self.stop_token_ids))
         boolean("ignore_eos", self.ignore_eos)
         if self.logprobs is not None:
             put("logprobs", integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS))
         if self.logit_bias != {}:
-            put("logit_bias", _logit_bias(self.logit_bias))
+            put("logit_bias", check_logit_bias(self.logit_bias))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UserError(f"grammar is {shown(self.grammar)}, but must be a Grammar or None")
 
@@ -158,57 +146,3 @@ class SamplingParams:
         It is seed + sample, so that the n completions differ, as in vLLM.
         """
         return None if self.seed is None else (self.seed + sample) % (1 << SEED_BITS)
-
-
-def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, ...]:
-    """Return `value` as a tuple of at most `most` items. name, what: the field and its items, for errors."""
-    try:
-        items = tuple(islice(value, most + 1))
-    except TypeError:
-        raise UserError(f"{name} is {brief(value)}, but must be a list of {what}") from None
-    if len(items) > most:
-        raise UserError(
-            f"{name} is a list of more than {most} {what}, but must have at most {most}"
-        )
-    return items
-
-
-def _stop_strings(value: Iterable[str]) -> tuple[str, ...]:
-    # One string; taken as an iterable it would be a list of characters.
-    if isinstance(value, str):
-        value = (value,)
-    strings = _items("stop", value, "strings", MAX_STOPS)
-    for string in strings:
-        if not isinstance(string, str):
-            raise UserError(f"stop holds {brief(string)}, but must hold only strings")
-        if not string:
-            raise UserError("stop holds '', but each string must have at least 1 character")
-        if len(string) > MAX_STOP_CHARACTERS:
-            limit = f"at most {MAX_STOP_CHARACTERS}"
-            raise UserError(
-                f"stop holds {brief(string)} of {len(string)} characters, but each must have {limit}"
-            )
-    return strings
-
-
-def _token_ids(value: Iterable[SupportsIndex]) -> tuple[int, ...]:
-    name = "stop_token_ids"
-    items = _items(name, value, "token ids", MAX_STOP_TOKEN_IDS)
-    return tuple(integer(name, item, low=0, high=MAX_INT) for item in items)
-
-
-def _logit_bias(value: Mapping[int, float]) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise UserError(f"logit_bias is {brief(value)}, but must map token ids to numbers")
-    if len(value) > MAX_BIASED_TOKENS:
-        limit = f"at most {MAX_BIASED_TOKENS}"
-        raise UserError(
-            f"logit_bias is a map of {len(value)} token ids, but must have {limit}"
-        )
-    checked: dict[int, float] = {}
-    for key, bias in value.items():
-        token = integer("a token id in logit_bias", key, low=0, high=MAX_INT)
-        checked[token] = number(
-            f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS
-        )
-    return checked

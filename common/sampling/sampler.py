@@ -171,8 +171,8 @@ class SamplerBackend:
         logits: `[B, V]`. features: operations to apply, such as top-p.
         rows, steps: `[B]` int64, each request's row of settings and number of tokens generated before.
 
-        Of the Gumbel-max trick's argmax of logit / temperature - log(E) this is the exponential: the largest
-        weight / E, or -E / weight, which is minus infinity for a weight of 0.
+        The Gumbel-max trick takes the argmax of logit / temperature - log(E). This takes the argmax of its
+        exponential, weight / E, as the largest -E / weight, which is minus infinity for a weight of 0.
         """
         weights = sampler.weigh(logits, rows, features)  # [B, V]
         noise = negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)  # [B, V]
@@ -192,19 +192,6 @@ class Sampler(SamplerRows):
     """
 
     sampler_backend: SamplerBackend = TORCH
-
-    @classmethod
-    def scratch_bytes(cls, batch: int, vocab_size: int, device: torch.device) -> int:
-        """Return the most bytes of temporary tensors that choosing `batch` tokens takes at a time.
-
-        That is a copy of the logits to edit, and the largest part of the batch in selection by radix: 48
-        bytes a logit and a histogram. The logits themselves are not counted, and neither is a prompt that
-        comes with penalties (12 bytes a token, one at a time).
-        """
-        part = min(batch, cls.rows_at_once(vocab_size, device))
-        return batch * (4 * vocab_size + 512) + part * (
-            48 * vocab_size + (8 << ops.DIGIT_BITS)
-        )
 
     @torch.inference_mode()
     def sample(
@@ -235,10 +222,7 @@ class Sampler(SamplerRows):
         adjusted = self._adjust(logits, rows, steps, plan, allowed)
         tokens = backend.choose(self, adjusted, rows, steps, plan, masked)
         if SamplingFlags.PENALTIES in plan.features:
-            # Rows without penalties are counted too; nothing reads their counts.
-            place = rows * self.vocab_size + tokens
-            one = torch.ones_like(place, dtype=torch.int32)
-            self.counts.view(-1).scatter_add_(0, place, one)
+            self.history.add(rows, tokens)
         for_host = backend.report(adjusted, tokens)
         if plan.wanted is None:
             return Sampled(tokens, for_host)
@@ -309,6 +293,6 @@ class Sampler(SamplerRows):
             # each [B, 1]
             penalties = (floats[:, REPETITION], floats[:, PRESENCE], floats[:, FREQUENCY])
             logits[positions] = ops.penalize(
-                some, self.in_prompt[at], self.counts[at], *penalties
+                some, self.history.in_prompt[at], self.history.counts[at], *penalties
             )
         return logits

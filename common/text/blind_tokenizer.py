@@ -1,12 +1,74 @@
-"""A model's tokenizer that does not see the special tokens in which a character has a stand-in."""
+"""Special tokens in which a character has a stand-in, and a tokenizer that does not see them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, normalizers
+
+from common.errors import UserError
+
+_STAND_INS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x10FFFE))]
+"""Characters that no text contains: Unicode reserves the first 32, and the others are unassigned."""
+
+
+class StandIns:
+    """Characters that stand for others, so that no special token is left in a text.
+
+    A message may also end with the first half of a special token where the next begins with the second
+    half, so halves at the ends of a text are broken, too. In a role only whole special tokens are broken:
+    templates such as `'<|' + role + '|>'` make special tokens of roles.
+
+    special: texts of the special tokens. of: the stand-in of each character that begins or ends one.
+    """
+
+    def __init__(self, special: Sequence[str]) -> None:
+        self.special = special
+        chars = sorted({token[place] for token in special for place in (0, -1)})
+        self.of = dict(zip(chars, _STAND_INS, strict=False))
+        self._longest = max(map(len, special), default=0)
+        self._prefixes = {token[: at + 1] for token in special for at in range(len(token))}
+        self._suffixes = {token[at:] for token in special for at in range(len(token))}
+
+    def hide(self, text: str, whole: bool) -> str:
+        """Return a text with a stand-in in each special token. whole: halves of them may stay.
+
+        Raises:
+            UserError: a text with a special token contains one of the stand-ins already.
+        """
+        positions = self._positions_to_hide(text, whole)
+        if not positions:
+            return text
+        for stand_in in self.of.values():
+            if stand_in in text:
+                code = f"U+{ord(stand_in):04X}"
+                words = f"a message has a special token and {code}, which no text may have"
+                raise UserError(words)
+        return "".join(
+            self.of[char] if place in positions else char for place, char in enumerate(text)
+        )
+
+    def _positions_to_hide(self, text: str, whole: bool) -> set[int]:
+        """Return which characters to replace so that no special token, nor half of one, is left in a text.
+
+        whole: halves may stay.
+        """
+        positions = set()
+        for token in self.special:
+            at = text.find(token)
+            while at >= 0:
+                positions.add(at + len(token) - 1)
+                at = text.find(token, at + 1)
+        if not whole:
+            last, first = len(text.rstrip()), len(text) - len(text.lstrip())
+            for size in range(1, self._longest + 1):
+                if size <= last and text[last - size : last] in self._prefixes:
+                    positions.add(last - size)
+                if text[first : first + size] in self._suffixes:
+                    positions.add(first + size - 1)
+        return positions
 
 
 class BlindTokenizer:

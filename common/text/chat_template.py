@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.errors import UserError, brief, choice, text
+from common.errors import UserError, choice, shown, text
 from common.text.template_sandbox import TemplateError, TemplateSandbox
 
 Message = Mapping[str, Any]
@@ -32,11 +32,7 @@ _SANDBOX = TemplateSandbox()
 
 
 class ChatTemplate:
-    """A compiled chat template.
-
-    source: its text.
-    variables: names that it reads, such as `messages` or `tools`.
-    """
+    """A compiled chat template. source: its text. variables: names that it reads, such as `tools`."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile `source`, which may refer to the names in `special_tokens` (`bos_token`, `eos_token`, ...).
@@ -44,13 +40,13 @@ class ChatTemplate:
         Raises:
             UserError: it is not a Jinja template, or exceeds a limit of the sandbox.
         """
-        self.source, self._special_tokens = source, dict(special_tokens)
+        self.source, self._special_tokens = source, special_tokens
         try:
             found = _SANDBOX.ask(source)
         except TemplateError as error:
             raise UserError(f"the model's chat template is not valid ({error})") from error
         self.variables = frozenset(found["variables"])
-        self._takes_parts = bool(found["takes_parts"])
+        self._takes_parts = found["takes_parts"]
         self._named = frozenset(found["names"])  # so no other field of a message is read
 
     def conversation(
@@ -85,10 +81,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt, special tokens included, for the messages that `conversation` returned.
 
-        Args:
-            messages: the turns so far.
-            add_generation_prompt: whether to end with the words that open the assistant's turn.
-            variables: passed to the template, such as `tools` or `enable_thinking`.
+        add_generation_prompt: whether to end with the words that open the assistant's turn.
+        variables: passed to the template, such as `tools` or `enable_thinking`.
 
         Raises:
             UserError: the template refuses the conversation, fails, or exceeds a limit of the sandbox.
@@ -104,7 +98,7 @@ class ChatTemplate:
     def _message(self, name: str, message: Message, ignored: set[str]) -> dict[str, Any]:
         if not isinstance(message, Mapping):
             form = "must be an object with a role and a content"
-            raise UserError(f"{name} is {brief(message)}, but {form}")
+            raise UserError(f"{name} is {shown(message)}, but {form}")
         if "role" not in message:
             raise UserError(f"{name} has no role")
         role = text(f"{name}.role", message["role"])
@@ -128,7 +122,7 @@ class ChatTemplate:
                 break
         calls, said = checked.get("tool_calls"), checked.pop("refusal", None)
         if calls is not None and not isinstance(calls, list):
-            raise UserError(f"{name}.tool_calls is {brief(calls)}, but must be a list")
+            raise UserError(f"{name}.tool_calls is {shown(calls)}, but must be a list")
         content = message.get("content")
         if content is None and said is not None:
             content = text(f"{name}.refusal", said)
@@ -159,10 +153,10 @@ def _part(name: str, part: Any, ignored: set[str]) -> str:
     """Return the text of the part `name` of a message's content. ignored: gets names of other fields."""
     if not isinstance(part, Mapping):
         form = "must be an object with a type and a text"
-        raise UserError(f"{name} is {brief(part)}, but {form}")
+        raise UserError(f"{name} is {shown(part)}, but {form}")
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _TEXTS:
-        raise UserError(f"{name}.type is {brief(kind)}, but must be 'text'")
+        raise UserError(f"{name}.type is {shown(kind)}, but must be 'text'")
     others = part.keys() - {"type", *_TEXTS.values()}
     ignored |= {other for other in others if part[other] not in _NOTHING}
     field = _TEXTS[kind]

@@ -6,7 +6,6 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import tokenizers
@@ -96,8 +95,7 @@ class Detokenizer:
 
     At most three bytes are held back, and a token costs some microseconds at most.
 
-    Attributes:
-        begins: True if the next visible token begins the text.
+    begins: True if the next visible token begins the text.
     """
 
     def __init__(
@@ -108,11 +106,9 @@ class Detokenizer:
         after: Sequence[int] = (),
         middle: bool = False,
     ) -> None:
-        """Start an empty text, or continue a prompt.
+        """Start an empty text, or continue a prompt of the tokens `after`.
 
-        skip_special_tokens: leave special tokens out of the text.
-        shown: special tokens that belong to the text all the same.
-        after: the prompt's tokens.
+        skip_special_tokens: leave special tokens out of the text, but for those that are `shown`.
         middle: continue the prompt even if it has no text, so that a first space is kept.
         """
         self._bytes = tokenizer.token_bytes
@@ -144,14 +140,15 @@ def last_visible(
 ) -> list[int]:
     """Return the last tokens that have a text, in order: as many as one character may be spread over.
 
-    tokens: of a prompt. known: the bytes of each token. skipped: ids of tokens that are left out of texts.
-
-    It takes time in proportion to the tokens if these are special or have no text.
+    known: the bytes of each token. skipped: ids of tokens that are left out of texts.
     """
-    visible = (
-        token for token in map(int, reversed(tokens)) if token not in skipped and known[token]
-    )
-    return [*islice(visible, MOST_TOKENS_OF_A_CHARACTER)][::-1]
+    found = list[int]()
+    for token in map(int, reversed(tokens)):
+        if token not in skipped and known[token]:
+            found.append(token)
+        if len(found) == MOST_TOKENS_OF_A_CHARACTER:
+            break
+    return found[::-1]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -54,9 +54,7 @@ class LLM:
             raise UserError(
                 f"a prompt is {shown(prompt)}, but must be a text or a list of messages"
             )
-        return self.tokenizer.chat(
-            [dict(message) for message in prompt], add_generation_prompt=True
-        )
+        return self.tokenizer.chat(prompt)
 
     def generate(
         self,

@@ -22,10 +22,11 @@ class ModelTemplates:
         self, folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, Any]
     ) -> None:
         self.folder = folder
-        self._config = config
-        contents = {name: content_of(token) for name, token in special_tokens.items()}
+        self._sources = chat_templates(folder, config)
         self._special_tokens = {
-            name: each for name, each in contents.items() if isinstance(each, str)
+            name: text
+            for name, token in special_tokens.items()
+            if isinstance(text := content_of(token), str)
         }
 
     @cached_property
@@ -48,16 +49,9 @@ class ModelTemplates:
         return isinstance(self._sources.get("default"), str)
 
     def _compile(self, name: str) -> ChatTemplate:
-        source = self._sources.get(name, self._sources.get("default"))
+        source = self._sources.get(name)
         if not isinstance(source, str):
             raise UserError(
                 f"the model in {self.folder} has no chat template: give it plain text to continue"
             )
         return ChatTemplate(source, self._special_tokens)
-
-    @cached_property
-    def _sources(self) -> dict[str, Any]:
-        """Return the templates' sources by name; a single one is `default`. Template files come before
-        configurations.
-        """
-        return chat_templates(self.folder, self._config)

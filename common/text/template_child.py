@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import jinja2
 from jinja2 import meta, nodes
@@ -21,7 +21,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_FIRST: Final = (
+_FIRST = (
     "{{ '\\n' | pprint | striptags | wordwrap }}{{ strftime_now('%c') }}{{ undefined.fails }}"
 )
 """A template whose rendering makes Jinja and Python read all the files that they ever need."""

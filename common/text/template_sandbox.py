@@ -18,16 +18,16 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import Any
 
-SECONDS: Final = 1.0
-MEMORY_BYTES: Final = 1 << 29
-SOURCE_CHARACTERS: Final = 1 << 16
-OUTPUT_CHARACTERS: Final = 1 << 22
-CHILD: Final = Path(__file__).with_name("template_child.py")
+SECONDS = 1.0
+MEMORY_BYTES = 1 << 29
+SOURCE_CHARACTERS = 1 << 16
+OUTPUT_CHARACTERS = 1 << 22
+CHILD = Path(__file__).with_name("template_child.py")
 
-_OUT_OF_MEMORY: Final = 3
-_ENDS: Final = {
+_OUT_OF_MEMORY = 3
+_ENDS = {
     -signal.SIGPROF: f"it takes more than {SECONDS:g} s of processor time",
     _OUT_OF_MEMORY: f"it takes more than {MEMORY_BYTES >> 20} MiB of memory",
 }
@@ -47,10 +47,8 @@ class TemplateSandbox:
     def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a template to a child process, to be rendered or described; return the response.
 
-        variables: values for rendering; None: describe it.
-
-        Returns:
-            Rendered: `{"text": ...}`. Described: `variables` and `names` that it reads, and `takes_parts`.
+        variables: values for rendering, which returns `{"text": ...}`; None: describe it, which returns
+            `variables` and `names` that it reads, and `takes_parts`.
 
         Raises:
             TemplateError: the template is not valid, fails, or exceeds a limit.
@@ -60,12 +58,12 @@ class TemplateSandbox:
             raise TemplateError(f"it has {len(source):,} characters, but may have {limit}")
         data = json.dumps({"source": source, "variables": variables}).encode() + b"\n"
         child = self._child()
-        stdin, stdout = cast("IO[bytes]", child.stdin), cast("IO[bytes]", child.stdout)
+        assert child.stdin is not None and child.stdout is not None
         try:
             with suppress(BrokenPipeError):
-                stdin.write(data)
-                stdin.flush()
-            line = stdout.readline()
+                child.stdin.write(data)
+                child.stdin.flush()
+            line = child.stdout.readline()
         except BaseException:  # the next request would read this one's answer
             _end(child)
             raise

@@ -76,17 +76,15 @@ class TextStream:
         Returns:
             The reason, which is "stop" if the token completes a stop string, and the text that is added.
         """
-        new = ""
+        piece = ""
         if token_id is not None:
             piece = "" if reason == "stop" else self._detokenizer.push(token_id)
             self.sizes.append(len(piece))
-            if self._answer is not None:
-                piece = self._answer(piece, reason is not None)
-            new, stopped = self._search(piece)
-            if stopped:
-                reason = "stop"
-        elif self._answer is not None:
-            new, _ = self._search(self._answer("", True))
+        if self._answer is not None:
+            piece = self._answer(piece, reason is not None)
+        new, stopped = self._search(piece)
+        if stopped:
+            reason = "stop"
         if reason is not None:
             new, self._held = new + self._held, ""
         self._shown.append(new)

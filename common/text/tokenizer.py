@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from common.errors import UserError, library_errors
+from common.errors import library_errors
 from common.errors import text as valid_text
-from common.text.chat_template import ChatTemplate, Message
-from common.text.continued import render_continued
+from common.text.chat_encoder import ChatEncoder
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.model_templates import ModelTemplates
-from common.text.special_guard import SpecialGuard
 from common.text.tokenizer_files import bos_token, load_backend, named_tokens, read_json
-from common.text.turns import join_turns
 
 # The library is given batches of one, for which it lets Python's lock go: else a megabyte would stop every
 # thread for seconds, the event loop of a server among them. Threads of its own would gain nothing there.
@@ -69,7 +65,7 @@ class Tokenizer:
             return self._encode(text)
         ids = self._encode(text, self._config.get("add_bos_token") is not False)
         twice = self._adds_bos and ids[:2] == [self.bos_token_id] * 2
-        return ids[1:] if twice else self._begun(ids)
+        return ids[1:] if twice else self.begun(ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and unknown ids become nothing."""
@@ -82,61 +78,7 @@ class Tokenizer:
             text = "".join(map(detokenizer.push, ids)) + detokenizer.incomplete()
         return text
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        *,
-        add_special_tokens: bool = False,
-        ignored: set[str] | None = None,
-        **variables: Any,
-    ) -> list[int]:
-        """Return the ids of a conversation in the form the model was trained on.
-
-        Args:
-            messages: dictionaries with `role` and `content`.
-            add_generation_prompt: whether to end with the words that open the assistant's turn.
-            add_special_tokens: add the token that begins a text, if the template has not.
-            ignored: gets the names of fields of messages that the template does not read.
-            variables: passed on to the template, such as `tools` or `enable_thinking=False`; with
-                `continue_final_message=True` the ids end with the last message's content.
-
-        Raises:
-            UserError: the model has no chat template, or the template does not take these messages, also
-                when turns of one role in a row are joined.
-        """
-        template = self.templates.tools if variables.get("tools") else self.templates.plain
-        conversation = template.conversation(messages, ignored)
-        continued = variables.get("continue_final_message", False)
-        variables["add_generation_prompt"] = add_generation_prompt and not continued
-        try:
-            ids = self._render(template, conversation, variables)
-        except UserError:
-            joined = join_turns(conversation)
-            if joined == conversation:
-                raise
-            ids = self._render(template, joined, variables)
-        return self._begun(ids) if add_special_tokens else ids
-
-    def _render(
-        self, template: ChatTemplate, conversation: list[dict[str, Any]], variables: Any
-    ) -> list[int]:
-        """Return the ids of a conversation; special tokens count only where the template writes them.
-
-        variables: of `chat`.
-        """
-        guarded, variables = self._guard.hide([conversation, plain := variables])
-        unguarded = (guarded, variables) == (conversation, plain)
-        render = template.render
-        if variables.pop("continue_final_message", False):
-            render = partial(render_continued, template)
-        text = render(guarded, **variables)
-        if unguarded:  # the template has written the special tokens
-            return self._encode(text)
-        with library_errors("the conversation"):
-            return self._guard.encode(valid_text("the conversation", text))
-
-    def _begun(self, ids: list[int]) -> list[int]:
+    def begun(self, ids: list[int]) -> list[int]:
         """Return `ids` with the token that begins a text in front, if the model has one, once."""
         bos = self.bos_token_id
         if bos is None or ids[:1] == [bos]:
@@ -150,20 +92,17 @@ class Tokenizer:
             return False
         return self._encode("", True)[:1] == [self.bos_token_id]
 
-    def most_characters(self, tokens: int) -> int | None:
-        """Return the most characters that `tokens` tokens may stand for; None: there is no such bound.
+    @cached_property
+    def characters_per_token(self) -> int | None:
+        """Return the most characters that a token may stand for; None: there is no such bound.
 
         With it a text that is far too long can be refused without tokenizing it. Byte-level vocabularies
         and those with a token for every byte drop no character. A normalizer may join some into one.
         """
         if not (self.token_bytes.byte_level or self.token_bytes.byte_fallback):
             return None
-        joined = 1 if self.backend.normalizer is None else _JOINED
-        return tokens * self._longest_token * joined
-
-    @cached_property
-    def _longest_token(self) -> int:
-        return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+        longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+        return longest if self.backend.normalizer is None else longest * _JOINED
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -177,13 +116,14 @@ class Tokenizer:
         return TokenBytes(self.backend)
 
     @cached_property
-    def _guard(self) -> SpecialGuard:
-        return SpecialGuard(self.backend)
-
-    @cached_property
     def templates(self) -> ModelTemplates:
         """Return the model's chat templates."""
         return ModelTemplates(self.folder, self._config, self._special_tokens)
+
+    @cached_property
+    def chat(self) -> ChatEncoder:
+        """Return what encodes conversations; `tokenizer.chat(messages)` returns token ids."""
+        return ChatEncoder(self)
 
     def _encode(self, text: str, special: bool = False) -> list[int]:
         batch = [valid_text("the text", text)]

@@ -79,9 +79,12 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     found = {"default": source}
     if isinstance(
         source, list
-    ):  # several by name, of which `default` is for conversations without tools
-        entries = [entry for entry in source if isinstance(entry, dict)]
-        found = {str(entry.get("name")): entry.get("template") for entry in entries}
+    ):  # several, of which `default` is for conversations without tools
+        found = {
+            str(entry.get("name")): entry.get("template")
+            for entry in source
+            if isinstance(entry, dict)
+        }
     more = list(islice(folder.glob("additional_chat_templates/*.jinja"), MOST_TEMPLATES + 1))
     if len(more) > MOST_TEMPLATES:
         place = folder / "additional_chat_templates"

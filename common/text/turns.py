@@ -12,7 +12,7 @@ Turn = dict[str, Any]
 
 
 def join_turns(messages: Sequence[Turn]) -> list[Turn]:
-    """Return a conversation in which turns of one role in a row are one, and system messages come first.
+    """Return a conversation with consecutive turns of one role joined, and system messages first.
 
     Results of tools stay apart.
     """

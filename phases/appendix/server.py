@@ -49,14 +49,10 @@ def whole_app(
         completion_handlers=completion_handlers(tokenizer, checked),
         chat_handlers=chat_handlers(tokenizer, checked),
     )
-    metrics = Metrics()
-    for entry in (
-        metrics,
-        AccessPolicy(hosts, allowed_origins, keys),
-        AccessLog(access_log, metrics),
-        Live(),
-    ):
-        entry.install(app)
+    metrics = Metrics(app)
+    AccessPolicy(app, hosts, allowed_origins, keys)
+    AccessLog(app, access_log, metrics)
+    Live(app)
     add_protocols(app)
     app.add("/v1/embeddings", Embeddings(app.model, ours=True))
     app.add("/api/embed", Embeddings(app.model, ours=False))

@@ -6,7 +6,7 @@ import json
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -33,6 +33,11 @@ STYLES: dict[State, str] = {
 
 
 ExerciseId = Annotated[str, typer.Argument(metavar="EXERCISE", help="such as 05.3")]
+
+
+def say(text: str, **style: Any) -> None:
+    """Print one line of `text`, however long, in a style of rich."""
+    out.print(text, soft_wrap=True, **style)
 
 
 @course_app.command()
@@ -94,10 +99,10 @@ def show(verdict: Verdict) -> None:
     """Print the state of a checked exercise, and the lines about its failure if it has one."""
     one = verdict.exercise
     style = STYLES[verdict.state]
-    out.print(f"{one.id}  [{style}]{verdict.state:20}[/]  {escape(one.title)}", soft_wrap=True)
+    say(f"{one.id}  [{style}]{verdict.state:20}[/]  {escape(one.title)}")
     if verdict.failure is not None:
         for line in lines_about(verdict.failure):
-            out.print(f"      {escape(line)}", soft_wrap=True)
+            say(f"      {escape(line)}")
 
 
 def lines_about(failure: Failure) -> list[str]:
@@ -131,7 +136,7 @@ def hint(
     text = hints.hint(one, level)
     hints.log(copy.folder, "hint", one.id, level=level)
     out.print(f"[bold]{one.id} {escape(one.title)}[/], hint {level} of {hints.LEVELS}\n")
-    out.print(escape(text), soft_wrap=True)
+    say(escape(text))
     return 0
 
 
@@ -147,7 +152,7 @@ def solution(exercise: ExerciseId) -> int:
     hints.log(copy.folder, "solution", one.id)
     styles = {"+": "green", "-": "red", "@": "cyan"}
     for line in text.splitlines():
-        out.print(escape(line), style=styles.get(line[:1]), soft_wrap=True)
+        say(escape(line), style=styles.get(line[:1]))
     return 0
 
 
@@ -161,10 +166,7 @@ def answer(
     """Check a number against what was measured, and log it; without a number, show the question."""
     question = find_question(name)
     if value is None:
-        out.print(
-            f"{question.id} ({question.points} points)  {escape(question.question)}",
-            soft_wrap=True,
-        )
+        say(f"{question.id} ({question.points} points)  {escape(question.question)}")
         return 0
     copy = making.around(Path.cwd())
     right = grading.is_right(question, value)
@@ -179,7 +181,7 @@ def answer(
         f"{question.id}  [green]yes[/]: {known:.3g} was measured, in {question.evidence}"
     )
     if question.why:
-        out.print(f"      {escape(question.why)}", soft_wrap=True)
+        say(f"      {escape(question.why)}")
     return 0
 
 
@@ -194,8 +196,8 @@ def watch() -> int:
     ):
         seen = _saved(copy)
         out.print("Watching. Save a file to check its exercises; Ctrl-C ends this.")
-        status.update("Waiting for a file to be saved")
         while True:
+            status.update("Waiting for a file to be saved")
             time.sleep(LOOK)
             now = _saved(copy)
             for one in copy.exercises:
@@ -203,7 +205,6 @@ def watch() -> int:
                 if one.file in now and now[one.file] != seen.get(one.file):
                     status.update(f"{one.id} {one.title}")
                     show(check_file(copy.folder, one, server))
-                    status.update("Waiting for a file to be saved")
             seen = {**seen, **now}
     return 0
 

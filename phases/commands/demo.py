@@ -58,7 +58,7 @@ class Show:
     """Text of the demo for one phase.
 
     why: what the phase adds, in a sentence.
-    count: the entry of `COUNTS` that shows it; empty: none.
+    count: the key in `COUNTS` of a number to print, such as "steps"; empty: none.
     """
 
     why: str
@@ -107,7 +107,7 @@ def run(given: SimpleNamespace) -> int:
     """
     begun, model = usage(), given.model
     where = pick_device(given.device)
-    kind = pick_dtype(given.dtype, where)
+    pick_dtype(given.dtype, where)  # what is wrong must not wait for a download
     folder = model_folder(model)
     tokenizer = Tokenizer(folder)
     questions = [QUESTION, *OTHERS]
@@ -116,7 +116,7 @@ def run(given: SimpleNamespace) -> int:
         tokenizer.chat([rules, {"role": "user", "content": question}])
         for question in questions
     ]
-    loaded = load_model(str(folder), device=str(where), dtype=str(kind).removeprefix("torch."))
+    loaded = load_model(folder, device=str(where), dtype=given.dtype)
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     out.print(f"[bold]{QUESTION}[/bold]")
     out.print(

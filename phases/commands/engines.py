@@ -102,7 +102,7 @@ def serve(
         to show instead.
     """
     start = time.perf_counter()
-    completions: dict[int, Completion] = {}
+    completions = {}
     held, current = [""] * len(prompts), 0
     for completion, new in follow(engine, prompts, params, tokenizer):
         index = completion.index

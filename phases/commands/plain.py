@@ -44,34 +44,31 @@ def list_phases(given: SimpleNamespace) -> int:
         for phase in PHASES:
             out.out(phase.name, highlight=False)
         return 0
-    if not in_checkout():
-        for phase in PHASES:
-            _print_phase(phase, "")
-        return 0
+    gains = _gains() if in_checkout() else {}
+    for phase in PHASES:
+        out.print(f"[bold]{phase.name}[/bold]{gains.get(phase, '')}", soft_wrap=True)
+        out.print(Padding(phase.summary, (0, 0, 0, 3)))
+    if gains:
+        out.print(
+            "[dim]A gain is over the phase before, from benchmarks/results; figures are in figures/.[/dim]"
+        )
+    return 0
+
+
+def _gains() -> dict[Phase, str]:
+    """Return words about each phase's measured gains over the phase before, where there are any."""
     # Only now: names must not wait for PyTorch.
     from benchmarks.evidence import results
     from benchmarks.gains import factor_text, gain, gain_words, headline_of
 
-    evidence = results()
+    found, evidence = {}, results()
     for phase in PHASES:
-        gains = {
-            device: gain(phase, found.get(phase.name)) for device, found in evidence.items()
-        }
         factors = [
-            f"{factor_text(found)} on {device}" for device, found in gains.items() if found
+            f"{factor_text(factor)} on {device}"
+            for device, runs in evidence.items()
+            if (factor := gain(phase, runs.get(phase.name)))
         ]
-        words = (
-            f"{gain_words(headline_of(phase).metric)}: {', '.join(factors)}" if factors else ""
-        )
-        _print_phase(phase, words)
-    out.print(
-        "[dim]A gain is over the phase before, from benchmarks/results; figures are in figures/.[/dim]"
-    )
-    return 0
-
-
-def _print_phase(phase: Phase, gains: str) -> None:
-    """Print a phase's name with its measured gains (a text), and below it what the phase adds."""
-    name = f"[bold]{phase.name}[/bold]"
-    out.print(f"{name}  [dim]{gains}[/dim]" if gains else name, soft_wrap=True)
-    out.print(Padding(phase.summary, (0, 0, 0, 3)))
+        if factors:
+            words = f"{gain_words(headline_of(phase).metric)}: {', '.join(factors)}"
+            found[phase] = f"  [dim]{words}[/dim]"
+    return found

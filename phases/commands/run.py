@@ -102,17 +102,10 @@ def run(given: SimpleNamespace) -> int:
         err.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if where.type == "cpu":
         warn(begun)
-    return _exit_code(served)
-
-
-def _exit_code(served: Served) -> int:
-    """Return 1 if a request failed inside the engine, after printing which prompts these were; else 0."""
-    failed = [c.index for c in served.completions if c.finish_reason == "error"]
+    failed = [str(c.index + 1) for c in served.completions if c.finish_reason == "error"]
     if failed:
-        err.print(
-            f"error: generation failed for prompt {', '.join(str(index + 1) for index in failed)}"
-        )
-    return 1 if failed else 0
+        err.print(f"error: generation failed for prompt {', '.join(failed)}")
+    return int(bool(failed))
 
 
 def to_json(
@@ -164,15 +157,14 @@ def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
 
     def show(index: int, text: str) -> None:
         nonlocal shown
-        if index != shown and len(prompts) == 1:
-            err.print(shorten(prompts[0]), style="bold", markup=False, soft_wrap=True)
-        elif index != shown:
-            gap = "\n\n" if index else ""
-            out.print(
-                f"{gap}[{index + 1}/{len(prompts)}] {shorten(prompts[index])}",
-                style="bold",
-                markup=False,
-            )
+        if index != shown:
+            heading = shorten(prompts[index])
+            if len(prompts) == 1:
+                err.print(heading, style="bold", markup=False, soft_wrap=True)
+            else:
+                gap = "\n\n" if index else ""
+                heading = f"{gap}[{index + 1}/{len(prompts)}] {heading}"
+                out.print(heading, style="bold", markup=False)
         shown = index
         out.file.write(text)
         out.file.flush()

@@ -48,12 +48,12 @@ class SplitCompletion(Sink):
     decoding: bool = False
 
     def note(self, kind: str, values: list[Any]) -> None:
-        """See `Sink.note`; what the engine that decodes found cached is what the other one computed."""
+        """Pass extra data on; drop that of the engine that decodes, which finds the whole prompt cached."""
         if not self.decoding:
             self.sink.note(kind, values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """See `Sink.token`: after its first token, the completion goes to the engine that decodes."""
+        """Pass on a new token; after the first one, the completion goes to the engine that decodes."""
         if not self.decoding:
             self.client.now = self.client.prefill.now
             if reason == "length" and self.command.params.max_tokens > 1:
@@ -64,7 +64,7 @@ class SplitCompletion(Sink):
         self.sink.token(token, reason, logprob)
 
     def end(self, reason: str, message: str) -> None:
-        """See `Sink.end`: if the first engine fails, the other one computes the prompt as well."""
+        """End the completion; if the first engine failed, the other one computes the prompt as well."""
         if self.decoding:
             self.sink.end(reason, message)
         else:
@@ -74,9 +74,9 @@ class SplitCompletion(Sink):
 class SplitEngine(EngineProcess):
     """An `EngineProcess` that decodes, and beside it another one, `prefill`, that computes the prompts.
 
-    Both have the same model and the same folder. Short prompts come here at once, those of several
-    completions, and those that want more than tokens; and all while `prefill` is not ready. The state and all
-    statistics are those of the engine that decodes.
+    Both have the same model and the same folder. The engine that decodes also computes short prompts, those
+    of several completions, those that want more than tokens, and all prompts while `prefill` is not ready.
+    The state and all statistics are those of the engine that decodes.
 
     make, observer: of the engine that decodes, in its process; the observer is a `DecodeObserver`.
     least: tokens of the shortest prompt that `prefill` gets; may be set.
@@ -93,7 +93,7 @@ class SplitEngine(EngineProcess):
         self.prefilling: dict[int, int] = {}
 
     async def run(self) -> None:
-        """See `EngineProcess.run`: both engines start side by side."""
+        """Start both engines side by side, and run them (see `EngineProcess.run`)."""
         await asyncio.gather(self.prefill.run(), super().run())
 
     async def stop(self) -> None:
@@ -107,7 +107,7 @@ class SplitEngine(EngineProcess):
         return len(self._sinks) + len(self.prefilling)
 
     def tell(self, command: Command) -> None:
-        """See `EngineClient.tell`: a new completion with a long prompt goes to `prefill` instead.
+        """Send a command to the engine; a new completion with a long prompt goes to `prefill` instead.
 
         It gets a seed, so that both engines draw the same random numbers.
         """
@@ -146,7 +146,7 @@ class SplitEngine(EngineProcess):
         self.tell(command)
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """See `EngineClient.abort`: in whichever engine the completions are."""
+        """Abort the completions with these numbers, in whichever engine they run."""
         mine = [*numbers]
         self.prefill.abort(
             [self.prefilling.pop(each) for each in mine if each in self.prefilling]
@@ -155,10 +155,10 @@ class SplitEngine(EngineProcess):
 
 
 class DecodeObserver(PromptObserver):
-    """The observer of the engine that decodes, which hears what is handed over, besides what others ask."""
+    """The observer of the engine that decodes; it also prepares requests that are handed over."""
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """See `Observer.hear`: give a request that was handed over its first token, and let it wait for its
+        """Give a request that was handed over its first token (a command), and let it wait for its
         blocks.
         """
         super().hear(command, requests)

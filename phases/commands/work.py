@@ -27,8 +27,7 @@ COUNTS = {
 
 def model_of(phase: Phase, engine: Any) -> Model:
     """Return the model of an engine; phases keep it in different attributes."""
-    model: Model = engine.runner.model if phase.number >= ROWS else engine.model
-    return model
+    return engine.runner.model if phase.number >= ROWS else engine.model
 
 
 @contextmanager

@@ -85,9 +85,7 @@ def _blanked(source: str, node: Function, exercise: str) -> Edit:
         begin = (first.end_lineno or 0) + 1
     else:  # behind the colon of the signature: comments go as well
         begin = first.lineno
-        while not re.search(r":\s*(#.*)?$", lines[begin - 2]) or lines[
-            begin - 2
-        ].lstrip().startswith("#"):
+        while not re.match(r"(?!\s*#).*:\s*(#.*)?$", lines[begin - 2]):
             begin -= 1
     comments = [*_shapes(lines[begin - 1 : last]), *_raised(source, node)] if exercise else []
     made = [*comments, f'raise NotImplementedError("{message_of(exercise)}")']
@@ -150,7 +148,7 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
     tree = ast.parse(reference)
     if missing := sorted(set(names) - set(theirs)):
         raise NotThere(f"{', '.join(missing)} is missing")
-    edits: list[Edit] = []
+    edits = []
     for name in names:
         mine, new = ours[name], theirs[name]
         if _outside(new) != _outside(mine):
@@ -179,7 +177,7 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
             edits.append((classes[owner] + 1, classes[owner], ["", *lines_of(student, node)]))
     known = {name for other in tree.body for name in names_of(other)}
     at = next(_first(node) for node in tree.body if isinstance(node, Function | ast.ClassDef))
-    top: list[str] = []
+    top = []
     for statement in ast.parse(student).body:
         bound = names_of(statement)
         if bound and not known & bound:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from phases import ROOT
 from phases.course.blanks import NotThere, blank, graft, is_blank
-from phases.course.exercises import Case, Exercise
+from phases.course.exercises import Case, Exercise, files_of
 from phases.course.fork_server import OUT_OF_TIME, RESULT, ForkServer
 from phases.course.grading_process import LONGEST, plain
 from phases.course.lessons import trap_of, trap_with
@@ -30,8 +30,8 @@ LIMIT = 60.0
 OPTIONS = ["-x", "-v", "-p", "no:cacheprovider", "--tb=short", "-m", "not gpu and not weights"]
 FOUND = "with it a test passes that must fail: it changed what tests judge with"
 CANARIES = 9
-COPIED = ("common", "phases", "tests", "benchmarks", "pyproject.toml")
-"""What tests read."""
+COPIED = ("common", "phases", "tests", "benchmarks")
+"""The folders that tests read."""
 State = Literal["not started", "refused", "fails", "breaks a later phase", "passes here"]
 
 
@@ -112,11 +112,11 @@ def run(
         copy_reference(folder)
         if exercise.cases:
             # What could do the work in the student's place is blank there: only tests need it.
-            masked = [name.partition(":") for name in exercise.masked]
-            held = {function: "" for file, _, function in masked if file == exercise.file}
+            blanks = files_of([exercise])[exercise.file]
+            held = {name: "" for name, given in blanks.items() if not given}
             (folder / exercise.file).write_text(blank(text, held), encoding="utf-8")
             record = _record(folder, exercise, [], server, limit)
-            if failed := _of_process(exercise, record):
+            if failed := _of_run(exercise, record):
                 return failed
             for case, said in zip_longest(
                 exercise.cases, record["cases"][: len(exercise.cases)]
@@ -127,37 +127,31 @@ def run(
         canary = f"tests/phases/test_{secrets.token_hex(8)}.py"
         shutil.copy2(ROOT / "tests" / "course" / "canaries.py", folder / canary)
         record = _record(folder, exercise, [*nodes, canary], server, limit)
-        if failed := _of_process(exercise, record) or _of_tests(
-            exercise, record["tests"], nodes
-        ):
+        if failed := _of_run(exercise, record, nodes):
             return failed
-        outcomes = {node: report["outcome"] for node, report in record["tests"].items()}
-        canaries = [outcomes.pop(node) for node in list(outcomes) if node.startswith(canary)]
-        if canaries != ["xfailed"] * CANARIES:
+        tests = record["tests"]
+        canaries = [tests.pop(node) for node in list(tests) if node.startswith(canary)]
+        if canaries != [{"outcome": "xfailed"}] * CANARIES:
             return _refused(exercise, FOUND)
-        left = {node: outcome for node, outcome in outcomes.items() if outcome != "passed"}
+        left = {node: said for node, said in tests.items() if said["outcome"] != "passed"}
         # A machine may lack what a test needs, but then the reference leaves it as well.
         if left:
             reference = exercise.path.read_text(encoding="utf-8")
             (folder / exercise.file).write_text(reference, encoding="utf-8")
             own = _record(folder, exercise, list(left), server, limit)["tests"]
-            for node, outcome in left.items():
-                if own.get(node, {}).get("outcome") != outcome:
-                    name = node.split("::")[-1]
-                    return _refused(
-                        exercise, f"{name} is {outcome} with it, and passes with the reference"
-                    )
+            for node, said in left.items():
+                if own.get(node) != said:
+                    why = f"{node.split('::')[-1]} is {said['outcome']} with it"
+                    return _refused(exercise, f"{why}, and passes with the reference")
     return Verdict(exercise, "passes here")
 
 
 def copy_reference(folder: Path) -> None:
-    """Copy everything that tests read into `folder`: no bytecode, expected values, or planted mistakes."""
+    """Copy all that tests read into `folder`, without bytecode, expected values and planted mistakes."""
     left_out = shutil.ignore_patterns("__pycache__", "exercises.toml", "patches")
     for name in COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=left_out)
-        else:
-            shutil.copy2(ROOT / name, folder / name)
+        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+    shutil.copy2(ROOT / "pyproject.toml", folder)
 
 
 def _record(
@@ -194,14 +188,6 @@ def _record(
     return {**empty, "ended": ended}
 
 
-def _of_process(exercise: Exercise, record: Mapping[str, Any]) -> Verdict | None:
-    return (
-        Verdict(exercise, "fails", Failure(message=record["ended"]))
-        if record["ended"]
-        else None
-    )
-
-
 def _of_case(exercise: Exercise, case: Case, said: Mapping[str, str] | None) -> Verdict | None:
     """Return the verdict on a worked case whose value is not the expected one; None if it is.
 
@@ -218,64 +204,60 @@ def _of_case(exercise: Exercise, case: Case, said: Mapping[str, str] | None) -> 
         is_same_type = type(value) is type(expected)
     # What raises, or is of another kind, resembles no wrong answer.
     trap = trap_with(exercise.phase, case.trap) if case.trap and is_same_type else ""
-    about = {name: said.get(name, "") for name in ("message", "place")}
-    values = {"expected": repr(expected)[:LONGEST], "got": got[:LONGEST]}
-    return Verdict(
-        exercise,
-        "fails",
-        Failure(call=case.call, setup=case.setup, trap=trap, **values, **about),
+    failure = Failure(
+        message=said.get("message", ""),
+        expected=repr(expected)[:LONGEST],
+        got=got[:LONGEST],
+        call=case.call,
+        setup=case.setup,
+        place=said.get("place", ""),
+        trap=trap,
     )
+    return Verdict(exercise, "fails", failure)
 
 
 def same(left: Any, right: Any) -> bool:
     """Return True if two values of lists, dictionaries, numbers and texts are equal, floats within
     0.0002.
     """
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(
-            same(*pair) for pair in zip(left, right, strict=True)
-        )
-    if isinstance(left, dict) and isinstance(right, dict):
+    kinds = {type(left), type(right)}
+    if kinds == {list}:
+        return len(left) == len(right) and all(map(same, left, right))
+    if kinds == {dict}:
         return left.keys() == right.keys() and all(
             same(left[key], right[key]) for key in right
         )
-    if {type(left), type(right)} in ({float}, {float, int}):
+    if kinds in ({float}, {float, int}):
         return math.isclose(left, right, rel_tol=2e-4, abs_tol=2e-4)
-    return type(left) is type(right) and bool(left == right)
+    return len(kinds) == 1 and bool(left == right)
 
 
-def _of_tests(
-    exercise: Exercise, tests: Mapping[str, Mapping[str, str]], nodes: Iterable[str]
+def _of_run(
+    exercise: Exercise, record: Mapping[str, Any], nodes: Iterable[str] = ()
 ) -> Verdict | None:
+    """Return the verdict on a run that has not ended, or has a failed test or lacks one; else None."""
+    tests = record["tests"]
     for node, report in tests.items():
         if report["outcome"] == "failed":
             return _failed(exercise, node, report)
-    for node in nodes:
-        if not any(name == node or name.startswith(node + "[") for name in tests):
-            return Verdict(exercise, "fails", Failure(message=f"{node} was not run"))
+    ran = {part for name in tests for part in (name, name.partition("[")[0])}
+    missing = [f"{node} was not run" for node in nodes if node not in ran]
+    if record["ended"] or missing:
+        return Verdict(exercise, "fails", Failure(message=record["ended"] or missing[0]))
     return None
 
 
 def _failed(exercise: Exercise, node: str, report: Mapping[str, str]) -> Verdict:
-    test, base = node.split("::")[-1], node.partition("[")[0]
-    if "XPASS" in report.get("message", ""):
-        return _refused(exercise, FOUND)
-    here = any(
-        base.startswith(own.partition("[")[0]) for own in (*exercise.tests, *exercise.hidden)
-    )
-    name = (
-        test
-        if here
-        else f"{test} of phase {Path(base.partition('::')[0]).stem.removeprefix('test_')}"
-    )
     message, place = report.get("message", ""), report.get("place", "")
-    trap = (
-        trap_of(exercise.phase, test)
-        if here and report.get("kind") == "AssertionError"
-        else ""
-    )
-    failure = Failure(name, message, place=place, trap=trap)
-    return Verdict(exercise, "fails" if here else "breaks a later phase", failure)
+    if "XPASS" in message:
+        return _refused(exercise, FOUND)
+    test = node.split("::")[-1]
+    own = tuple(name.partition("[")[0] for name in (*exercise.tests, *exercise.hidden))
+    if not node.startswith(own):
+        test += f" of phase {Path(node.partition('::')[0]).stem.removeprefix('test_')}"
+        return Verdict(exercise, "breaks a later phase", Failure(test, message, place=place))
+    trap = trap_of(exercise.phase, test) if report.get("kind") == "AssertionError" else ""
+    return Verdict(exercise, "fails", Failure(test, message, place=place, trap=trap))
 
 
 def check_file(

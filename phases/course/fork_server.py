@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -32,6 +33,7 @@ INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "VIRTUAL_ENV")
 """Variables of the environment that a run sees; others may hold secrets."""
 
 
+@dataclass
 class ForkServer:
     """Runs grading jobs in forks of a server process, which lives as long as a ``with`` block.
 
@@ -42,10 +44,9 @@ class ForkServer:
     gaps: one line about the means of confinement that this system lacks, or "".
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
-        self.seconds = 0.0
-        self.gaps = ""
+    seed: int = 0
+    seconds: float = 0.0
+    gaps: str = ""
 
     def __enter__(self) -> ForkServer:
         environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
@@ -65,16 +66,17 @@ class ForkServer:
             env=environment,
             start_new_session=True,  # Ctrl-C is for this program, which then ends that one
         )
-        assert self._process.stdout is not None
-        self.gaps = json.loads(self._process.stdout.readline())  # what follows may be timed
+        jobs, results = self._process.stdin, self._process.stdout
+        assert jobs is not None and results is not None
+        self._jobs, self._results = jobs, results
+        self.gaps = json.loads(results.readline())  # what follows may be timed
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        assert self._process.stdin is not None
         if kind is not None:  # perhaps in the middle of a run
             self._process.terminate()
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._jobs.close()
         self._process.wait()
 
     def run(self, folder: Path, job: dict[str, Any], limit: float) -> tuple[int, str]:
@@ -84,11 +86,8 @@ class ForkServer:
         job: what `grading_process.main` gets. limit: seconds of processor time. The status is negative for a
         signal, and `OUT_OF_TIME` after the limit.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([str(folder), job, limit]) + "\n")
-        self._process.stdin.flush()
-        status, seconds = json.loads(self._process.stdout.readline())
+        print(json.dumps([str(folder), job, limit]), file=self._jobs, flush=True)
+        status, seconds = json.loads(self._results.readline())
         self.seconds += seconds
         with (folder / OUTPUT).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - SHOWN))
@@ -169,14 +168,12 @@ def wait(child: int, seconds: float) -> tuple[int, float]:
     """
     end = time.monotonic() + seconds
     try:
-        while True:
+        while time.monotonic() <= end:
             found, status, used = os.wait4(child, os.WNOHANG)
             if found:
                 code = os.waitstatus_to_exitcode(status)
                 # Processes between that one and this say a signal as a shell does.
                 return (128 - code if code > 128 else code), used.ru_utime + used.ru_stime
-            if time.monotonic() > end:
-                break
             time.sleep(0.02)
     finally:
         with suppress(ProcessLookupError):

@@ -56,14 +56,12 @@ def grade(
             "Check out the commit that it was made from, and grade again. Or make a new copy "
             f"(`ladder course make`), put your files with functions and {LOG} into it, and grade that"
         )
-    scores = []
-    for exercise in asked or copy.exercises:
-        if exercise in copy.exercises:
-            scores.append(score(copy, exercise, server))
-        else:
-            scores.append(
-                Score(exercise.id, exercise.title, 0, exercise.points, "not in this copy")
-            )
+    scores = [
+        score(copy, exercise, server)
+        if exercise in copy.exercises
+        else Score(exercise.id, exercise.title, 0, exercise.points, "not in this copy")
+        for exercise in asked or copy.exercises
+    ]
     for question in about(asked or copy.exercises)[1]:
         guesses = logged(folder, question.id, "answer")
         answer, reason = given(guesses), ""
@@ -72,13 +70,12 @@ def grade(
         if state == "fails":
             reason = f"{answer:g} is not within {question.tolerance:.0%} of the evidence"
             reason += f" ({truth(question):.3g})" if key else ""
-        points, most = question.points * right, question.points
         scores.append(
             Score(
                 question.id,
                 question.question,
-                points,
-                most,
+                question.points * right,
+                question.points,
                 state,
                 reason,
                 guesses=len(guesses),
@@ -95,11 +92,10 @@ def score(copy: Copy, exercise: Exercise, server: ForkServer) -> Score:
     hints = logged(copy.folder, exercise.id, "hint")
     shown = logged(copy.folder, exercise.id, "solution")
     verdict = check_file(copy.folder, exercise, server, hidden=True)
-    points = exercise.points * EARNED.get(verdict.state, 0.0)
     return Score(
         exercise.id,
         exercise.title,
-        points,
+        exercise.points * EARNED.get(verdict.state, 0.0),
         exercise.points,
         verdict.state,
         reason_of(verdict),

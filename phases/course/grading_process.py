@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ def main(job: dict[str, Any], record_file: int) -> int:
 
     record_file: an open file, which gets the outcomes as JSON.
     """
-    file, record = Path.cwd() / job["file"], {"word": job["word"]}
+    file = Path.cwd() / job["file"]
+    record: dict[str, Any] = {"word": job["word"], "tests": {}}
     if job["arguments"]:
         import pytest  # the command, which needs some names of this file, has no need of it
 
@@ -68,18 +70,17 @@ def plain(value: Any) -> Any:
 
 
 def raised(error: BaseException, file: Path) -> dict[str, str]:
-    """Return what was raised: its kind, a message, and `place`, the last line in the student's `file`, if
-    any.
+    """Return an error as a dictionary: its kind, a message, and `place`, the last line in the student's
+    `file`, if any.
     """
     # Hypothesis has found several: the first is to begin with.
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
+    lines = [*filter(str.strip, str(error).splitlines())][:3]
     # Hypothesis' falsifying example.
-    example = [line for line in notes if line.strip()][:SHOWN]
-    said = "\n".join(
-        [*[line for line in str(error).splitlines() if line.strip()][:3], *example]
-    )[:LONGEST]
+    notes = "\n".join(getattr(error, "__notes__", ()))
+    lines += [*filter(str.strip, notes.splitlines())][:SHOWN]
+    said = "\n".join(lines)[:LONGEST]
     kind = type(error).__name__
     found = {"kind": kind, "message": said if kind == "AssertionError" else f"{kind}: {said}"}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -88,45 +89,42 @@ def raised(error: BaseException, file: Path) -> dict[str, str]:
     return found
 
 
+@dataclass(eq=False)
 class Recorder:
     """A pytest plugin that records each test's outcome, and writes the record as JSON when the session ends.
 
     record: dictionary to fill. file: the student's, for the place of errors. record_file: an open file.
     """
 
-    def __init__(self, record: dict[str, Any], file: Path, record_file: int) -> None:
-        self._record = record
-        self._file = file
-        self._record_file = record_file
-        self._tests: dict[str, dict[str, str]] = record.setdefault("tests", {})
-        self._raised: dict[str, dict[str, str]] = {}
+    record: dict[str, Any]
+    file: Path
+    record_file: int
+    _raised: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> None:
         """Remember the exception of a test that raised one, for its report."""
         if call.excinfo is not None:
-            self._raised[item.nodeid] = raised(call.excinfo.value, self._file)
+            self._raised[item.nodeid] = raised(call.excinfo.value, self.file)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record a test's outcome, with the exception of a failed one."""
         if report.failed:
-            said = self._raised.get(
-                report.nodeid, {"message": str(report.longrepr)[-LONGEST:]}
-            )
-            self._tests[report.nodeid] = {"outcome": "failed", **said}
+            self._record_failure(report)
         elif report.skipped or report.when == "call":
             outcome = "xfailed" if "wasxfail" in vars(report) else report.outcome
-            self._tests[report.nodeid] = {"outcome": outcome}
+            self.record["tests"][report.nodeid] = {"outcome": outcome}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Record a file that cannot be imported as a failed test."""
         if report.failed:
-            self._tests[report.nodeid] = {
-                "outcome": "failed",
-                "message": str(report.longrepr)[-LONGEST:],
-            }
+            self._record_failure(report)
+
+    def _record_failure(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        said = {"outcome": "failed", "message": str(report.longrepr)[-LONGEST:]}
+        self.record["tests"][report.nodeid] = said | self._raised.get(report.nodeid, {})
 
     def pytest_sessionfinish(self) -> None:
         """Write the record as JSON to the open file."""
-        os.write(self._record_file, json.dumps(self._record).encode())
+        os.write(self.record_file, json.dumps(self.record).encode())

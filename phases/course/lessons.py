@@ -39,7 +39,7 @@ def _traps(phase: Phase) -> list[str]:
     """Return the rows of the table of traps (common mistakes) in a phase's lesson, each as one line of
     text.
     """
-    traps: list[str] = []
+    traps = []
     for page in pages(phase):
         found = re.search(r"^## \d\. Traps.*?(?=^## \d)", _text(page), re.M | re.DOTALL)
         section = found[0] if found else ""
@@ -81,7 +81,7 @@ def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
     """Return {qualified name: lines of the body} of functions, without docstring, comments and
     indentation.
     """
-    found: dict[str, list[str]] = {}
+    found = {}
     for name, node in functions(source).items():
         if name in names:
             inner = node.body[ast.get_docstring(node) is not None :]
@@ -93,7 +93,7 @@ def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
 def gives_away(text: str, bodies: Mapping[str, list[str]]) -> str:
     """Return the name of the function whose solution a piece of code shows, or "".
 
-    It shows one if it has two of its lines in a row, or a long line. bodies: name -> lines of the solution.
+    Code shows a solution by two neighbouring lines of it, or one long line. bodies: name -> its lines.
     """
     try:
         lines = [line.strip() for line in ast.unparse(ast.parse(text)).splitlines()]

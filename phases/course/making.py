@@ -48,8 +48,8 @@ def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
     phases, asked = about(chosen)
     blanks = files_of(chosen)
     bodies: dict[str, list[str]] = {}
-    notes: dict[str, str] = {}
-    made: dict[str, str] = {}
+    notes = {}
+    made = {}
     for file, names in blanks.items():
         source = (ROOT / file).read_text(encoding="utf-8")
         made[file] = blank(source, names)
@@ -192,10 +192,9 @@ def guide(chosen: Sequence[Exercise]) -> str:
     functions.
     """
     phases, asked = about(chosen)
-    blanks = files_of(chosen).items()
     held = [
-        (name, file)
-        for file, names in blanks
+        f"- `{name}` in {file}"
+        for file, names in files_of(chosen).items()
         for name, exercise in names.items()
         if not exercise
     ]
@@ -210,7 +209,7 @@ def guide(chosen: Sequence[Exercise]) -> str:
             f"- [{phase.number:02d}](notebooks/{phase.name}.ipynb)" for phase in phases
         ],
         "questions": [f"| {one.id} | {one.question} | {one.points} |" for one in asked],
-        "held": [f"- `{name}` in {file}" for name, file in held] or ["- nothing"],
+        "held": held or ["- nothing"],
     }
     text = Path(__file__).with_name("guide.txt").read_text(encoding="utf-8")
     return text.format(**{name: "\n".join(lines) for name, lines in rows.items()})

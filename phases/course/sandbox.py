@@ -203,8 +203,8 @@ def describe_gaps(namespaces: bool, landlock: bool) -> str:
 def _continue_in_child(most: int = 0) -> None:
     """Continue in a new process; the calling one waits for it, and ends as it ended.
 
-    most: if not 0, the child is the first process of a namespace, and it is ended, with all others there,
-        when /proc shows more processes than this.
+    most: if not 0, the child is the first process of a PID namespace, and all processes there are ended
+        as soon as /proc shows more than `most` of them.
     """
     child = os.fork()
     if child == 0:

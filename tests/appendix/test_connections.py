@@ -220,6 +220,63 @@ def test_what_was_kept_aside_is_answered_next() -> None:
         answer(connection)
 
 
+UPGRADE = (
+    b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAA\r\nupgrade: h2c\r\n"
+)
+BODY = b'{"prompt": "a"}'
+ASKS = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + UPGRADE
+COUNTED = ASKS + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+CHUNKED = (
+    ASKS + b"transfer-encoding: chunked\r\n\r\n%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("size", [1, 7, len(COUNTED) - len(BODY), 1000])
+@pytest.mark.parametrize("request_bytes", [COUNTED, CHUNKED], ids=["counted", "chunked"])
+def test_a_request_that_asks_for_another_protocol_keeps_its_body(
+    request_bytes: bytes, size: int
+) -> None:
+    """Java's client asks for HTTP/2 with every request, and takes an answer in HTTP/1.1."""
+    place = Place()
+    connection, wire = place.connect()
+    for _ in range(2):
+        for start in range(0, len(request_bytes), size):
+            connection.data_received(request_bytes[start : start + size])
+        (cycle,) = connection.owed
+        assert (bytes(cycle.body), cycle.more_body) == (BODY, False)
+        assert cycle.scope["method"] == "POST" and cycle.keep_alive
+        answer(connection)
+    assert wire.written == b"" and not wire.closed
+
+
+@pytest.mark.parametrize(
+    "last", [(b"Upgrade, HTTP2", b"Upgrade, close, HTTP2"), (b"HTTP/1.1", b"HTTP/1.0")]
+)
+def test_the_last_request_may_ask_for_another_protocol(last: tuple[bytes, bytes]) -> None:
+    place = Place()
+    connection, _ = place.connect()
+    connection.data_received(COUNTED.replace(*last) + b"\r\n")
+    (cycle,) = connection.owed
+    assert (bytes(cycle.body), cycle.more_body, cycle.keep_alive) == (BODY, False, False)
+
+
+def test_requests_behind_one_that_asks_for_another_protocol_are_answered() -> None:
+    place = Place()
+    connection, _ = place.connect()
+    connection.data_received(GET + COUNTED + GET.replace(b"/health", b"/version"))
+    for path in ("/health", "/v1/completions", "/version"):
+        assert connection.owed[0].scope["path"] == path
+        answer(connection)
+
+
+def test_no_other_method_gets_a_tunnel() -> None:
+    place = Place()
+    for head in (b"", b"connection: upgrade\r\nupgrade: h2c\r\n"):
+        connection, wire = place.connect()
+        connection.data_received(b"CONNECT localhost:80 HTTP/1.1\r\n" + head + b"\r\n")
+        assert wire.closed or connection.owed
+
+
 def test_the_longest_waiting_connection_makes_room() -> None:
     place = Place()
     served, served_wire = place.connect()
@@ -240,6 +297,7 @@ def test_the_longest_waiting_connection_makes_room() -> None:
     answer(newest)
 
 
+APP: Any = SimpleNamespace(before=[])
 LOCAL = names_of("127.0.0.1", (), keys=False)
 
 
@@ -264,18 +322,18 @@ OWN = (
 )
 async def test_other_names_are_not(host: str) -> None:
     for own in OWN:
-        await AccessPolicy(LOCAL).before(asked(own))
+        await AccessPolicy(APP, LOCAL).before(asked(own))
     with pytest.raises(ApiError, match="--allowed-hosts") as refused:
-        await AccessPolicy(LOCAL).before(asked(host))
+        await AccessPolicy(APP, LOCAL).before(asked(host))
     assert refused.value.status == 421
-    await AccessPolicy(names_of("127.0.0.1", hosts(host.split(":")[0]), keys=False)).before(
-        asked(host)
-    )
-    await AccessPolicy(names_of("127.0.0.1", (), keys=True)).before(
+    await AccessPolicy(
+        APP, names_of("127.0.0.1", hosts(host.split(":")[0]), keys=False)
+    ).before(asked(host))
+    await AccessPolicy(APP, names_of("127.0.0.1", (), keys=True)).before(
         asked(host)
     )  # a page has no key
     with pytest.raises(ApiError):
-        await AccessPolicy(names_of("0.0.0.0", ("other",), keys=True)).before(asked(host))
+        await AccessPolicy(APP, names_of("0.0.0.0", ("other",), keys=True)).before(asked(host))
     for wrong in ("", " , ", "a b", "http://a", "a:80"):
         with pytest.raises(UserError, match="--allowed-hosts"):
             hosts(wrong)

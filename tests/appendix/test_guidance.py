@@ -119,7 +119,8 @@ def test_wrong_grammars(engine: PagedEngine, grammar: Grammar, says: str) -> Non
 def test_masks_that_cannot_be_made_end_their_own_step(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    must_end_its_own_step(engine_of(model, speculate=False), monkeypatch, "_follow")
+    engine = engine_of(model, speculate=False)
+    must_end_its_own_step(engine, monkeypatch, type(engine.grammar_manager), "_follow")
 
 
 @pytest.mark.parametrize(

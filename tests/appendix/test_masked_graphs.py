@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections import Counter
@@ -83,28 +82,21 @@ def test_the_kernel_masks_what_torch_masks() -> None:
 def test_a_first_half_leaves_the_logits_where_the_second_reads_them(
     model: Model, size: int
 ) -> None:
-    """Whether a linear layer or phase 06's computes them."""
     pytest.importorskip("triton")
     from cuda_graphs.capture import Capturer
     from phases.appendix.masked_graphs.graphs import LogitsGraph, MaskInputs
-    from triton_paged_attention.linear import FusedLinear
 
-    model = copy.copy(model)
-    model._modules = dict(model._modules)
-    head = FusedLinear(model.lm_head)
-    for kind in (model.lm_head, head):
-        model.lm_head = kind
-        masks, hidden = MaskInputs(16, model), torch.randn(size, model.config.hidden_size)
-        half = SimpleNamespace(
-            size=size, hidden=hidden, inputs=torch.ones(3, size, dtype=torch.int64)
-        )
-        half.machine, half.pad = SimpleNamespace(model=model), lambda: None
-        made = LogitsGraph(cast(Any, half), masks, Capturer(model.device))
-        torch.testing.assert_close(made.logits, model.logits(hidden))
-        assert (
-            masks.logits[:size].data_ptr() == made.logits.data_ptr()
-            and not masks.logits[size:].any()
-        )
+    masks, hidden = MaskInputs(16, model), torch.randn(size, model.config.hidden_size)
+    half = SimpleNamespace(
+        size=size, hidden=hidden, inputs=torch.ones(3, size, dtype=torch.int64)
+    )
+    half.machine, half.pad = SimpleNamespace(model=model), lambda: None
+    made = LogitsGraph(cast(Any, half), masks, Capturer(model.device))
+    torch.testing.assert_close(made.logits, model.logits(hidden))
+    assert (
+        masks.logits[:size].data_ptr() == made.logits.data_ptr()
+        and not masks.logits[size:].any()
+    )
 
 
 def obey_beside_free_rows(model: Model, **options: Any) -> None:

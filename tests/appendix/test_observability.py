@@ -109,11 +109,9 @@ async def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
 
 def test_steps_are_shown_behind_a_restart():
     """A new engine counts its steps from the beginning; who has seen step 500 sees its first."""
-    live, seen = Live(), 0
-    live.watchers, live.engine = (
-        1,
-        SimpleNamespace(ready=None, stats=StepStats(), state="ready", in_flight=0),
-    )
+    engine = SimpleNamespace(ready=None, stats=StepStats(), state="ready", in_flight=0)
+    live, seen = Live(SimpleNamespace(engine=engine, routes={})), 0
+    live.watchers = 1
     for count in (500, 300):
         for number in range(count):
             stats = StepStats(steps=number + 1, step_tokens=1)

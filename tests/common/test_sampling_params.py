@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from common.sampling.params import (
-    GREEDY_BELOW,
+from common.sampling.list_fields import (
     MAX_BIASED_TOKENS,
-    MAX_N,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
-    SamplingParams,
 )
+from common.sampling.params import GREEDY_BELOW, MAX_N, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 

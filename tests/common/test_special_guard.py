@@ -57,7 +57,7 @@ def test_ordinary_texts_are_encoded_with_what_the_template_writes(
 @pytest.mark.slow
 def test_special_tokens_in_contents_are_text(tokenizer: Tokenizer, data) -> None:
     """Whole ones, ones inside one another, and halves: as many control tokens as with harmless contents."""
-    special = tokenizer._guard._special[:20]
+    special = tokenizer.chat.guard.stand_ins.special[:20]
     piece = (
         st.sampled_from(special) | TEXTS | st.sampled_from([token[:3] for token in special])
     )

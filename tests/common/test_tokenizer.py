@@ -283,16 +283,14 @@ def test_smollm2_chat_equals_transformers(smollm2_folder):
     assert theirs.decode(ours.chat(MESSAGES)).endswith("<|im_start|>assistant\n")
 
 
-def test_the_most_characters_of_so_many_tokens(llama_folder):
+def test_the_most_characters_of_a_token(llama_folder):
     def most(normalizer: dict[str, object] | None) -> int | None:
         change(llama_folder / "tokenizer.json", normalizer=normalizer)
-        return Tokenizer(llama_folder).most_characters(10)
+        return Tokenizer(llama_folder).characters_per_token
 
     longest = max(map(len, Tokenizer(llama_folder).backend.get_vocab()))
-    assert most(None) == 10 * longest
-    assert most({"type": "NFC"}) == 40 * longest, (
-        "letters and accents may become one character"
-    )
+    assert most(None) == longest
+    assert most({"type": "NFC"}) == 4 * longest, "letters and accents may become one character"
 
 
 @pytest.mark.parametrize("kind", ["normalizer", "decoder"])

@@ -186,7 +186,7 @@ def short(name: str, phase: Phase) -> str:
 def block(phase: Phase) -> str:
     """The exercises of a phase as its lesson lists them."""
     lines = [
-        f"`ladder course make DIR --phases {phase.number:02d}` makes a copy with blanks for the functions",
+        f"`ladder course make DIR --phases {phase.number:02d}` copies the code with blanks for the functions",
         "below. `ladder course check` tests what you write ([how](../../docs/coursework.md)).",
         "",
         "| id | write | points |",

@@ -424,6 +424,22 @@ def test_consumer_is_not_left_in_inference_mode() -> None:
         assert not torch.is_inference_mode_enabled()
 
 
+def test_a_gpu_of_several_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device: with another one, no kernel could read the weights."""
+    chosen = []
+
+    def choose(device: torch.device) -> None:
+        chosen.append(device)
+        raise InterruptedError  # there is no such GPU here
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    with pytest.raises(InterruptedError):
+        load_model("random:tiny", device="cuda:1", dtype="float32")
+    assert chosen == [torch.device("cuda:1")]
+
+
 def test_a_failed_load_leaves_no_model_behind(tmp_path: Path) -> None:
     oracle("llama", tmp_path)
     stored = load_file(tmp_path / "model.safetensors")

@@ -524,8 +524,17 @@ assert isinstance(cuda_graphs.step_kernels.gather_kernel, InterpretedFunction)
 
 
 @GPU
-def test_graphs_on_a_gpu_give_the_tokens_of_the_cpu() -> None:
-    on_gpu = forward.load_model("random:tiny", device="cuda", dtype="float32")
+@pytest.mark.parametrize("index", [0, 1])
+def test_graphs_on_a_gpu_give_the_tokens_of_the_cpu(index: int) -> None:
+    """The second of two GPUs, too: kernels and captures go to the current device."""
+    if index >= torch.cuda.device_count():
+        pytest.skip("there is one GPU here")
+    with torch.cuda.device(0):  # the current one again, afterwards
+        graphs_give_the_tokens_of_the_cpu(f"cuda:{index}")
+
+
+def graphs_give_the_tokens_of_the_cpu(device: str) -> None:
+    on_gpu = forward.load_model("random:tiny", device=device, dtype="float32")
     on_cpu = copy.deepcopy(on_gpu).cpu()  # a seed gives other weights on another device
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, 250, n).tolist() for n in (1, 5, 17, 64, 150, 3, 40, 9, 33)]

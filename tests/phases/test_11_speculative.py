@@ -410,6 +410,17 @@ def test_a_prompt_that_is_not_taken_in_yet_counts_as_no_try(
     assert tried == [(1, 1)], "two steps take the prompt in, one drafts, one compares"
 
 
+def test_a_request_that_ends_with_its_next_token_is_not_indexed() -> None:
+    drafter = SpeculativeRunner(source := NGrams(), 2)
+    for limit in (21, 22):
+        request = Request(0, [1, 2, 3, 4] * 5, 19, limit, SamplingParams())
+        request.num_computed_tokens = 19
+        drafter._rehearse(request)
+        assert (request in source.indexes) == (limit == 22), (
+            f"request 0 of 20 tokens and a limit of {limit}: the last token needs no draft"
+        )
+
+
 def test_stats_for_people() -> None:
     stats = SpeculationStats(marks={})
     assert stats.lines() == ["speculation: nothing was drafted"]

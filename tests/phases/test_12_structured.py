@@ -407,7 +407,9 @@ def test_a_grammar_that_fails_midway_ends_its_own_request(model: Model, make: Ma
 def test_masks_that_cannot_be_made_end_their_own_step(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    must_end_its_own_step(engine_of(model, speculate=False), monkeypatch, "held")
+    must_end_its_own_step(
+        engine_of(model, speculate=False), monkeypatch, structured.masks, "forbidden_ends"
+    )
 
 
 def test_grammars_are_compiled_once_and_forgotten_in_order(model: Model) -> None:

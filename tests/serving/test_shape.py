@@ -18,8 +18,8 @@ from tests.serving_kit import make_with_grammars as make_with_grammars
 from tests.serving_kit import tokenizer as tokenizer
 
 MOST_FILES = 53
-MOST_LINES = 8_226
-MOST_FUNCTIONS = 322
+MOST_LINES = 8_022
+MOST_FUNCTIONS = 321
 """Of both processes; 43 of the files are of common and of phases 01 to 12.
 
 They may only shrink: the aim is 55, 7,000 and 300.

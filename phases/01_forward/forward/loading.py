@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.device import pick_device, pick_dtype
-from common.errors import UserError, brief
+from common.errors import UserError, shown
 from common.models.checkpoint import assign, load_weights, stores_once
 from common.models.config import ModelConfig
 from common.models.hub import RANDOM, model_folder
@@ -34,7 +34,7 @@ class WeightLoader(Protocol):
         """Store a tensor of a checkpoint, or a quantized form of it, at `name` in `model`."""
 
     def finish(self, model: Model) -> Model:
-        """Return the model with all weights loaded, every layer in its final form."""
+        """Return the model after all weights are loaded, with every layer ready to compute."""
 
     def changes(self, model: Model) -> bool:
         """Return True if `finish` would replace layers of a model that was loaded before."""
@@ -67,6 +67,8 @@ def load_model(
             else name
         )
     where = pick_device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)  # Triton's kernels and CUDA graphs run on the current one
     kind = pick_dtype(dtype, where)
     config = config_of(name)
     if str(name).startswith(RANDOM):
@@ -91,7 +93,7 @@ def load_model(
 
 
 def facts_of(model: str | Path | Model) -> ModelConfig:
-    """Return the configuration of a loaded model, or of a model by its name, as its `config.json` says it.
+    """Return the configuration of a model, given the loaded model or its name (from its `config.json`).
 
     Raises:
         UserError: there is no such model, or its `config.json` describes none that we have.
@@ -127,7 +129,7 @@ def refuse_quantized(config: ModelConfig, folder: Path) -> None:
     reads quantized weights.
     """
     if config.quantization is not None:
-        method = brief(config.quantization["quant_method"])
+        method = shown(config.quantization["quant_method"])
         raise UserError(
             f"{folder}/config.json: quantization_config names the method {method}, but plain weights are all "
             "that phases before 10 read"

@@ -22,7 +22,7 @@ class Model(nn.Module, ABC):
     config: the model's shape. layer_specs: for each layer the facts that attention needs.
     """
 
-    TIED: ClassVar[dict[str, str]]
+    TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}
     """``{head: embedding}``, the parameter that a checkpoint with tied embeddings leaves out."""
 
     lm_head: nn.Module
@@ -94,5 +94,5 @@ class Model(nn.Module, ABC):
 
     @staticmethod
     def transform(name: str, tensor: Tensor) -> Tensor:
-        """Return a checkpoint's tensor in this model's layout; ``name`` is this model's."""
+        """Return a checkpoint's tensor in this model's layout; ``name`` is its name in this model."""
         return tensor

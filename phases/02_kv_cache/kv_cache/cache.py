@@ -42,7 +42,7 @@ class LayerCache:
         return self.keys[:, :, :count], self.values[:, :, :count]
 
     def columns(self, end: int) -> Tensor:
-        """Return which column each slot of `read` holds: ``[min(end, capacity)]`` int64."""
+        """Return the column that is stored in each slot of `read(end)`: ``[min(end, capacity)]`` int64."""
         slots = torch.arange(min(end, self.capacity), device=self.keys.device)
         # The newest column in slot s is the largest p < end with p % capacity == s.
         return (

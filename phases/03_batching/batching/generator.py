@@ -130,10 +130,8 @@ class BatchGenerator(Generator):
             device=self.model.device,
         )  # [B, S]
         self.waste.padding += sum(padding)
-        active, indices = (
-            rows,
-            list(range(len(rows))),
-        )  # the sampler's row of each row of the batch
+        active = rows
+        indices = list(range(len(rows)))  # the sampler's row of each row of the batch
         step = 0
         while True:
             self.waste.computed += ids.numel()
@@ -141,7 +139,7 @@ class BatchGenerator(Generator):
             # the only wait
             tokens = sampled.tokens.tolist()
             now = time.perf_counter()
-            step = step + 1
+            step += 1
             for place, (row, token) in enumerate(zip(active, tokens, strict=True)):
                 if row.reason is None:
                     piece = self._append(row, token)

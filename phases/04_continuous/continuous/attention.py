@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from continuous.batch import Batch
@@ -14,12 +15,10 @@ from continuous.groups import (
     PADDING_PER_CALL,
     Group,
     attend_masked,
-    avoid_plans_per_shape,
     group,
-    prompt_attention,
     prompt_groups,
 )
-from forward.attention import LayerSpec
+from forward.attention import LayerSpec, causal_mask
 
 
 class BatchAttention(Protocol):
@@ -33,6 +32,38 @@ class BatchAttention(Protocol):
 
     def wipe(self, row: int) -> None:
         """Overwrite a row's keys and values, which may be NaN: no later request may read them."""
+
+
+def avoid_plans_per_shape() -> None:
+    """Keep PyTorch from choosing cuDNN's attention on CUDA, for the whole process.
+
+    It compiles a plan for every new shape, for tens of milliseconds, and here almost every step has a context
+    length that no step had before. (Measured on an H200: 40 ms a step instead of 14.)
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def prompt_attention(
+    plan: Group, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> None:
+    """Write the attention of one group of prompts to `out [T, H, D]`, from this step's keys and values.
+
+    plan: a group of `prompt_groups`. q: `[T, H, D]`; k and v: `[T, KH, D]`, of the whole batch.
+    """
+    q = plan.take(q)
+    k = plan.take(k)
+    v = plan.take(v)
+    window = layer.sliding_window
+    if layer.sinks is None and (window is None or window >= plan.queries):
+        result = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True
+        )
+    else:
+        if window not in plan.masks:
+            columns = torch.arange(plan.queries, device=q.device)
+            plan.masks[window] = causal_mask(columns, columns, window)[None, None]
+        result = attend_masked(layer, q, k, v, plan.masks[window])
+    plan.put(out, result)
 
 
 class RowAttention:

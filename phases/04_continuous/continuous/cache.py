@@ -52,7 +52,7 @@ class CacheManager(Protocol):
         return None
 
     def check(self) -> None:
-        """Raise `AssertionError` if the counts of what is in use contradict each other."""
+        """Raise `AssertionError` if the counts of used memory contradict each other."""
         return None
 
 

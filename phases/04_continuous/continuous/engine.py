@@ -129,8 +129,8 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request at the next step, in whatever state it is; its tokens so far stay.
 
-        Requests that have ended stay as they are. Of a request with `n > 1`, samples that still wait for this
-        one to compute their prompt end with it. Any thread may call this.
+        Requests that have ended stay as they are. Samples of the same prompt (`n > 1`) that still wait for
+        this request to compute the prompt end, too. Any thread may call this.
         """
         self.inbox.append(partial(self._abort, request))
 
@@ -181,7 +181,8 @@ class Engine:
     def _enqueue(self, requests: list[Request]) -> None:
         """Give requests to the scheduler, or keep them outside its queue until their grammar is compiled."""
         try:
-            ready = all([self.grammar_manager.ready(request) for request in requests])
+            manager = self.grammar_manager
+            ready = not manager.active or all([manager.ready(request) for request in requests])
         except UserError as error:
             for request in requests:
                 self.end(request, "error", error)
@@ -232,13 +233,24 @@ class Engine:
         self._marks.enter_context(marked(works))
         return works
 
+    def needs_mask(self, works: Sequence[Work]) -> bool:
+        """Return True if a request that a step samples follows a grammar; costs nothing until one comes.
+
+        Then all tokens before this step must be known when its masks are made.
+        """
+        return self.grammar_manager.active and any(
+            request.constraint is not None
+            for work in works
+            for request in work.sampled_requests
+        )
+
     def forward(self, works: list[Work]) -> Forwarded | None:
         """Launch a step's forward pass, and return it unsampled; None if the step is empty or has failed."""
         if not works:
             return None
         self.stats.begin(works, len(self.scheduler.running))
         with self.failing(works):
-            return self.runner.forward(works, masked=self.grammar_manager.needs_mask(works))
+            return self.runner.forward(works, masked=self.needs_mask(works))
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
@@ -247,7 +259,7 @@ class Engine:
             return None
         with self.failing(step.works):
             grammars = self.grammar_manager
-            masked = grammars.needs_mask(step.works)
+            masked = self.needs_mask(step.works)
             allowed = grammars.fill_bitmask(step.works) if masked else None
             pending = self.runner.sample(step, allowed)
             if masked:  # what fails ends as if it were aborted now
@@ -338,7 +350,7 @@ class Engine:
 
     @contextmanager
     def failing(self, works: Sequence[Work]) -> Iterator[None]:
-        """Return a context in which an `Exception` ends the requests of `works`; any other is raised on."""
+        """Return a context in which an `Exception` ends the requests of `works`; other errors are raised."""
         try:
             yield
         except BaseException as error:

@@ -153,7 +153,7 @@ def attend_masked(
     """Return a layer's attention `[G, H, S, D]` by one fused call, which never writes the scores to memory.
 
     q: `[G, H, S, D]`. k, v: `[G, KH, C, D]`. mask: `[G or 1, 1, S, C]` bool, True: visible; None: all keys.
-    The fused call has no sinks; layers with them take the long way.
+    The fused call knows no sinks; for a layer with sinks, phase 01's `attend` is called instead.
     """
     if layer.sinks is not None:
         return attend(layer, q, k, v, mask)
@@ -166,15 +166,6 @@ def attend_masked(
     return out.reshape(q.shape)
 
 
-def avoid_plans_per_shape() -> None:
-    """Keep PyTorch from choosing cuDNN's attention on CUDA, for the whole process.
-
-    It compiles a plan for every new shape, for tens of milliseconds, and here almost every step has a context
-    length that no step had before. (Measured on an H200: 40 ms a step instead of 14.)
-    """
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
 def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:
     """Return the requests without cached tokens in `Group`s of similar length, and the others' indices.
 
@@ -185,26 +176,3 @@ def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], I
     order = found[np.argsort(host.query_lens[found], kind="stable")].tolist()
     groups = group(order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type])
     return [Group.of(members, host, device) for members in groups], np.flatnonzero(~fresh)
-
-
-def prompt_attention(
-    plan: Group, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-) -> None:
-    """Write the attention of one group of prompts to `out [T, H, D]`, from this step's keys and values.
-
-    plan: a group of `prompt_groups`. q: `[T, H, D]`; k and v: `[T, KH, D]`, of the whole batch.
-    """
-    q = plan.take(q)
-    k = plan.take(k)
-    v = plan.take(v)
-    window = layer.sliding_window
-    if layer.sinks is None and (window is None or window >= plan.queries):
-        result = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True
-        )
-    else:
-        if window not in plan.masks:
-            columns = torch.arange(plan.queries, device=q.device)
-            plan.masks[window] = causal_mask(columns, columns, window)[None, None]
-        result = attend_masked(layer, q, k, v, plan.masks[window])
-    plan.put(out, result)

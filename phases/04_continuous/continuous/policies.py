@@ -12,34 +12,25 @@ from operator import attrgetter
 from common.request import Request
 
 Policy = Callable[[Request], tuple[float, ...]]
+"""Returns the rank of a request; no two requests have the same, since each policy ends with their ids."""
 
+fcfs: Policy = attrgetter("arrival", "id")
+"""First come, first served, so no request waits for ever."""
+
+shortest_first: Policy = attrgetter("limit", "id")
+"""The fewest tokens first that a request may have, prompt and output, for the shortest mean wait (Smith,
+1956). A long request can starve as long as short ones keep coming."""
+
+priority: Policy = attrgetter("priority", "id")
+"""The priority that the caller gave, lower first; equals by arrival."""
+
+POLICIES = {"fcfs": fcfs, "shortest_first": shortest_first, "priority": priority}
+"""Policies by the name that `load` and the command line take."""
 
 by_rank = attrgetter("rank")
 """Return a request's rank, as a key for sorting."""
 
 
-def fcfs(request: Request) -> tuple[float, ...]:
-    """Return a request's rank by arrival: first come, first served, so no request waits for ever."""
-    return (request.id,)
-
-
-def shortest_first(request: Request) -> tuple[float, ...]:
-    """Return a request's rank by the tokens it may have, the fewest first, for the shortest mean wait.
-
-    These are the prompt and the most tokens that may be generated (Smith, 1956). A long request can
-    starve as long as short ones keep coming.
-    """
-    return (request.limit, request.id)
-
-
-def priority(request: Request) -> tuple[float, ...]:
-    """Return a request's rank by the priority that the caller gave, lower first; equals by arrival."""
-    return (request.priority, request.id)
-
-
-POLICIES: dict[str, Policy] = {
-    "fcfs": fcfs,
-    "shortest_first": shortest_first,
-    "priority": priority,
-}
-"""Policies by the name that `load` and the command line take."""
+def name_of(policy: Policy) -> str:
+    """Return the name of one of `POLICIES`."""
+    return next(name for name, one in POLICIES.items() if one is policy)

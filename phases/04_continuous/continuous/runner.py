@@ -14,7 +14,6 @@ from common.sampling.metadata import SamplingMetadata
 from common.sampling.sampler import (
     TORCH,
     HostSampled,
-    Sampled,
     Sampler,
     SamplerBackend,
     TokenBitmask,
@@ -53,27 +52,23 @@ class OutputVerifier:
 ONE_TOKEN_EACH = OutputVerifier()
 
 
+@dataclass
 class Pending:
     """The results of a step that the device may still be computing. Only `get` waits for it.
 
     works: what the step computed for each request, in the order of the results.
+    arriving: its tokens, whose copy to the host is under way; None: nothing was sampled.
     """
 
-    def __init__(
-        self,
-        works: Sequence[Work],
-        sampled: Sampled | None,
-        verifier: OutputVerifier = ONE_TOKEN_EACH,
-    ) -> None:
-        self.works, self.verifier = works, verifier
-        # This starts the copy, and does not wait.
-        self._arriving = None if sampled is None else HostSampled(sampled)
+    works: Sequence[Work]
+    arriving: HostSampled | None
+    verifier: OutputVerifier = ONE_TOKEN_EACH
 
     def get(self) -> Results:
         """Wait for the step, and return for each sampled request the list of its tokens."""
-        if self._arriving is None:
+        if self.arriving is None:
             return ()
-        return self.verifier.accepted(self.works, self._arriving.get())
+        return self.verifier.accepted(self.works, self.arriving.get())
 
 
 @dataclass
@@ -82,7 +77,7 @@ class Forwarded:
 
     works: what the step computes for each request, in the order of the batch. batch: its inputs.
     hidden: `[T, hidden]`.
-    rest: computes the second half, given the bit masks, if a CUDA graph did that too; None: `Runner` does.
+    rest: computes the second half by a CUDA graph, given the bit masks; None: `Runner` computes it.
     logits: `[S, V]` float32 of the samples, if they are computed already; else None.
     """
 
@@ -101,7 +96,7 @@ class Runner:
         attention: over this engine's cache.
         rows: where the tokens are.
         sampler_backend: computes the sampler's choices.
-        verifier: says which tokens each sampled request gets of a step.
+        verifier: decides which sampled tokens each request gets.
     """
 
     def __init__(
@@ -154,7 +149,7 @@ class Runner:
             logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed
         )
         self.rows.tokens[batch.sample_rows, batch.sample_positions] = sampled.tokens
-        return Pending(step.works, sampled, self.verifier)
+        return Pending(step.works, HostSampled(sampled), self.verifier)
 
     def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
         """Return the logits of hidden states `[S, hidden]` to be sampled by `plan`: `[S, V]` float32."""

@@ -77,7 +77,7 @@ class Scheduler:
         """Add the samples of one prompt to the waiting queue, each by itself: rows share nothing."""
         for request in requests:
             request.rank = self.policy(request)
-            self._push(request)
+            heapq.heappush(self._waiting, (request.rank, request))
 
     @property
     def waiting(self) -> list[Request]:
@@ -167,8 +167,8 @@ class Scheduler:
     def _drafts(self, request: Request, end: int, budget: int) -> tuple[int, ...]:
         """Return drafts after a request's newest token, which this step computes, and reserve cache for them.
 
-        There are none if there is no room, since no request loses its place for a draft; if siblings fork,
-        for each goes on in its own way; and with penalties, which count all tokens before one.
+        There are none if the cache has no room (no request is preempted for a draft), for a request whose
+        siblings wait for its prompt, and with penalties, which count all tokens before a position.
 
         end: tokens of the request with the newest one. budget: tokens of the step that are left for drafts.
         """
@@ -184,10 +184,10 @@ class Scheduler:
     ) -> Work:
         """Return a work of `count` tokens of a request and its drafts, and advance the request by both.
 
-        A work that ends before the newest token, known or placeholder, samples none: the request has a step
-        more in flight. One that reaches it has sampled requests: the request itself, or what `fork` returns
-        where siblings wait for its prompt. Each of these has a step more in flight and a placeholder more.
-        Drafts after a placeholder are `drafts_forced`: then each of them is a placeholder, too.
+        A work that ends before the newest token, known or placeholder, samples no token: the request has one
+        more step in flight. One that reaches it has sampled requests: the request itself, or what `fork`
+        returns where siblings wait for its prompt. Each of these has one more step in flight and one more
+        placeholder. Drafts after a placeholder are `drafts_forced`: then each of them is a placeholder, too.
         """
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + count + len(drafts)
@@ -278,8 +278,8 @@ class Scheduler:
         """Record that a scheduled step has completed for one request, after its tokens were appended.
 
         Called once for every work (the request's tokens in the step), in order, whatever became of its
-        requests. Each sampled request has one step in flight and its placeholders less, and its computed
-        tokens are committed to the cache; siblings share blocks, but each commits its own.
+        requests. For each sampled request, the step in flight and its placeholders are subtracted, and the
+        computed tokens are committed to the cache; siblings share blocks, but each commits its own.
 
         accepted: number of drafts that the model confirmed; tokens computed from the others do not count.
         computed: False if the step failed.
@@ -305,9 +305,6 @@ class Scheduler:
             self.running.remove(request)
             self.cache.release(request)
             self.rows.release(request)
-
-    def _push(self, request: Request) -> None:
-        heapq.heappush(self._waiting, (request.rank, request))
 
     def _head(self) -> Request | None:
         """Return the first waiting request, or None; drop requests that have ended while they waited."""

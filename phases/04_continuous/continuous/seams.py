@@ -77,7 +77,11 @@ class GrammarManager:
 
     A request whose grammar is still being compiled stays outside the waiting queue, so that no other waits
     for it.
+
+    active: False until a request may have to wait, or needs masks; `check` alone is called until then.
     """
+
+    active = False
 
     def check(self, grammar: Grammar) -> None:
         """Start to compile a request's grammar. Any thread may call this.
@@ -97,14 +101,6 @@ class GrammarManager:
 
     def wait_until_compiled(self, grammar: Grammar) -> None:
         """Wait until a grammar is compiled, or raise `UserError` if it cannot be used."""
-
-    def needs_mask(self, works: Sequence[Work]) -> bool:
-        """Return True if a request that this step samples is constrained by a grammar.
-
-        works: the step's requests and tokens. Then all tokens before this step must be known when
-            `fill_bitmask` is called.
-        """
-        return False
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
         """Start to compute the masks of a step, whose earlier tokens are all known now.

@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from continuous.attention import avoid_plans_per_shape, prompt_attention
 from continuous.batch import Batch
 from continuous.groups import (
     PADDING_PER_CALL,
     Group,
     attend_masked,
-    avoid_plans_per_shape,
     group,
-    prompt_attention,
     prompt_groups,
 )
 from forward.attention import LayerSpec

@@ -30,10 +30,11 @@ from forward.model import Model
 from forward.surgery import clone
 from paged_cache.attention import PagedAttention, TorchPagedAttention
 from paged_cache.cache import PagedCache
+from paged_cache.executor import StepExecutor
 from paged_cache.memory import MemoryPlan, plan_cache
 from paged_cache.pool import BlockPool, KVFormat
 from paged_cache.recipe import F, Feature, Recipe, find
-from paged_cache.runner import PagedRunner, StepExecutor
+from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
 
 PagedEngine = Engine
@@ -70,7 +71,7 @@ class Slot(Generic[T]):
         self.part, self.owner = part, feature.name
 
     def decorate(self, feature: Feature, decorator: Callable[[T], T]) -> None:
-        """Replace the part by `decorator(part)`, on behalf of a feature."""
+        """Replace this slot's part by `decorator(part)`, on behalf of `feature`; several features may."""
         self.part = decorator(self.part)
         self.owner = self.owner or feature.name
 
@@ -82,12 +83,12 @@ class EngineBuilder:
         it is loaded. memory_plan: how many blocks there are.
     kv: how keys and values are stored.
     pool, cache, attention, runner, scheduler: called to make each of them.
-    verifier: makes what decides which tokens a request gets of a step.
+    verifier: makes the `OutputVerifier`, which decides which sampled tokens a request gets.
     sampler_backend, drafter, grammar_manager, loop, on_step_failed: see `Engine`.
 
     surgeries: changes of a model's layers before any feature is installed.
-    executors: by class, what makes a faster way to run certain steps (None: not here), given the runner.
-        They are asked in the order that their classes declare.
+    executors: by class, a function from the runner to a `StepExecutor`, which runs certain steps faster, or
+        to None if there is none here. They are asked in the order of their classes' `order`.
     reservations: asked after all features are installed how many bytes to leave free.
     prefetchers: called with the works of the next step while the host waits for masks.
     warmups: called with the finished engine.

@@ -73,7 +73,7 @@ class PagedCache:
         return self.blocks_for(len(request.tokens)) <= self.free - kept
 
     def reserve(self, request: Request, upto: int) -> bool:
-        """Grow the request's block table to `upto` tokens; False, with nothing changed: no blocks."""
+        """Grow the request's block table to `upto` tokens; return False without enough blocks."""
         if upto <= self._writable[request.row]:
             return True
         return self.grow(request, upto)
@@ -174,5 +174,5 @@ class PagedCache:
         return [block for row in range(len(self._owned)) for block in self.blocks_of(row)]
 
     def check(self) -> None:
-        """Raise `AssertionError` unless every block has as many users as tables hold it."""
+        """Raise `AssertionError` unless every block has as many users as block tables contain it."""
         self.allocator.check(self.users())

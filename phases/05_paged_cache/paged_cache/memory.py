@@ -7,7 +7,7 @@ from itertools import chain
 
 from common.device import free_memory
 from common.errors import UserError, shown
-from common.sampling.sampler import Sampler
+from common.sampling.memory import persistent_bytes, scratch_bytes
 from forward.model import Model
 from paged_cache.pool import KVFormat
 
@@ -23,7 +23,7 @@ class MemoryPlan:
 
     weights: parameters and buffers of the model.
     rows: what is kept for every row: tokens, block tables, and the sampler's settings and counts.
-    activations: the most that a step needs for a moment.
+    activations: most temporary memory of a step.
     reserved: what features have asked for, such as graphs.
     """
 
@@ -81,11 +81,7 @@ def activation_bytes(model: Model, step_tokens: int, rows: int) -> int:
         + 2 * heads * size
     )
     logits = rows * config.vocab_size * (size + 4)
-    return (
-        step_tokens * token
-        + logits
-        + Sampler.scratch_bytes(rows, config.vocab_size, model.device)
-    )
+    return step_tokens * token + logits + scratch_bytes(rows, config.vocab_size, model.device)
 
 
 def plan_cache(
@@ -115,9 +111,7 @@ def plan_cache(
     per_block = (kv or KVFormat()).bytes_per_block(model.config, block_size, model.dtype)
     tables = 4 * -(-max_len // block_size)
     for_rows = rows * (8 * max_len + tables)
-    for_rows += Sampler.persistent_bytes(
-        rows, model.config.vocab_size
-    )  # unused penalties included
+    for_rows += persistent_bytes(rows, model.config.vocab_size)  # unused penalties included
     activations = activation_bytes(model, step_tokens, rows)
     free, total = free_memory(model.device)
     if for_rows > free:

@@ -65,8 +65,8 @@ class KVFormat:
 
 
 def largest(dtype: torch.dtype) -> float:
-    """Return the largest number that scaled keys and values are stored as in `dtype`; the smallest is minus
-    that.
+    """Return the largest number of `dtype` that a scaled key or value is stored as; the smallest is its
+    negative.
     """
     return float((torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max)
 

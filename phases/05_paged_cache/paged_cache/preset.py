@@ -114,7 +114,7 @@ class Preset:
 def _refuse_options_of(
     kind: type[Feature], given: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Raise `UserError` for options of the feature `kind`, which is off, unless they ask for just that.
+    """Raise `UserError` for options of the feature `kind`, which is off, unless their values mean "off".
 
     given: the options by name, with their values.
     """

@@ -45,8 +45,8 @@ class Feature(ABC):
 
     name: what it is called in options and files, such as `prefix_cache`.
     phase: the number of the phase that introduces it; features are installed in this order.
-    without: options that say in its own words what an engine does that lacks it. Giving one of these values
-        asks for nothing.
+    without: options of this feature, with the values that mean the same as leaving the feature off. Only
+        these values may be given while it is off.
     for_draft_models: a smaller model that drafts for an engine with this feature has it as well.
     needs: features without which it cannot be on.
     on_with, on_device: by default it is on with all of these features, and on this kind of device ("cpu" or

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,27 +16,7 @@ from continuous.work import Work
 from forward.model import Model
 from paged_cache.attention import PagedAttention, PagedBatch
 from paged_cache.cache import PagedCache
-
-
-class StepExecutor(Protocol):
-    """Runs some kinds of steps faster, such as a CUDA graph for steps of decodes.
-
-    order: executors of a smaller number are asked first.
-    """
-
-    order: ClassVar[int]
-
-    def supports(self, works: Sequence[Work], masked: bool) -> Any | None:
-        """Return a value for `run`, such as a graph, or None to leave the step to the next executor.
-
-        works: the step's requests and tokens. masked: True if its samples get bit masks.
-        """
-
-    def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
-        """Upload new requests (`Runner.refresh`), run the first half of a step, and return its hidden states.
-
-        works: the step's requests and tokens. ticket: what `supports` returned.
-        """
+from paged_cache.executor import StepExecutor
 
 
 def run_by_first(
@@ -63,7 +43,7 @@ class PagedRunner(Runner):
         attention: any backend over the pool.
         rows: where the tokens are.
         cache: whose tables say where keys and values are.
-        executors: factories, called with this runner in the order of asking; None from one: it is left out.
+        executors: factories of executors, called with this runner in the order of asking; None is left out.
         options: those of `continuous.Runner`.
 
     executors: asked for each step in this order; `eager` runs what none supports.
@@ -99,7 +79,7 @@ class PagedRunner(Runner):
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """See `Runner.forward`: the first executor that supports the step computes its hidden states."""
+        """Compute a step's hidden states (see `Runner.forward`) by the first executor that supports it."""
         self.last = run_by_first(self.executors, works, masked, self.eager)
         return self.last
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
 
 from common.errors import UserError
@@ -39,13 +40,13 @@ class PagedScheduler(Scheduler):
             request.rank = self.policy(request)
         for at in range(0, len(requests), self.rows.count):
             first, *first.siblings = requests[at : at + self.rows.count]
-            self._push(first)
+            heapq.heappush(self._waiting, (first.rank, first))
 
     def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Preempt the last request by rank until `request` has room; it may be `request` itself.
 
-        upto: tokens that it needs room for. queue, at: only requests that this step does not serve yet,
-            `queue[at:]`, not always in the order of ranks, can lose their blocks, and their place in it.
+        upto: tokens that it needs room for. queue, at: only the requests `queue[at:]`, not yet served in this
+            step, can lose their blocks; they leave `queue`. They are not always in the order of ranks.
 
         Returns:
             False if there is still no room.
@@ -69,7 +70,7 @@ class PagedScheduler(Scheduler):
         request.num_computed_tokens = 0
         request.preemptions += 1
         self.preemptions += 1
-        self._push(request)
+        heapq.heappush(self._waiting, (request.rank, request))
 
     def can_admit(self, request: Request) -> bool:
         """Return True if there are blocks for a waiting request, and a row for it and each of its siblings.
@@ -116,7 +117,7 @@ class PagedScheduler(Scheduler):
         super().leave(request)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` unless every block has the users that hold it, and none if idle."""
+        """Raise `AssertionError` if a block's count of users is wrong, or not 0 while idle."""
         super().check_integrity()
         held = self.cache.allocator.count - self.cache.free
         if self.idle and held:

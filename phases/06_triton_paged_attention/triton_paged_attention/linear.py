@@ -117,8 +117,8 @@ class FusedLinear(nn.Module):
         return self.total(kernel(x, norm=norm, gate=gate, residual=None), residual)
 
     def kernel(self, x: Tensor, gate: str | None = None) -> LinearKernel | None:
-        """Return the first kernel that supports the tokens of `x` with this gate; None: the library computes
-        them.
+        """Return the first kernel that supports the tokens of `x` and the activation `gate`; None if none
+        does.
         """
         tokens = x.numel() // x.shape[-1]
         for kernel in self.kernels:

@@ -180,9 +180,9 @@ def combine(partial, lse, at, filled, d, D: tl.constexpr, D_PAD: tl.constexpr):
 
     partial: `[n, D_PAD]`, outputs. lse: `[n]`, log2 of softmax sums. at: `[splits, rows]`, which of the n
         to read.
-    filled: `[splits, rows]`, which of them have been written. d: `arange(D_PAD)`. All rows at once: then
-        their loads are in flight together, where a loop would wait for each. `.cg`: other programs have
-        just written this, so it may not come from this multiprocessor's own cache.
+    filled: `[splits, rows]`, which of them have been written. d: `arange(D_PAD)`. All rows are loaded at
+        once, since a loop would wait for each load. The loads use `.cg`: other programs have just written
+        these numbers, so they may not come from this multiprocessor's own cache.
     """
     logs = tl.load(
         lse + at, mask=filled, other=-1.0e30, cache_modifier=".cg"

@@ -14,7 +14,7 @@ STEP_TOKENS = 256
 
 @dataclass(frozen=True)
 class Chunked(Feature):
-    """Split prompts to fit a budget of tokens a step, which decodes take from first."""
+    """Split prompts so that a step stays within a budget of tokens; decodes come first."""
 
     name = "chunked_prefill"
     phase = 7

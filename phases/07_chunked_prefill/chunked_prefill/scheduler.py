@@ -83,7 +83,7 @@ class ChunkedScheduler(PagedScheduler):
         return head is not None and not head.in_flight and self.can_admit(head)
 
     def should_yield(self, request: Request) -> bool:
-        """Return True for a prompt that has begun if a waiting request ranks, and so goes, before it."""
+        """Return True for a prompt that has begun, if a waiting request ranks before it and so goes first."""
         if not request.prefilling:
             return False
         head = self._head()

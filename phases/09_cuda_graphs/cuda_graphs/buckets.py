@@ -37,9 +37,9 @@ def full_step(model: Model, step_tokens: int, most: int) -> int:
 
     most: tokens of the largest chunk graph.
 
-    Beyond the `most` tokens of a chunk graph padding would cost much, and the device takes longer than the
-    launches of an eager step do. Not so with a small model on a large GPU: there one more graph, for steps
-    that are full, is faster. With a large model steps are long, and the graph would only take memory.
+    Above `most` tokens padding would cost much, and usually the device takes longer than the launches of an
+    eager step. With a small model on a large GPU it does not: there one more graph, for full steps, is
+    faster. With a large model steps are long, and the graph would only take memory.
     """
     config = model.config
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
@@ -56,7 +56,7 @@ FULL = 0.9
 
 
 def fills(full: int, works: Sequence[Work], longest: int) -> bool:
-    """Return True if a step should use the largest graph: it nearly fills that, and has no very long prompt.
+    """Return True if a step should use the largest graph: it nearly fills it, and has no very long prompt.
 
     full: tokens of that graph; 0: there is none. works: the step's requests and tokens. longest: tokens
         from which another kernel computes a prompt.

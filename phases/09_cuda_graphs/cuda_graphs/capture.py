@@ -18,8 +18,8 @@ Replay = Callable[[], None]
 class Capturer:
     """Captures functions as CUDA graphs, one after the other, into one pool of memory.
 
-    Graphs that share a pool reuse each other's memory: what a replay leaves behind is good only until the
-    next replay of any of them. Capture the largest first, so that the others fit into what it took.
+    Graphs that share a pool reuse each other's memory: the results of a replay are valid only until the next
+    replay of any of them. Capture the largest first, so that the others fit into what it took.
 
     On a device without graphs the function itself is the replay. That is slow, and exactly what tests on a
     CPU need.

@@ -48,7 +48,7 @@ class Layout:
 
     tokens, requests: most of a step. There is room for one request more: it has no tokens, and pads lists
         of requests.
-    samples: most sampled tokens; None: one a request, and drafts are in the rows already.
+    samples: most sampled tokens; None: one per request, and drafts are in the rows already.
     """
 
     def __init__(

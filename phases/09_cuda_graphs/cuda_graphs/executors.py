@@ -44,7 +44,7 @@ class DecodeGraphExecutor:
         self._staging = Staging(3 * self.sizes[-1], runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all decode graphs by `capturer`, largest first; call `part` with each one's name."""
+        """Capture all decode graphs by `capturer`, largest first; `part` shows each one's name."""
         for size, features in product(reversed(self.sizes), KINDS):
             part(f"{size} requests")
             given = self._staging.device[: 3 * size].view(3, size)
@@ -136,7 +136,7 @@ class ChunkGraphExecutor:
         self._staging = Staging(largest, runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all chunk graphs by `capturer`, largest first; call `part` with each one's name."""
+        """Capture all chunk graphs by `capturer`, largest first; `part` shows each one's name as progress."""
         for (tokens, requests), layout in reversed(self._layouts.items()):
             part(f"{tokens} tokens of {requests} requests")
             given = self._staging.device[: layout.size]
@@ -146,7 +146,7 @@ class ChunkGraphExecutor:
 
     def supports(self, works: Sequence[Work], masked: bool) -> ChunkGraph | None:
         """Return the smallest graph that holds a step, or None; the largest only if the step nearly fills
-        that.
+        it.
 
         works: the step's requests and tokens. masked: not read.
         """

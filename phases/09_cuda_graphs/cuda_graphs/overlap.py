@@ -63,7 +63,7 @@ class OverlappedLoop:
             self.finish_steps(engine)
         step = engine.forward(self._schedule(engine))
         previous, self.in_flight_step = self.in_flight_step, None
-        if step and previous and engine.grammar_manager.needs_mask(step.works):
+        if step and previous and engine.needs_mask(step.works):
             self._begin_masks(engine, step, previous)
             return
         self.in_flight_step = engine.sample(step)

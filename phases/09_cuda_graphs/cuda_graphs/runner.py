@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.progress import bar
 from common.sampling.metadata import SamplingMetadata
-from common.sampling.sampler import Sampled
+from common.sampling.sampler import HostSampled, Sampled
 from continuous.batch import Batch
 from continuous.rows import RequestRows
 from continuous.runner import Forwarded, Pending
@@ -22,7 +22,8 @@ from cuda_graphs.memory import Startup, free_bytes
 from cuda_graphs.tables import DeviceTables
 from forward.model import Model
 from paged_cache.cache import PagedCache
-from paged_cache.runner import PagedRunner, StepExecutor
+from paged_cache.executor import StepExecutor
+from paged_cache.runner import PagedRunner
 from triton_paged_attention.attention import TritonPagedAttention
 
 
@@ -35,7 +36,7 @@ class GraphExecutor(StepExecutor, Protocol):
     count: int
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs by `capturer`, largest first; call `part` with each one's name."""
+        """Capture all graphs by `capturer`, largest first; `part` shows each one's name as progress."""
         ...
 
 
@@ -106,7 +107,10 @@ class GraphRunner(PagedRunner):
         """
         done = Sampled(tokens, tokens)
         return Forwarded(
-            works, batch, hidden, rest=lambda allowed: Pending(works, done, self.verifier)
+            works,
+            batch,
+            hidden,
+            rest=lambda allowed: Pending(works, HostSampled(done), self.verifier),
         )
 
     def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:

@@ -66,9 +66,9 @@ def negative_exponentials(lower, upper, ids, NATIVE: tl.constexpr):
     """Return exponential noise, negated, -E for each of the int32 token `ids` of one row.
 
     lower, upper: the row's random words. NATIVE: use the GPU's fast logarithm. E = -log(1 - v), v uniform in
-        (0, 1): below 1/8 log(1 - v) is its power series, of which what is left out is less than 1e-7 of it:
-        there the GPU's logarithm, and 1 - v itself, have lost digits. Above, the GPU's fast logarithm is good
-        to 2e-6.
+        (0, 1). For v below 1/8, the power series of log(1 - v) is used, with a relative error below 1e-7:
+        there the GPU's logarithm, and 1 - v itself, have lost digits. Above, the GPU's fast logarithm has an
+        error of 2e-6.
     """
     x = upper ^ ids
     x = (x ^ (x >> 16)) * _HASH_1
@@ -157,7 +157,7 @@ def finish_kernel(
     tokens, best, races, ids, rows, floats, float_stride,
     CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
-    """Store the token of a row: of its chunks' tokens that with the largest -E / weight. One program per row.
+    """Store a row's token: among its chunks' tokens, the one of the largest -E / weight. One program per row.
 
     Weights are relative to the row's largest logit. In a greedy row, or where the row's largest logit is
     not finite, it is the argmax, the first of equals.

@@ -22,17 +22,17 @@ POWERS = tuple(step / 10 for step in range(10))
 
 
 def input_scales(weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme) -> Tensor:
-    """Return the factors `s [K]` float32 of the inputs with which a layer's int4 weights lose least by
-    rounding.
+    """Return factors `s [K]` float32 of the inputs, chosen so that rounding a layer's weights to int4 loses
+    least.
 
     weights: `[N, K]` each, of layers that read one input.
     hessian: `[K, K]` float32 of their input, `X^T X` over the rows of inputs `X`. scheme: int4.
 
-    Weights are multiplied by `s` before they are rounded, and divided by it afterwards. Tried is, for each
-    exponent of `POWERS`, the input's size to that power, divided by the geometric mean of the largest and the
-    smallest. An input's size is the root of its place on the Hessian's diagonal, at least 1e-6. The loss is
-    the trace of `D H D^T`, where `D [all N, K]` is the change of all layers' weights. Of equal losses the
-    lower power wins.
+    Weights are multiplied by `s` before they are rounded, and divided by it afterwards. For each exponent of
+    `POWERS`, the factors tried are the inputs' sizes to that power, divided by the geometric mean of the
+    largest and the smallest. An input's size is the root of its entry on the Hessian's diagonal, at least
+    1e-6. The loss is the trace of `D H D^T`, where `D [all N, K]` is the change of all layers' weights. Of
+    equal losses the lower power wins.
     """
     size = hessian.diagonal().sqrt().clamp_min(1e-6)
     together = torch.cat([weight.float() for weight in weights])

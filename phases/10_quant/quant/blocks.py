@@ -55,7 +55,7 @@ class BlockWeight(nn.Module):
         self.register_buffer("minimum", minimum)
 
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        """Return the weight `[N, K]` in float32, or of it the rows `[..., K]` whose indices are `rows
+        """Return the weight `[N, K]` in float32, or only its rows `[..., K]` with the indices `rows
         [...]`.
         """
         data, scale = self.data[rows], self.scale[rows].float()

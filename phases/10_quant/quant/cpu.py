@@ -93,7 +93,7 @@ def has_routine(scheme: Scheme, outputs: int) -> bool:
 def eight_bit_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """Return `x [M, K]` times an eight-bit weight with scales by channel: `[M, N]` in `x`'s dtype.
 
-    Each number of eight bits is exact in bfloat16. Scales are applied last, for they are not.
+    Eight-bit numbers are exact in bfloat16. Scales are not exact there, so they are applied last.
     """
     data, kind = weight.data, weight.scheme.activations
     numbers, scale = (x, 1.0) if kind is None else quantize_tokens(x, kind)

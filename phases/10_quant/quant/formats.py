@@ -38,7 +38,7 @@ class Scheme:
     scales: which weights share a scale: an output channel (a row), a block of 128 x 128, or a group of
         neighbouring inputs within a row.
     group: inputs in a group; 0 unless scales are by group.
-    zeros: whether a group has a zero point; without, the numbers lie around the middle.
+    zeros: whether a group has a zero point; without one, the middle number stands for 0.
     activations: the format to which the input is rounded, token by token; None: it is not rounded.
     """
 

@@ -27,10 +27,10 @@ def quantize(
     scheme: int4 without zero points, or eight bits with a scale for each channel.
     scale_dtype: of the scales of groups.
 
-    Inputs are rounded in the order of the Hessian's diagonal, the largest first, while most others are left
-    to make up for them ("act-order"). Scales belong to groups of neighbouring inputs and are chosen before,
-    so the file needs no index ("static" order): by `search_scales` for int4, by `rtn.quantize` for eight
-    bits. An input that was never seen has 0 on the diagonal; 1 is put there, and its weights become 0.
+    Inputs are rounded in the order of the Hessian's diagonal, the largest first, while most other inputs can
+    still correct their errors ("act-order"). Scales belong to groups of neighbouring inputs and are chosen
+    before, so the file needs no index ("static" order): by `search_scales` for int4, by `rtn.quantize` for
+    eight bits. An input that was never seen has 0 on the diagonal; 1 is put there, and its weights become 0.
     """
     weight, hessian = weight.float().clone(), hessian.clone()
     diagonal = hessian.diagonal()
@@ -68,14 +68,14 @@ def quantize(
 
 
 def pass_on(block: Tensor, at: int, rounded: Tensor, factor: Tensor) -> Tensor:
-    """Let the columns after column `at` make up for what rounding has changed in it; return its error `[N]`.
+    """Correct the columns after column `at` for the rounding error of that column; return the error `[N]`.
 
     block: `[N, C]`, the weights of N outputs for C inputs, changed in place. at: the column that was rounded.
     rounded: `[N]`, what column `at` was rounded to.
     factor: `[C, C]`, upper triangular, of the inverse Hessian (`inverse_factor`).
 
-    The error is what rounding took off the column, over the factor's diagonal. Column `at` and each column
-    after it lose the error times their entry in row `at` of the factor; columns before it stay as they are.
+    The error is the column less its rounded values, divided by `factor[at, at]`. From column `at` and each
+    column after it, subtract the error times their entry in row `at` of `factor`; earlier columns stay.
     """
     error = (block[:, at] - rounded) / factor[at, at]
     block[:, at:].addr_(error, factor[at, at:], alpha=-1)

@@ -36,8 +36,8 @@ def sample(model: Model) -> list[int]:
 def head_scales(model: Model, texts: Sequence[Sequence[int]], kind: str) -> Tensor:
     """Return scales `[L, 2, KH]` float32 of keys and values by layer and head, for a cache in 8 bits.
 
-    Each is a head's largest magnitude in `texts`, times `ROOM` for larger ones, over the format's largest
-    number.
+    Each is a head's largest magnitude in `texts`, times `ROOM` since others may be larger, divided by the
+    format's largest number.
 
     Args:
         texts: token ids, each text by itself.

@@ -51,8 +51,8 @@ def group_scales(
 ) -> tuple[Tensor, Tensor | None]:
     """Return scales `[N, K / g]` in `dtype` of a weight `[N, K]`, and zero points `[N, K / g]` uint8 or None.
 
-    Without zero points the largest magnitude is 7.5 steps from 0: one that is positive loses half a step,
-    and one that is negative wins it. With them, the range from the smallest to the largest, 0 within it,
+    Without zero points the largest magnitude is 7.5 steps from 0: a positive one is stored as 7, and a
+    negative one as -8. With them, the range from the smallest to the largest, 0 within it,
     is cut into 15 steps.
     """
     groups = weight.float().view(len(weight), -1, scheme.group)  # [N, K / g, g]

@@ -25,8 +25,8 @@ class QuantizedWeight:
     scale: fp8 and int8 float32: `[N]` (channel) or `[ceil(N / 128), ceil(K / 128)]` (block). int4 `[N, K /
         group]`, float32 or the half precision that the file has.
     zero: int4 `[N, K / group]` uint8, the nibble that stands for 0; None: it is 8.
-    order: `[K]` int64; column `j` of `data` belongs to input `order[j]`. None: to input `j`. Only
-        checkpoints have it that GPTQ made with groups by activation order.
+    order: `[K]` int64; column `j` of `data` belongs to input `order[j]`. None: to input `j`. Only GPTQ
+        checkpoints whose groups are by activation order have it.
     """
 
     scheme: Scheme

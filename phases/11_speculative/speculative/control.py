@@ -52,7 +52,7 @@ def expected_tokens(rate: float, drafts: int) -> float:
 def draft_length(rate: float, each: float, most: int) -> int:
     """Return the number of drafts of a request that gains it the most tokens, at most `most`.
 
-    The k-th draft is accepted with chance rate^k. It is made while that is at least what it costs.
+    The k-th draft is accepted with chance rate^k. It is made if this chance is at least its cost, `each`.
 
     Args:
         rate: the chance that a draft is accepted, above 0 and below 1.
@@ -103,6 +103,9 @@ class Tries:
         self.accepted = self.accepted * keep + accepted
 
 
+UNTRIED = Tries()
+
+
 @dataclass
 class StepCost:
     """Measured times of steps at one batch size, with and without drafts.
@@ -110,7 +113,7 @@ class StepCost:
     plain: seconds of a step without drafts, measured `samples` times.
     fixed: what a step with any drafts takes longer, in plain steps.
     each: what each draft costs besides, in tokens: the plain steps that one draft of every request adds.
-    most: drafts of a request, twice what was tried. drafting: steps with drafts so far, and rests between.
+    most: drafts of a request, twice what was tried. drafting: number of steps with drafts, pauses included.
     tried_at: number of the last step with drafts.
     """
 
@@ -153,9 +156,11 @@ class StepCost:
 def is_drafted(request: Request) -> bool:
     """Return True if a request may have drafts.
 
-    Its prompt is computed, it will not fork, and it has no penalty that counts the tokens before one.
+    Its prompt is computed, at least two more tokens are allowed, no siblings wait for it, and it has no
+    penalties, for which each token changes the next logits.
     """
-    return not (request.prefilling or request.siblings or request.params.penalized)
+    more = len(request.tokens) + 1 < request.limit
+    return more and not (request.prefilling or request.siblings or request.params.penalized)
 
 
 class DraftController:
@@ -196,7 +201,7 @@ class DraftController:
         self._finished: list[Work] = []
 
     def attach(self, engine: Engine) -> None:
-        """Bind to the engine whose steps are timed."""
+        """Store the engine whose steps are timed."""
         self._engine = engine
 
     def cost(self, rows: int) -> StepCost:
@@ -209,16 +214,14 @@ class DraftController:
         if not is_drafted(request):
             return LOWEST_RATE
         overall = self._overall.accepted / self._overall.tried
-        own = self._rates.get(request)
-        rate = overall
-        if own is not None:
-            rate = (own.accepted + PRIOR * overall) / (own.tried + PRIOR)
+        own = self._rates.get(request, UNTRIED)
+        rate = (own.accepted + PRIOR * overall) / (own.tried + PRIOR)
         return min(0.99, max(LOWEST_RATE, rate))
 
     def decide(self, running: Sequence[Request]) -> list[int] | None:
         """Return the number of drafts for each running request in the next step, or None: there are none.
 
-        Called once a step, before it is scheduled; the time since the last call is that of a step.
+        Called once a step, before it is scheduled; the time since the last call is a step's.
         """
         if not self.adaptive:
             return [self.most] * len(running)
@@ -238,7 +241,7 @@ class DraftController:
         return not self.adaptive or gained > cost.fixed * rows
 
     def add_tries(self, request: Request, drafts: int, accepted: int) -> None:
-        """Count a request's drafts of a step, and how many were accepted; behind a wrong one none was tried.
+        """Count a request's drafts of a step that were tried, up to the first wrong one, and the accepted.
 
         No draft at all counts as a wrong one: a drafter that finds nothing gains nothing.
         """
@@ -279,17 +282,13 @@ class DraftController:
             cost.forget_drafts()
             cost.tried_at = self.steps
             self._forget_rates()
-        rates = [self.rate(request) for request in running]
-        rates = rates or [max(LOWEST_RATE, self.first_rate)]
+        rates = list(map(self.rate, running)) or [max(LOWEST_RATE, self.first_rate)]
         fixed = cost.fixed if self.on else cost.fixed + SWITCH
         lengths = choose_lengths(rates, fixed, cost.each, min(self.most, cost.most))
         return None if lengths is None else lengths[:rows]
 
     def _rests(self, cost: StepCost) -> bool:
-        """Return True if the next step goes without drafts, to measure the time of such steps too.
-
-        cost: measured times at this batch size.
-        """
+        """Return True if the next step has no drafts, to measure such steps' time; cost: of the batch."""
         resting = cost.drafting % REFRESH >= REFRESH - REST
         cost.drafting += self.on or resting
         return resting

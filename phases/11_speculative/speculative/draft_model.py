@@ -70,10 +70,10 @@ class DraftModel(Proposer):
         """Return the draft model's copy of a request with all its tokens and room for `length` drafts; None
         without room.
 
-        Rolls back: what was computed after the first wrong draft counts for nothing. The last draft never
-        was computed, and the newest token counts as not computed in any case. The drafts are forgotten. A
-        request without a copy enters (`_enter`), if there is a row and its tokens fit; one without room
-        for its tokens and `length` more leaves. Its first `_skipped` tokens are not the copy's.
+        Rolls back: tokens from the first wrong draft on count as not computed. So do the last draft, which
+        never was computed, and in any case the newest token. The copy's old drafts are dropped. A request
+        without a copy gets one (`_enter`), if there is a row and its tokens fit; a copy without room for its
+        tokens and `length` more is removed. The copy lacks the request's first `_skipped` tokens.
         """
         shadow = self.shadows.get(request)
         if shadow is None:
@@ -111,10 +111,10 @@ class DraftModel(Proposer):
         return Shadow(own)
 
     def _write(self, some: Sequence[tuple[Shadow, int]]) -> None:
-        """Compute the known tokens of the requests' copies in `some`, then generate drafts and store them
-        there.
+        """Compute the known tokens of requests in the draft model, generate drafts, and store them in the
+        copies.
 
-        some: pairs of a copy and its number of drafts. Nothing waits for the device until all is launched.
+        some: pairs of a request's copy and its number of drafts. All steps are launched before any is read.
         """
         owns = [shadow.request for shadow, _ in some]
         # The tokens that the draft model did not generate go into its rows; at most those it computes.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,10 +78,9 @@ class Head(Model):
     predicts token p + 2. So its sequence is the request's without the first token.
 
     hooks: the layers of the large model behind which hidden states are taken, beside the last ones.
-    features: `[most, hidden]`, what the tokens of the next call are given, in their order.
+    features: `[most, hidden]`, the features that the next call reads, in the order of its tokens.
     """
 
-    TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}
     features: Tensor
     lm_head: ReducedHead
 
@@ -234,7 +233,7 @@ class HeadSource(DraftModel):
         self._starts: tuple[Forwarded | None, dict[int, int]] = (None, {})
 
     def attach(self, engine: Engine) -> None:
-        """Bind to the engine whose hidden states are read."""
+        """Store the engine whose hidden states are read."""
         assert isinstance(engine.runner, PagedRunner)
         self._runner = engine.runner
 

@@ -49,7 +49,7 @@ class NGramIndex:
             self.seen = len(tokens)
 
     def propose(self, most: int) -> list[int]:
-        """Return at most `most` tokens that once followed the longest n-gram that ends the index."""
+        """Return at most `most` tokens that followed the request's last tokens where these stood earlier."""
         for size in NGRAM_SIZES:
             at = self._ends.get(tuple(self.tokens[-size:]))
             if at is not None:
@@ -77,7 +77,7 @@ class NGrams(Proposer):
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
     ) -> list[list[int] | None]:
-        """Return at most `lengths` drafts of each request; None while steps still take its prompt in."""
+        """Return at most `lengths` drafts of each request; None until all of its prompt is in the index."""
         found = []
         for request, length in zip(requests, lengths, strict=True):
             index, tokens = self.indexes[request], request.tokens

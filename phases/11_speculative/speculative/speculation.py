@@ -61,13 +61,13 @@ class Proposer:
     ) -> Sequence[Sequence[int] | None]:
         """Return for each request the draft tokens that may follow its `tokens`; None: too early to say.
 
-        None counts for nothing, no drafts count as a wrong one. requests: those to draft for. lengths: the
-            number of drafts wanted for each; drafts beyond it are dropped.
+        None does not change the acceptance rate; an empty list counts as a wrong draft. lengths: the number
+            of drafts wanted for each of the `requests`; drafts beyond it are dropped.
         """
         raise NotImplementedError
 
     def attach(self, engine: Engine) -> None:
-        """Bind to the engine whose tokens are guessed."""
+        """Store the engine whose tokens are guessed."""
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
         """Learn from a finished step; its hidden states are in `runner.last` until the next step.
@@ -117,11 +117,11 @@ class SpeculativeRunner(WaitingDrafter):
 
     @property
     def needs_finished_step(self) -> bool:
-        """Return True while every token must be known before a step is scheduled, to draft behind it."""
+        """Return True if all tokens must be known before a step is scheduled, to draft after them."""
         return self.control.on
 
     def attach(self, engine: Engine) -> None:
-        """Bind to the engine that is drafted for."""
+        """Store the engine whose requests get drafts."""
         self.control.attach(engine)
         self.source.attach(engine)
 
@@ -152,7 +152,7 @@ class SpeculativeRunner(WaitingDrafter):
         return any(self.guesses.values())
 
     def _rehearse(self, request: Request) -> None:
-        """Compare a request's earlier drafts with the tokens that came, and draft anew."""
+        """Compare a request's earlier guesses with the tokens that were sampled, and guess again."""
         known, drafts = self._rehearsed.get(request, (0, ()))
         came = request.tokens[known:]
         if not (came and is_drafted(request)):

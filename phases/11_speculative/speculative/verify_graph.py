@@ -35,8 +35,8 @@ class VerifyGraph(ChunkGraph):
 
     features: how it samples, greedily or with a temperature.
 
-    for_host: `[tokens]` int64, in the order of the samples; a special number if logits were NaN. Good
-        until the next replay.
+    for_host: `[tokens]` int64, in the order of the samples; a special number if logits were NaN. Valid until
+        the next replay.
     """
 
     for_host: Tensor
@@ -151,7 +151,7 @@ def verify_sizes(most_rows: int, most_drafts: int) -> dict[int, list[int]]:
 
     most_drafts: of a request; the largest graph has one token more for each.
 
-    Beyond `MOST_VERIFIED` tokens in all a step is so long that sampling outside of its graph is no matter.
+    A step of more than `MOST_VERIFIED` tokens takes so long that sampling outside a graph costs little.
     """
     lengths = [length for length in (2, 4, 8, 16) if length <= most_drafts] + [most_drafts + 1]
     rows = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most_rows]

@@ -1,8 +1,8 @@
-"""Positions of outputs in their grammars: matchers, and how many tokens these have accepted."""
+"""Constraints of outputs: their positions in grammars, and the end tokens that their settings forbid."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,3 +82,39 @@ def constrained(
             if isinstance(request.constraint, Constraint) and request.finish_reason is None:
                 yield position, work.drafts, request, request.constraint
             position += len(work.drafts) + 1
+
+
+# End tokens that a mask must not have.
+
+
+def forbidden_ends(
+    request: Request, eos: Collection[int], row: int, count: int
+) -> list[tuple[int, int]]:
+    """Return the end tokens that `min_tokens` and `ignore_eos` forbid: (row of the mask, token id) pairs.
+
+    request: whose masks. eos: the model's end-of-sequence tokens. row: that of the mask of its next token.
+    count: number of its masks, row by row.
+    """
+    params, length = request.params, len(request.tokens) - request.prompt_len
+    found = list[tuple[int, int]]()
+    for number in range(count):
+        short = length + number < params.min_tokens
+        tokens = [*eos] if short or params.ignore_eos else []
+        tokens += params.stop_token_ids if short else ()
+        found += [(row + number, token) for token in tokens]
+    return found
+
+
+def hold_back(words: Words, held: Sequence[tuple[int, int]]) -> None:
+    """Forbid tokens in masks `[M, ceil(V / 32)]`, in place, unless nothing else is allowed in their row.
+
+    words: the bit masks. held: (row, token id) pairs of the tokens to forbid.
+    """
+    if not held:
+        return
+    rows, tokens = np.array(held).T
+    at, bits = tokens >> 5, (1 << (tokens & 31)).astype(np.uint32).view(np.int32)
+    allowed = words[rows, at] & bits
+    np.bitwise_and.at(words, (rows, at), ~bits)
+    empty = ~words[rows].any(axis=1)
+    np.bitwise_or.at(words, (rows[empty], at[empty]), allowed[empty])

@@ -14,7 +14,7 @@ from common.sampling.sampler import TokenBitmask
 from continuous.batch import upload
 from continuous.seams import GrammarManager
 from continuous.work import Work
-from structured.constraint import Constraint, constrained
+from structured.constraint import Constraint, constrained, forbidden_ends, hold_back
 from structured.matcher import Words
 from structured.pool import Compilation, GrammarPool
 
@@ -46,7 +46,6 @@ class AutomataGrammarManager(GrammarManager):
         self.eos = frozenset(eos)
         self.refusal = refusal
         self.vocab_size, self.device = vocab_size, device
-        self._any = False  # whether any request ever had a grammar
         self._failed: list[tuple[Request, Exception]] = []
 
     # Before a request runs.
@@ -59,7 +58,7 @@ class AutomataGrammarManager(GrammarManager):
         """
         if self.refusal:
             raise UserError(self.refusal)
-        self._any = True
+        self.active = True
         self.pool.ask(grammar)
 
     def ready(self, request: Request) -> bool:
@@ -85,22 +84,11 @@ class AutomataGrammarManager(GrammarManager):
 
     # In a step.
 
-    def needs_mask(self, works: Sequence[Work]) -> bool:
-        """Return True if a request that is sampled in this step has a grammar.
-
-        works: the step's requests and tokens. Before the first grammar comes, the call is free.
-        """
-        return self._any and any(
-            sampled_request.constraint is not None
-            for work in works
-            for sampled_request in work.sampled_requests
-        )
-
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """Return the bit masks of all samples that have a grammar, copied to the device; None if none has.
 
         A request whose grammar cannot be followed fails (`_fail`) and has no masks. `hold_back` forbids the
-        end tokens that are `held`. `positions` has the index of each mask's sample among all samples.
+        end tokens of `forbidden_ends`. `positions` has the index of each mask's sample among all samples.
 
         works: the step's requests and tokens.
         """
@@ -112,7 +100,7 @@ class AutomataGrammarManager(GrammarManager):
                 self._fail(request, problem)
             else:
                 found.append(constraint.masks(drafts, -(-self.vocab_size // 32)))
-                held += self.held(request, len(positions), len(drafts) + 1)
+                held += forbidden_ends(request, self.eos, len(positions), len(drafts) + 1)
                 positions += range(position, position + len(drafts) + 1)
         if not positions:
             return None
@@ -126,35 +114,6 @@ class AutomataGrammarManager(GrammarManager):
         failed, self._failed = self._failed, []
         return failed
 
-    def held(self, request: Request, row: int, count: int) -> list[tuple[int, int]]:
-        """Return the end tokens that `min_tokens` and `ignore_eos` forbid: (row of the mask, token id) pairs.
-
-        request: whose masks. row: that of the mask of its next token. count: number of its masks, row by row.
-        """
-        params, length = request.params, len(request.tokens) - request.prompt_len
-        found = list[tuple[int, int]]()
-        for number in range(count):
-            short = length + number < params.min_tokens
-            tokens = [*self.eos] if short or params.ignore_eos else []
-            tokens += params.stop_token_ids if short else ()
-            found += [(row + number, token) for token in tokens]
-        return found
-
     def _fail(self, request: Request, problem: str) -> None:
         words = f"grammar ({request.params.grammar}) cannot be followed: {problem}"
         self._failed.append((request, UserError(words)))
-
-
-def hold_back(words: Words, held: Sequence[tuple[int, int]]) -> None:
-    """Forbid tokens in masks `[M, ceil(V / 32)]`, in place, unless nothing else is allowed in their row.
-
-    words: the bit masks. held: (row, token id) pairs of the tokens to forbid.
-    """
-    if not held:
-        return
-    rows, tokens = np.array(held).T
-    at, bits = tokens >> 5, (1 << (tokens & 31)).astype(np.uint32).view(np.int32)
-    allowed = words[rows, at] & bits
-    np.bitwise_and.at(words, (rows, at), ~bits)
-    empty = ~words[rows].any(axis=1)
-    np.bitwise_or.at(words, (rows[empty], at[empty]), allowed[empty])

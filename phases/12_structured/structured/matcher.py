@@ -55,7 +55,7 @@ class Compiled(ABC):
 
 
 class Backend(ABC):
-    """Interface of what compiles grammars for a vocabulary, the model's tokens."""
+    """Interface of a compiler of grammars for a vocabulary, the model's tokens."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary

@@ -20,10 +20,11 @@ from common.json_text import FieldError, decode_object
 from common.text.tokenizer import LONG
 from serving.client import EngineClient
 from serving.completion import serve
-from serving.endpoints import ChatEndpoint, CompletionEndpoint, ServedModel
+from serving.endpoints import ChatEndpoint, ServedModel
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
+from serving.prompts import CompletionEndpoint
 from serving.seams import Endpoint, FieldHandler
 
 log = logging.getLogger(__name__)
@@ -124,11 +125,7 @@ class App:
         return "draining" if self.draining else self.engine.state
 
     def ready(self) -> Ready:
-        """Return the engine's report of its sizes (`Ready`), if it takes requests now.
-
-        Raises:
-            ApiError: 503; the engine takes none now.
-        """
+        """Return the engine's report of its sizes; raise `ApiError` (503) if it takes no requests now."""
         if self.engine.ready is None or self.state != "ready":
             raise ApiError(503, f"the engine is {self.state}; try again", code=self.state)
         return self.engine.ready
@@ -166,12 +163,8 @@ class App:
     def parse(
         self, endpoint: Endpoint, http: HttpRequest, fields: dict[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return an HTTP request for tokens, parsed and checked by its route.
-
-        endpoint: the route. fields: the decoded body. ready: the engine's sizes.
-
-        Raises:
-            ApiError: the request cannot be served.
+        """Return an HTTP request for tokens, parsed and checked by its route; `ignored` names all fields
+        that nothing reads. See `Endpoint.parse`.
         """
         request = endpoint.parse(http, fields, ready)
         unknown = set(fields)
@@ -187,16 +180,11 @@ class App:
         source: str | None = None,
         threaded: bool = False,
     ) -> T:
-        """Decode and parse the body of `http`, in a thread unless it is short, so that no stream waits.
+        """Return what `parse` makes of the body of `http`, in a thread unless it is short, so that no stream
+        waits. Raises `ApiError` if the request cannot be taken now, or never.
 
-        parse: returns a value, given the decoded fields and the engine's sizes (`Ready`).
+        parse: gets the decoded fields and the engine's sizes.
         source: the field that an error is about unless it names one. threaded: always use a thread.
-
-        Returns:
-            What `parse` returned.
-
-        Raises:
-            ApiError: the request cannot be taken now, or never.
         """
         ready = self.ready()
         body = await http.body()

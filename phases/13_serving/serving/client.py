@@ -96,7 +96,7 @@ class EngineClient:
             self.tell(AbortRequests(mine))
 
     def tell(self, command: Command) -> None:
-        """Send a command to the engine; those given in one turn of the event loop travel in one message."""
+        """Send a command to the engine; commands of one turn of the event loop are sent in one message."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(command)

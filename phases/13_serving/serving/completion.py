@@ -111,18 +111,12 @@ class Choice:
         self.group.hear(True)
 
     def take(self) -> Piece:
-        """Return all of the completion's text that is unsent, as one piece, and count it as sent.
-
-        A thread may call it while tokens come.
-        """
+        """Return all unsent text as one piece, now sent. A thread may call this while tokens come."""
         start, self.sent = self.sent, len(self.texts)
         return Piece("".join(self.texts[start : self.sent]), start, self.sent)
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Return what the next text adds to a chat message: its reasoning, its content, its tool calls.
-
-        last: the completion has ended.
-        """
+        """Return the message fields that new `text` adds; without a reader it is all `content`."""
         if self.reader:
             return self.reader.deltas(text, last)
         return [{"content": text}] if text else []
@@ -252,10 +246,8 @@ async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
     if group.failure is not None:
         return
     write = group.request.formatter.body
-    if group.prompt_tokens + group.output_tokens > LONG_ANSWER:
-        body = await asyncio.to_thread(write, group)
-    else:
-        body = write(group)
+    long = group.prompt_tokens + group.output_tokens > LONG_ANSWER
+    body = await asyncio.to_thread(write, group) if long else write(group)
     await http.answer(200, body)
 
 
@@ -269,7 +261,7 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
             return
         long = request.details and not http.status  # those of a whole prompt
         data = await asyncio.to_thread(group.events) if long else group.events()
-        if data and not http.status:
-            await http.start(200, request.formatter.headers)
         if data:
+            if not http.status:
+                await http.start(200, request.formatter.headers)
             await http.write(data, more=bool(group.unsent))

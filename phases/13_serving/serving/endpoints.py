@@ -9,22 +9,20 @@ from typing import Any
 from msgspec import Struct
 
 from common.errors import UserError
-from common.http.errors import ApiError, ErrorForm, too_many, wrong
+from common.http.errors import ApiError, ErrorForm, wrong
 from common.http.limits import Limits
 from common.json_text import convert_fields
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
 from common.text.chat_template import count_characters
 from common.text.tokenizer import Tokenizer
-from serving.formatter import ChatFormatter, ResponseFormatter
+from serving.formatter import ResponseFormatter
 from serving.http.request import HttpRequest
-from serving.http.schema import ChatFields, CompletionFields, GenerationFields
+from serving.http.schema import ChatFields, GenerationFields
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
 from serving.seams import FieldHandler
 
-DEFAULT_TOKENS = 16
-"""`max_tokens` of a completion that does not say; OpenAI's default."""
 COPIED = [
     name
     for name in GenerationFields.__struct_fields__
@@ -63,10 +61,7 @@ class ServedModel:
             raise ApiError(404, words, param="model", code="model_not_found")
 
     def begin(self, fields: Mapping[str, Any], ready: Ready, source: str) -> ParsedRequest:
-        """Return a parsed request with only the fields set that all requests for tokens may have.
-
-        fields: the decoded body. ready: the engine's sizes. source: the name of the field with the prompt.
-        """
+        """Return a parsed request with only the fields set that all requests for tokens may have."""
         generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
         sampling = dict[str, Any]()
@@ -75,46 +70,18 @@ class ServedModel:
                 sampling[name] = value
         return ParsedRequest(generation, fields, sampling, ready, source)
 
-    def check_length(self, characters: int, ready: Ready, param: str) -> None:
-        """Raise `ApiError` if a text of so many characters is too long whatever its tokens are.
-
-        It is called before tokenizing. ready: the engine's sizes. param: the field that has the text.
-        """
-        most = self.tokenizer.most_characters(ready.max_len)
-        if most is not None and characters > most:
-            context = f"more than a context of {ready.max_len} tokens holds"
-            raise wrong(param, f"{param} has {characters:,} characters, {context}")
-
-    def prompts(self, given: Any, ready: Ready, special: bool = True) -> list[list[int]]:
-        """Return the token ids of each prompt in the field `prompt`.
-
-        given: a text, token ids, or a list of these. ready: the engine's sizes. special: whether the
-            tokenizer adds its special tokens to texts.
-
-        Raises:
-            ApiError: a prompt has the wrong type or is too long.
-        """
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            given = [given]
-        if not given:
-            raise wrong("prompt", "the prompt is empty, but must have at least 1 token")
-        if len(given) > self.limits.max_choices:
-            raise too_many("prompt", len(given), self.limits.max_choices, "prompts")
-        if len({type(item) for item in given}) > 1:
-            words = "prompt is a mixed list, but must hold only texts, only token ids, or only lists"
-            raise wrong("prompt", words)
-        if not isinstance(given[0], str):
-            return given
-        self.check_length(max(map(len, given)), ready, "prompt")
-        return [self.tokenizer.encode(text, special) for text in given]
+    def check_length(self, request: ParsedRequest, characters: int) -> None:
+        """Raise `ApiError` if a prompt of so many characters is too long, before it is tokenized."""
+        source, most = request.source, request.ready.max_len
+        each = self.tokenizer.characters_per_token
+        if each is not None and characters > each * most:
+            context = f"more than a context of {most} tokens holds"
+            raise wrong(source, f"{source} has {characters:,} characters, {context}")
 
     def finish(self, request: ParsedRequest, default_tokens: int = MAX_INT) -> None:
-        """Set a request's sampling settings, once its prompts are known.
+        """Set a request's sampling settings, once its prompts are known; `ApiError` if it cannot be served.
 
         default_tokens: `max_tokens` where the request does not say, if there is room for so many.
-
-        Raises:
-            ApiError: it could never be served.
         """
         ready = request.ready
         for call in request.on_prompt:
@@ -147,7 +114,7 @@ class TextEndpoint:
     source: str
     prefix: str
     default_tokens = MAX_INT
-    formatter: type[ResponseFormatter]
+    formatter = ResponseFormatter
     form = ErrorForm()
     threaded = False
 
@@ -160,7 +127,7 @@ class TextEndpoint:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """See `Endpoint.parse`."""
+        """Return a request for tokens, parsed from its decoded body `fields` and checked."""
         request = self.read(fields, ready)
         self.model.finish(request, self.default_tokens)
         request.formatter = self.formatter(
@@ -169,10 +136,7 @@ class TextEndpoint:
         return request
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a parsed request with its fields and prompts, but without sampling settings yet.
-
-        fields: the decoded body. ready: the engine's sizes. Raises `ApiError` or `UserError` for a wrong one.
-        """
+        """Return what `parse` does, with fields and prompts, but without sampling settings yet."""
         request = self.model.begin(fields, ready, self.source)
         self.fill(request, convert_fields(self.kind, fields))
         return request
@@ -182,11 +146,7 @@ class TextEndpoint:
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
-        """Let each field handler read its fields into the request, in place.
-
-        Raises:
-            ApiError: a field asks for what cannot be served.
-        """
+        """Let each field handler read its fields into the request, in place. See `FieldHandler.read`."""
         names = set(request.fields)
         for message in request.messages:
             names.update(message, [str(message.get("role"))])
@@ -195,30 +155,14 @@ class TextEndpoint:
                 handler.read(convert_fields(handler.fields, request.fields), request)
 
 
-class CompletionEndpoint(TextEndpoint):
-    """`/v1/completions`: one prompt or several, as text or token ids."""
-
-    kind = CompletionFields
-    source, prefix = "prompt", "cmpl"
-    default_tokens = DEFAULT_TOKENS
-    formatter = ResponseFormatter
-
-    def fill(self, request: ParsedRequest, given: CompletionFields) -> None:
-        """See `TextEndpoint.fill`: `prompt` is one prompt or several, as text or token ids."""
-        self.read_fields(request)
-        special = request.generation.add_special_tokens is not False
-        request.prompts = self.model.prompts(given.prompt, request.ready, special)
-
-
 class ChatEndpoint(TextEndpoint):
     """`/v1/chat/completions`: a conversation in the form that the model was trained on."""
 
     kind = ChatFields
     source, prefix = "messages", "chatcmpl"
-    formatter = ChatFormatter
 
     def fill(self, request: ParsedRequest, given: ChatFields) -> None:
-        """See `TextEndpoint.fill`: the chat template makes the prompt of `messages`."""
+        """Fill in `request` from the fields `given`: the chat template makes the prompt of `messages`."""
         request.messages = [
             message | {"role": "system"} if message.get("role") == "developer" else message
             for message in given.messages  # OpenAI's newer name, which templates do not know
@@ -231,9 +175,11 @@ class ChatEndpoint(TextEndpoint):
         if given.max_completion_tokens is not None:
             request.sampling["max_tokens"] = given.max_completion_tokens
             request.names["max_tokens"] = "max_completion_tokens"
-        request.variables["add_generation_prompt"] = given.add_generation_prompt is not False
-        request.variables["add_special_tokens"] = bool(request.generation.add_special_tokens)
-        self.model.check_length(count_characters(given.messages), request.ready, self.source)
+        request.variables |= {
+            "add_generation_prompt": given.add_generation_prompt is not False,
+            "add_special_tokens": bool(request.generation.add_special_tokens),
+        }
+        self.model.check_length(request, count_characters(given.messages))
         self.read_fields(request)
         ignored, chat = set[str](), self.model.tokenizer.chat
         request.prompts = [chat(request.messages, ignored=ignored, **request.variables)]

@@ -33,13 +33,13 @@ def usage(group: ChoiceGroup) -> dict[str, Any]:
 
 
 class ResponseFormatter:
-    """Formats the response to one request of `/v1/completions`, streamed or whole.
+    """Formats the response to one request, streamed or whole: a chat's, unless a subclass has another shape.
 
     id: of the response. model: its name. request: what is answered.
     usage: whether the last chunk has the counts of tokens.
     """
 
-    object = chunk_object = "text_completion"
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
     headers = EVENTS
 
     def __init__(self, id: str, model: str, request: ParsedRequest) -> None:
@@ -57,66 +57,7 @@ class ResponseFormatter:
         self._after = b'],"usage":null}\n\n' if self.usage else b"]}\n\n"
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the server-sent events of `piece`, the next text of the completion `choice`.
-
-        last: the completion has ended, so an event has the reason.
-        """
-        fields = {"text": piece.text} | self.details(choice, piece)
-        return self.event(choice, fields, choice.reason if last else None)
-
-    def shape(self, choice: Choice) -> dict[str, Any]:
-        """Return a whole completion as an entry of the response's list `choices`."""
-        piece = choice.take()
-        details = self.details(choice, piece)
-        return {"text": piece.text, **details, "finish_reason": choice.reason}
-
-    def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the JSON fields beside the text of a piece of a completion, such as log-probabilities."""
-        found = NOTHING
-        for part in self.request.details:
-            found = found | part(choice, piece)
-        return found
-
-    def body(self, group: ChoiceGroup) -> bytes:
-        """Return the whole response as JSON, for a request that is not streamed. group: its completions."""
-        return encode_json(
-            {
-                **(self._head | {"object": self.object}),
-                "choices": [
-                    self.shape(choice) | {"index": choice.index} for choice in group.choices
-                ],
-                "usage": usage(group),
-            }
-        )
-
-    def end(self, group: ChoiceGroup) -> bytes:
-        """Return the bytes of the events after the last chunk: token counts if wanted, and `[DONE]`.
-
-        group: the request's completions.
-        """
-        if not self.usage:
-            return DONE
-        last = encode_json(self._head | {"choices": [], "usage": usage(group)})
-        return b"data: " + last + b"\n\n" + DONE
-
-    def event(
-        self, choice: Choice, fields: dict[str, Any], reason: str | None = None
-    ) -> bytes:
-        """Return an event with JSON fields of a completion. reason: why it has ended; None: it has not."""
-        fields_json = encode_json({"index": choice.index, **fields, "finish_reason": reason})
-        return self._before + fields_json + self._after
-
-
-class ChatFormatter(ResponseFormatter):
-    """Formats the response to one request of `/v1/chat/completions`, streamed or whole."""
-
-    object, chunk_object = "chat.completion", "chat.completion.chunk"
-
-    def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the server-sent events of `piece`, the next text of the completion `choice`.
-
-        Its first event has the role. last: the completion has ended, so the last event has the reason.
-        """
+        """Return a piece's events as bytes: the first one has the role, the last one the finish reason."""
         data, details = b"", self.details(choice, piece)
         if not piece.start:
             role = {"role": "assistant", "content": ""}
@@ -129,14 +70,44 @@ class ChatFormatter(ResponseFormatter):
             data += self.event(choice, {"delta": {}, **details}, reason)
         return data
 
-    def shape(self, choice: Choice) -> dict[str, Any]:
-        """Return a whole chat completion as an entry of the response's list `choices`."""
+    def shape(self, choice: Choice, text: str) -> dict[str, Any]:
+        """Return the JSON fields that have the whole `text` of the completion `choice`."""
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-        piece = choice.take()
-        for delta in choice.deltas(piece.text, True):
+        for delta in choice.deltas(text, True):
             for name in delta.keys() - {"tool_calls"}:
                 message[name] = message.get(name, "") + delta[name]
         if choice.reader and (calls := choice.reader.calls):
             message |= {"content": message["content"] or None, "tool_calls": calls}
-        details = self.details(choice, piece)
-        return {"message": message, **details, "finish_reason": choice.finish_reason}
+        return {"message": message}
+
+    def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """Return the JSON fields beside the text of a piece of a completion, such as log-probabilities."""
+        found = NOTHING
+        for part in self.request.details:
+            found = found | part(choice, piece)
+        return found
+
+    def body(self, group: ChoiceGroup) -> bytes:
+        """Return the whole response as JSON, for a request that is not streamed."""
+        choices = list[dict[str, Any]]()
+        for choice in group.choices:
+            piece = choice.take()
+            fields = self.shape(choice, piece.text) | self.details(choice, piece)
+            ended = {"finish_reason": choice.finish_reason, "index": choice.index}
+            choices.append(fields | ended)
+        whole = {"object": self.object, "choices": choices, "usage": usage(group)}
+        return encode_json(self._head | whole)
+
+    def end(self, group: ChoiceGroup) -> bytes:
+        """Return the bytes of the events after the last chunk: token counts if wanted, and `[DONE]`."""
+        if not self.usage:
+            return DONE
+        last = encode_json(self._head | {"choices": [], "usage": usage(group)})
+        return b"data: " + last + b"\n\n" + DONE
+
+    def event(
+        self, choice: Choice, fields: dict[str, Any], reason: str | None = None
+    ) -> bytes:
+        """Return an event with JSON fields of a completion. reason: why it has ended; None: it has not."""
+        fields_json = encode_json({"index": choice.index, **fields, "finish_reason": reason})
+        return self._before + fields_json + self._after

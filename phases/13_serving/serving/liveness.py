@@ -111,7 +111,7 @@ class EngineProcess(EngineClient):
             await asyncio.sleep(pause)
 
     async def stop(self) -> None:
-        """See `EngineClient.stop`: the process gets five seconds to end by itself."""
+        """Stop the engine: its process gets five seconds to end by itself."""
         rounds = 50 if self.state == "ready" else 0
         self._stopping, self.state = True, "stopped"
         self.tell(Stop())
@@ -249,7 +249,7 @@ def main(
 
 
 def _die_with_parent() -> None:
-    """Ask the system to end this process when the API process ends: without it an engine serves no client."""
+    """Ask the system to end this process when the API process ends, since then no client is left."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

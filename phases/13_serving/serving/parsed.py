@@ -37,8 +37,8 @@ class ParsedRequest:
     explain: puts the engine's refusal of a grammar into the client's words.
     headers: of the response.
     shown: ids of special tokens that belong to the text.
-    prompt_only: whether the one token that the engine makes of each prompt is of no interest.
-    reader: makes what reads each completion's text if a chat message has more than content; else None.
+    prompt_only: whether only the prompts matter; the one token made of each is then not shown.
+    reader: makes the `MessageReader` of each completion, if a chat message has more than content; else None.
     details: functions that return JSON fields beside the text of a piece. A thread calls them for the first
         piece, which may have those of a whole prompt.
     """
@@ -75,9 +75,11 @@ class ParsedRequest:
         if setting == "grammar":
             message = self.explain(message)
         name = self.names.get(setting, setting)
-        if message.startswith(setting + " "):
+        if message.startswith(setting):
             message = name + message[len(setting) :]
-        if name in self.fields or "the prompt " not in message:
-            return wrong(name if name in self.fields else None, message)
+        if name in self.fields:
+            return wrong(name, message)
+        if "the prompt " not in message:
+            return wrong(None, message)
         code = "context_length_exceeded" if "must have at most" in message else None
         return ApiError(400, message, param=self.source, code=code)

@@ -51,7 +51,7 @@ class Endpoint(Protocol):
 
 
 class FieldHandler(Protocol):
-    """Interface of what reads some fields of requests, and adds their part to the responses.
+    """Interface of an object that reads some fields of requests, and adds their part to responses.
 
     names: of fields of requests and of messages, and roles; the handler reads requests that have one of
         these.
@@ -72,7 +72,7 @@ class FieldHandler(Protocol):
 
 
 class MessageReader(Protocol):
-    """Interface of what makes a chat message of a completion's text, as it comes, with more than content.
+    """Interface of a reader that splits a completion's text, as it comes, into the parts of a chat message.
 
     calls: the tool calls found so far, as in the API's field `tool_calls`.
     """
@@ -81,8 +81,8 @@ class MessageReader(Protocol):
 
     @property
     def answer(self) -> Callable[[str, bool], str] | None:
-        """Return a function that gets the text of each token, and whether it is the last. It returns what of
-        it belongs to the answer, in which stop strings are looked for. None: all does.
+        """Return a function that gets a token's text, and whether it is the last, and returns the part of the
+        text that is answer, in which stop strings are looked for; None if all text is.
         """
 
     @property
@@ -101,7 +101,7 @@ class MessageReader(Protocol):
 
 
 class Formatter(Protocol):
-    """Interface of what formats the response to one request.
+    """Interface of an object that formats the response to one request.
 
     headers: the HTTP headers of a streamed response.
     """
@@ -122,7 +122,7 @@ class Formatter(Protocol):
 
 
 class Sink(Protocol):
-    """Interface of what receives the tokens and the end of one completion."""
+    """Interface of an object that receives the tokens and the end of one completion."""
 
     def note(self, kind: str, values: list[Any]) -> None:
         """Receive extra data of the engine's observer about this completion, before the tokens of its step.

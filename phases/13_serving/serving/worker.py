@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from common.errors import NotANumber, UserError
 from common.request import Request
 from continuous.engine import Engine
+from continuous.policies import name_of
 from continuous.work import Output
 from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
@@ -49,7 +50,7 @@ def ready(engine: Engine) -> Ready:
         found.blocks = engine.cache.allocator.count
         found.block_size = engine.cache.block_size
         found.device = engine.runner.model.device.type
-        found.policy = engine.scheduler.policy.__name__
+        found.policy = name_of(engine.scheduler.policy)
     return found
 
 
@@ -58,8 +59,7 @@ def ending(
 ) -> End:
     """Return the report of a completion's end. A fault of the request itself is explained to its sender.
 
-    number: of the completion. reason: "stop", "length", "abort", or "error" with the exception `error`.
-    place: index of its last token in the step's report.
+    reason: "stop", "length", "abort", or "error" with the exception `error`. The rest as in `End`.
     """
     message = FAILED if reason == "error" else ""
     if isinstance(error, UserError | NotANumber):

@@ -7,7 +7,7 @@ does not know yet: requests that are new in their rows, and changes of the cache
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedAttention, PagedRunner
 from paged_cache.cache import PagedCache
-from paged_cache.runner import run_by_first
+from paged_cache.runner import StepExecutor, run_by_first
 from parallel.messages import CacheChanges, ForwardMessage, SampleMessage, with_rows
 from parallel.worker_group import WorkerGroup
 
@@ -88,18 +88,17 @@ class StepCache:
         return copies
 
 
+@dataclass(eq=False)
 class BroadcastExecutor:
     """Rank 0's first executor: broadcasts each half of a step (forward pass, sampling) to the other ranks,
     then runs it by the runner's other executors.
     """
 
     order: ClassVar[int] = 0
-
-    def __init__(self, runner: PagedRunner, cache: StepCache, workers: WorkerGroup) -> None:
-        self.runner = runner
-        self.cache = cache
-        self.workers = workers
-        self.others = runner.executors
+    runner: PagedRunner
+    cache: StepCache
+    workers: WorkerGroup
+    others: Sequence[StepExecutor]
 
     def supports(self, works: Sequence[Work], masked: bool) -> bool:
         """Return `masked`: this executor runs every step. (Only None would leave a step to the others.)
@@ -195,5 +194,5 @@ def runner_in_ranks(
     seen = StepCache(cache)
     runner = make(model, attention, rows, seen, **options)
     if workers is not None:
-        runner.ask_first(BroadcastExecutor(runner, seen, workers))
+        runner.ask_first(BroadcastExecutor(runner, seen, workers, runner.executors))
     return runner

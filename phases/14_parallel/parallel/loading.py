@@ -97,10 +97,8 @@ class Part:
         self.weight_loader = weight_loader
         self.whole, self.own = skeleton(config), skeleton(self.shard.config(config))
         # The one size that its configuration does not hold is the vocabulary's.
-        hidden, (first, count, room) = (
-            config.hidden_size,
-            self.shard.vocabulary(config.vocab_size),
-        )
+        hidden = config.hidden_size
+        first, count, room = self.shard.vocabulary(config.vocab_size)
         with torch.device("meta"):
             self.own.embed_tokens = VocabularyEmbedding(room, hidden, first, count, ranks)
             self.own.lm_head = nn.Linear(hidden, room, bias=False)
@@ -115,12 +113,8 @@ class Part:
         are over all inputs; None: it can be cut first.
         """
         owner, _, leaf = name.rpartition(".")
-        rows = leaf == "weight" and owner.endswith(ROWS)
-        return (
-            self.weight_loader.scheme
-            if rows and isinstance(self.weight_loader, Quantize)
-            else None
-        )
+        rows, loader = leaf == "weight" and owner.endswith(ROWS), self.weight_loader
+        return loader.scheme if rows and isinstance(loader, Quantize) else None
 
     def slice(self, name: str) -> Slice | None:
         """Return the slice of the tensor `name` that this rank reads; None: all of it."""
@@ -133,9 +127,9 @@ class Part:
     def read(self, name: str, file: Any, stored: str) -> Tensor:
         """Return this rank's part of the tensor `name`, read from an open checkpoint, where it is `stored`.
 
-        No more than the part is read: what `file.get_slice(stored)` returns is read where it is indexed. Only
-        a tensor without a `slice` is read whole, `file.get_tensor(stored)`, transformed as its family wants,
-        and is then `cut`. The part is finished by `_finish`.
+        With a `slice`, only the part is read: indexing the result of `file.get_slice(stored)` reads it, and
+        `_finish` completes it. Without one, `file.get_tensor(stored)` reads the whole tensor; it goes through
+        the model family's `transform` and then through `cut`.
         """
         found = self.slice(name)
         if found is None:
@@ -168,9 +162,8 @@ class Part:
         if owner in VOCABULARY and leaf == "weight" and len(value) < self.shapes[name][0]:
             padding = value.new_zeros(self.shapes[name][0] - len(value), *value.shape[1:])
             return torch.cat([value, padding])
-        if (
-            leaf == "g_idx"
-        ):  # GPTQ's: each input's group, counted from the first whose scales are here
+        # GPTQ's: each input's group, counted from the first whose scales are here.
+        if leaf == "g_idx":
             scales = self.slice(f"{owner}.scales")
             return value if scales is None or scales.dim else value - scales.start
         return value
@@ -201,7 +194,7 @@ def cut_inputs(weight: QuantizedWeight, shard: Shard, name: str) -> QuantizedWei
     ranks, and lie in memory of their own. Scales of channels are whole on every rank.
 
     Raises:
-        UserError: a scale is of inputs of two ranks.
+        UserError: a scale belongs to inputs of two ranks.
     """
     inputs, scheme = weight.shape[1] // shard.size, weight.scheme
     together = {"group": scheme.group, "block": BLOCK}.get(scheme.scales, 1)

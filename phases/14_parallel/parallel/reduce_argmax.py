@@ -44,15 +44,14 @@ class TritonRankSamplerBackend(RankSamplerBackend):
         chunks.
         """
         ids = own.ids + self.first_token
-        parts = [own.best.view(torch.int32), ids] + (
-            [own.races.view(torch.int32)] if own.races is not None else []
-        )
+        parts = [own.best.view(torch.int32), ids]
+        if own.races is not None:
+            parts.append(own.races.view(torch.int32))
         found = self.ranks.gather(torch.stack(parts))  # [ranks, parts, B, CHUNKS]
-        best, tokens, *races = (
-            found.permute(1, 2, 0, 3).flatten(2).unbind(0)
-        )  # each [B, ranks * CHUNKS]
+        whole = found.permute(1, 2, 0, 3).flatten(2).contiguous()  # [parts, B, ranks * CHUNKS]
+        best, tokens, *races = whole.unbind(0)
         return BestTokens(
-            best.contiguous().view(torch.float32),
-            races[0].contiguous().view(torch.float32) if races else None,
-            tokens.contiguous(),
+            best.view(torch.float32),
+            races[0].view(torch.float32) if races else None,
+            tokens,
         )

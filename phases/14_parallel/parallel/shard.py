@@ -40,13 +40,13 @@ class Shard:
     def config(self, whole: ModelConfig) -> ModelConfig:
         """Return the configuration of this rank's part as a model of its own, given that of the whole model.
 
-        Query heads and the MLP's inside are cut in `size` equal parts; the vocabulary stays. So are key/value
-        heads, unless there are fewer of them than ranks: then each rank has one, and as many neighbours share
-        it as there are ranks to a head.
+        Query heads and the MLP's inside are cut in `size` equal parts; the vocabulary stays. Key/value heads
+        are cut, too, unless there are fewer of them than ranks: then each rank has one head, and `size` /
+        heads neighbouring ranks have the same one.
 
         Raises:
-            UserError: `size` does not divide num_heads, or else intermediate_size; or of num_kv_heads and
-                `size` none divides the other.
+            UserError: `size` does not divide num_heads, or else intermediate_size; or neither of num_kv_heads
+                and `size` divides the other.
         """
         size = self.size
         cut = {"num_heads": whole.num_heads, "intermediate_size": whole.intermediate_size}

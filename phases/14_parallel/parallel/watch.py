@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from continuous.engine import Engine
@@ -10,17 +11,17 @@ from continuous.seams import Loop
 from parallel.worker_group import WorkerGroup, WorkerLostError
 
 
+@dataclass(eq=False)
 class WatchedLoop:
     """A loop of steps around rank 0's loop `inner`, which raises `WorkerLostError` if a rank is lost.
 
     workers: the processes of the other ranks. closed: True if they have been released.
     """
 
-    def __init__(self, inner: Loop, workers: WorkerGroup) -> None:
-        self.inner = inner
-        self.workers = workers
-        self.closed = False
-        self._release: Callable[[], Any] = lambda: None
+    inner: Loop
+    workers: WorkerGroup
+    closed: bool = False
+    _release: Callable[[], Any] = lambda: None
 
     def close_with(self, release: Callable[[], Any]) -> None:
         """Set the function that releases the other ranks; it is called at the end, or when one of them is
@@ -36,7 +37,7 @@ class WatchedLoop:
         return self.inner.idle and not self.workers.reason
 
     def advance(self, engine: Engine) -> None:
-        """See `Loop.advance`: start the next step, on all ranks, and collect the results that are ready.
+        """Start the next step, on all ranks, and collect the results that are ready (`Loop.advance`).
 
         Raises:
             WorkerLostError: a rank has ended, or the engine is closed; nothing can be computed any more.

@@ -87,8 +87,7 @@ def resolve_function(call: RunFunction) -> Callable[..., Any]:
         exec(call.source, space)
     else:
         space = vars(importlib.import_module(call.module))
-    found: Callable[..., Any] = space[call.name]
-    return found
+    return space[call.name]
 
 
 def end_with(descriptor: int) -> None:

@@ -6,14 +6,13 @@ import atexit
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from multiprocessing import Pipe
 from typing import Any
 
 from common.errors import EngineLost
@@ -45,7 +44,7 @@ class WorkerProcess:
     """
 
     def __init__(self, rank: int, lost: Callable[[str], None]) -> None:
-        ours, theirs = socket.socketpair()
+        self.connection, theirs = Pipe()
         self.rank = rank
         command = [
             sys.executable,
@@ -59,7 +58,6 @@ class WorkerProcess:
             command, pass_fds=(theirs.fileno(),), env={**os.environ, **ENVIRONMENT}
         )
         theirs.close()
-        self.connection = Connection(ours.detach())
         threading.Thread(
             target=self._watch, args=(lost,), name=f"rank {rank}", daemon=True
         ).start()
@@ -105,7 +103,7 @@ class WorkerGroup:
     def collect_replies(self) -> list[tuple[int, Any]]:
         """Return the ranks' replies that have come, as (rank, reply) pairs; possibly none.
 
-        It waits `REPLY_SECONDS` for a reply of each rank, until the first has come.
+        It waits `REPLY_SECONDS` for each rank in turn; after the first reply, it only takes those that are there.
         """
         found: list[tuple[int, Any]] = []
         for member in self.members:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.errors import UserError
@@ -53,6 +53,7 @@ REASON = re.compile(r"\b(UserError|StartupError): (.+)")
 """Finds the error that a replica has raised in Ray's message, which is a traceback."""
 
 
+@dataclass
 class Cluster:
     """A server of several engines: Ray, its HTTP proxy, and the replicas.
 
@@ -64,26 +65,19 @@ class Cluster:
     signalled: set by the first SIGTERM or SIGINT.
     """
 
-    def __init__(
-        self,
-        make_app: Callable[[], App],
-        options: ReplicaOptions,
-        gpus: int,
-        limits: Limits,
-        *,
-        host: str,
-        port: int,
-        connection: str = "",
-    ) -> None:
-        self.make_app = make_app
-        self.options = options
-        self.gpus = gpus
-        self.limits = limits
-        self.connection = connection
-        self.host, self.signalled = host, threading.Event()
-        with listen(
-            host, port
-        ) as found:  # the port may be taken: better said now than in Ray's log
+    make_app: Callable[[], App]
+    options: ReplicaOptions
+    gpus: int
+    limits: Limits
+    host: str
+    port: int
+    connection: str = ""
+
+    def __post_init__(self) -> None:
+        """Find a port, if it is 0; raise `UserError` if the port is taken."""
+        self.signalled = threading.Event()
+        # Better said now than in Ray's log.
+        with listen(self.host, self.port) as found:
             self.port = int(found.getsockname()[1])
 
     def serve(self, on_ready: Callable[[], object]) -> int:
@@ -144,17 +138,12 @@ class Cluster:
         for number in (signal.SIGTERM, signal.SIGINT):
             # Not before: Ray takes them over, to print a trace and abort.
             signal.signal(number, self._hear)
-        seconds = (
-            self.limits.max_seconds + 5
-        )  # a replica is the first to say that it took too long
+        # A replica is the first to say that a request took too long.
+        options = {"request_timeout_s": self.limits.max_seconds + 5}
         try:
             serve.start(
                 proxy_location="HeadOnly" if self.options.cluster is None else "EveryNode",
-                http_options={
-                    "host": self.host,
-                    "port": self.port,
-                    "request_timeout_s": seconds,
-                },
+                http_options={"host": self.host, "port": self.port, **options},
                 logging_config={"log_level": "WARNING", "enable_access_log": False},
             )
         except Exception as error:  # of many kinds, none of them documented
@@ -182,10 +171,8 @@ class Cluster:
         }
 
     def _deploy(self) -> None:
-        needed, there = (
-            self.options.replicas * self.gpus,
-            ray.cluster_resources().get("GPU", 0.0),
-        )
+        needed = self.options.replicas * self.gpus
+        there = ray.cluster_resources().get("GPU", 0.0)
         if needed > there:  # Ray would wait for them
             raise UserError(
                 f"replicas is {self.options.replicas}, which takes {needed:g} GPUs of {there:g}"
@@ -193,8 +180,7 @@ class Cluster:
         target = serve.RunTarget(self._application(), name=APPLICATION, route_prefix="/")
         serve.run_many([target], wait_for_applications_running=False)
         end = time.monotonic() + START_SECONDS
-        state = ""
-        message = ""
+        state = message = ""
         while state not in ("RUNNING", "DEPLOY_FAILED") and time.monotonic() < end:
             if self.signalled.wait(0.2):
                 raise SystemExit(TERMINATED)
@@ -221,9 +207,8 @@ class Cluster:
     def _application(self) -> Any:
         """Return a description of the replica's deployment, as Ray Serve runs it."""
         options, make_app = self.options, self.make_app
-        made: list[
-            Replica
-        ] = []  # in the replica's process: Ray asks for the application in two steps
+        # In the replica's process: Ray asks for the application in two steps.
+        made: list[Replica] = []
 
         class Actor:
             async def __init__(self) -> None:  # type: ignore[misc]

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -98,10 +99,10 @@ class Gate:
 
         said: the fields for the router, such as `chain`, `wanted` and `avoid`. leaving: the client's
             messages.
-        Each replica responds into a `RelayedAnswer` of its own, given the scope with `said` under `KEY`. Its
-        status is then that of `http`. All is done when the answer is complete, or the client has left.
-        Another replica is asked only while nothing of an answer has been sent, and Ray has said nothing
-        itself. Then `lost_replica` of the replica that was asked is added to what `said` avoids.
+        Each replica responds through a new `RelayedAnswer`, given the scope with `said` under `KEY`. `http`
+        gets the status of that answer. This ends when the answer is complete, or the client has left.
+        Another replica is asked only if nothing of the answer was sent to the client, and if it is no error
+        of Ray itself. First the answer's `lost_replica` is appended to the list `said["avoid"]`.
 
         Raises:
             ApiError: the last answer's `error()`: nothing has been sent, or Ray has said something itself.
@@ -132,11 +133,12 @@ def head_bytes(scope: Scope) -> int:
     return address + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
+@dataclass
 class Leaving:
     """An ASGI `receive` around another that sets `disconnected` once the client has disconnected."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive, self.disconnected = receive, False
+    _receive: Receive
+    disconnected: bool = False
 
     async def __call__(self) -> MutableMapping[str, Any]:
         """Return the next ASGI message of the inner `receive`."""
@@ -155,11 +157,14 @@ class RelayedAnswer:
     lost_replica: the name of the replica that would not respond.
     """
 
+    status = 0
+    complete = False
+    events = False
+    foreign = 0
+    lost_replica = ""
+
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.status, self.foreign = 0, 0
-        self.complete, self.events = False, False
-        self.lost_replica = ""
 
     async def of(self, app: Any, scope: Scope, receive: Receive) -> None:
         """Let the ASGI application `app` respond to one request, and pass the response on by `send`.
@@ -184,20 +189,17 @@ class RelayedAnswer:
             task.cancel()
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Pass on an ASGI message of a replica, in order, and record in this object's fields what it says.
+        """Send the next ASGI message of a response on to the client, and set this object's fields.
 
-        A start with the header `ENGINE_LOST` is a replica's that takes nothing: its `NAME` is noted in
-        `lost_replica`. One without a `NAME` is Ray's own: its status is noted in `foreign`. Nothing of such a
-        response is passed on.
-        Any other start notes `status`, and in `events` whether its `content-type` begins with
-        `text/event-stream`. An answer is complete with a body that no more body follows.
+        A start message with the header `ENGINE_LOST`: the replica's engine has ended, so `lost_replica` is
+        set. A start without the header `NAME`: Ray itself responds, so `foreign` is set to the status.
+        Nothing of these two kinds of responses is sent on.
+        Any other start sets `status`, and sets `events` if its `content-type` begins with
+        `text/event-stream`. The last body message sets `complete`.
         """
         if message["type"] == "http.response.start":
-            headers = dict(message["headers"])
-            message = {
-                **message,
-                "headers": [*headers.items()],
-            }  # Ray adds the request's id a second time
+            headers = dict(message["headers"])  # Ray adds the request's id a second time
+            message = {**message, "headers": [*headers.items()]}
             if ENGINE_LOST in headers:
                 self.lost_replica = headers[NAME].decode()
             elif NAME not in headers:
@@ -217,9 +219,8 @@ class RelayedAnswer:
         """Return the error for the client that says why there is no response, or no whole one."""
         if self.foreign == 408:
             return ApiError(504, "the request was not done in time", code="deadline")
-        if (
-            self.foreign
-        ):  # 404: there is no application any more; 503: too many requests wait in the proxy
+        # 404: there is no application any more; 503: too many requests wait in the proxy.
+        if self.foreign:
             return ApiError(
                 503, "no replica takes requests now; try again", code="unavailable"
             )

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import MutableMapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from serving.http.request import Receive, Scope, Send
@@ -25,13 +26,13 @@ SUSPECT_SECONDS = 30.0
 """For which a replica that was silent gets no requests that another can take."""
 
 
+@dataclass
 class HeartbeatSender:
     """An ASGI application around a replica's `app`, which sends the message `ALIVE` once a second while `app`
     responds.
     """
 
-    def __init__(self, app: Any) -> None:
-        self.app = app
+    app: Any
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to one request by the inner application, and send heartbeats (`ALIVE`) meanwhile."""
@@ -78,16 +79,16 @@ ASSIGNMENTS = Assignments()
 """Of this process."""
 
 
+@dataclass
 class Watch:
     """Notices that the replica of a request has sent nothing, not even a heartbeat, for too long.
 
     number: the proxy's number of the request.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._heard: float | None = None  # there is no replica yet
-        self._passing = False
+    number: int
+    _heard: float | None = None  # there is no replica yet
+    _passing: bool = False
 
     async def pass_on(self, send: Send, message: MutableMapping[str, Any]) -> None:
         """Send an ASGI message to the client by `send`, unless it is a heartbeat; record that the replica is

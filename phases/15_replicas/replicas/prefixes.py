@@ -34,7 +34,7 @@ _KEEPER = re.compile(rb'"previous_response_id"\s*:\s*"resp_([^_"]+)_')
 
 
 def keeper_of(body: bytes) -> str:
-    """Return the name of the replica that keeps the conversation from which a request goes on; empty for
+    """Return the name of the replica that stores the conversation which a request continues; empty for
     none.
 
     body: of the request, JSON. The id of a previous response begins with the name of the replica that has

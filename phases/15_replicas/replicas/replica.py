@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from replicas.gate import ENGINE_LOST, KEY, NAME
@@ -110,8 +111,8 @@ class Replica:
     async def _watch(self) -> None:
         """Wait while the engine is `ready`, and then end this process with status 1.
 
-        Before that, streams may say that the engine has died: it waits while the application has exchanges,
-        for `ERROR_SECONDS` at most, and then `LOOK_SECONDS` more, in which what was said leaves this process.
+        Before this process ends, open streams send the error that the engine has died. So it waits while the
+        application has requests, at most `ERROR_SECONDS`, and then `LOOK_SECONDS` more, for the sockets.
         """
         while self.app.engine.state == "ready":
             await asyncio.sleep(LOOK_SECONDS)
@@ -124,6 +125,7 @@ class Replica:
         self._end(1)
 
 
+@dataclass
 class BufferedBody:
     """ASGI `receive` of a request whose body was read before; afterwards it only reports that the client has
     left.
@@ -131,9 +133,8 @@ class BufferedBody:
     receive: that of the connection.
     """
 
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
+    _body: bytes | None
+    _receive: Receive
 
     async def __call__(self) -> MutableMapping[str, Any]:
         """Return the stored body as a message at the first call, later the next message of the connection."""

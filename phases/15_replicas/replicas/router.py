@@ -52,11 +52,11 @@ class Router(RequestRouter):  # type: ignore[misc]
         by_name = {name_of(replica.replica_id): replica for replica in candidate_replicas}
         avoided = {*said["avoid"], *heartbeats.ASSIGNMENTS.suspects()}
         by_name = {name: by_name[name] for name in by_name.keys() - avoided} or by_name
-        if said["wanted"] in by_name:
-            heartbeats.ASSIGNMENTS.replicas[said["number"]] = said["wanted"]
+        if (wanted := said["wanted"]) in by_name:
+            heartbeats.ASSIGNMENTS.replicas[said["number"]] = wanted
             if said["chain"]:  # it goes on from a conversation that this replica has
-                self._give(pending_request, said, said["wanted"])
-            return [[by_name[said["wanted"]]]]
+                self._give(pending_request, said, wanted)
+            return [[by_name[wanted]]]
         self._forget_cancelled()
         loads = {name: self.load(name, replica) for name, replica in by_name.items()}
         order = self.policy.rank(said["chain"], loads)

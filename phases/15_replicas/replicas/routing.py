@@ -50,17 +50,14 @@ class RoundRobin(Policy):
         return names[self._turn :] + names[: self._turn]
 
 
-class LeastLoaded(Policy):
+class LeastLoaded(RoundRobin):
     """Chooses the replica with the fewest requests; equally loaded ones in turn, or the first would get every
     single request.
     """
 
-    def __init__(self) -> None:
-        self._turns = RoundRobin()
-
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
         """Return the names in `loads`, those with the fewest requests first; `chain` does not matter."""
-        return sorted(self._turns.rank(chain, loads), key=lambda name: loads[name])
+        return sorted(super().rank(chain, loads), key=lambda name: loads[name])
 
 
 class Memory:
@@ -117,7 +114,7 @@ class PrefixAware(Policy):
         load.
         """
         found = {name: self.memory(name).found(chain) for name in loads}
-        # Where nothing is known: an idle replica, and of several that which knows least.
+        # Where no block is known: an idle replica; of several, the one that knows fewest blocks.
         order = self._idle.rank(chain, loads)
         order.sort(key=lambda name: (loads[name], -found[name], len(self.memory(name))))
         most = loads[order[0]] + self.imbalance
@@ -137,9 +134,8 @@ class PrefixAware(Policy):
 
     def keep(self, replicas: Collection[str]) -> None:
         """Forget the blocks of every replica but those named."""
-        self._memory = {
-            name: memory for name, memory in self._memory.items() if name in replicas
-        }
+        for name in self._memory.keys() - replicas:
+            del self._memory[name]
 
     def memory(self, replica: str) -> Memory:
         """Return the blocks that the replica of this name is assumed to hold."""

@@ -224,8 +224,8 @@ class HybridCache(PrefixCache):
     def _evict_until_free(self, count: int) -> None:
         """Evict cached blocks that no request uses, until `count` blocks are free.
 
-        There are two sorts: of pages that a window has skipped, which only a hit that ends there would
-        need, and of the ends of cached sequences. The sort that has more pages gives its oldest.
+        There are two sorts: blocks of pages that a window has skipped, which only a hit that ends there
+        needs, and blocks at the ends of cached sequences. The oldest of the larger sort are evicted.
         """
         pool = self.block_pool
         while pool.allocator.free < count:

@@ -90,7 +90,7 @@ class HybridPool(BlockPool):
             ]
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (source, target) pairs of numbers; numbers above `null` are slots of states."""
+        """Copy whole blocks, (source, target) in each pair; number n > `null` is state slot n - null - 1."""
         if self.states is not None:
             slots = torch.tensor(
                 [pair for pair in pairs if pair[0] > self.null], device=self.data.device

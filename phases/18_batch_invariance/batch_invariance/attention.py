@@ -71,7 +71,7 @@ class GroupedAttention(PagedAttention):
     """Paged attention over one or several KV cache groups of layers, each with its own block tables."""
 
     def begin(self, batch: Batch) -> None:
-        """See `PagedAttention.begin`; look up the blocks and slots of the step's batch in every group."""
+        """Begin a step (`PagedAttention.begin`): look up its batch's blocks and slots in every group."""
         super().begin(batch)
         self.look_up()
 
@@ -81,7 +81,7 @@ class GroupedAttention(PagedAttention):
         self.batches = pool.begin(self.batch) if isinstance(pool, HybridPool) else [self.batch]
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """See `PagedAttention.place`; `batch` gets the block tables of the layer's group."""
+        """Place one layer (`PagedAttention.place`); `batch` gets the block tables of the layer's group."""
         if isinstance(self.pool, HybridPool):
             self.batch = self.batches[self.pool.group_of[layer.index]]
         return super().place(layer)
@@ -111,8 +111,8 @@ class ChunkedTorch(GroupedAttention):
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """See `PagedAttention.attend`: return the attention `[T, H, D]` of the step's tokens over the paged
-        cache.
+        """Return the attention `[T, H, D]` of the step's tokens over the paged cache.
+        This replaces `PagedAttention.attend`.
         """
         heads = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
         queries = q[self._rows].float().view(*self._rows.shape, *heads, -1).movedim(1, 3)

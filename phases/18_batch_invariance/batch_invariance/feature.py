@@ -12,7 +12,7 @@ from batch_invariance.activations import fix_activations
 from batch_invariance.attention import ChunkedTorch
 from batch_invariance.quantized import FixedQuantLinear, fix_linears
 from common.errors import UserError
-from continuous.groups import avoid_plans_per_shape
+from continuous.attention import avoid_plans_per_shape
 from cuda_graphs import Graphs
 from cuda_graphs.buckets import chunk_sizes, decode_sizes
 from forward.model import Model

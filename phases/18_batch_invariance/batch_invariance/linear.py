@@ -57,7 +57,7 @@ class ProductCosts:
     _plans: dict[int, list[RowRange]] = field(default_factory=dict)
 
     def timed_size(self, rows: int) -> int:
-        """Return the size of fixed products whose time stands for `rows` rows: the next, or the largest."""
+        """Return the number of rows whose time was measured nearest above `rows`; else the largest one."""
         return min((size for size in self.fixed if size >= rows), default=max(self.fixed))
 
     def of_fixed(self, rows: int) -> float:
@@ -66,7 +66,7 @@ class ProductCosts:
         return self.fixed[size] * max(1.0, rows / size)
 
     def product(self, call: RowRange) -> Product:
-        """Return the product that computes a range of rows."""
+        """Return the function that computes the product of a range of rows."""
         if call.size:
             return library
         return self.products[self.timed_size(call.last - call.first)]
@@ -145,8 +145,8 @@ def agreeing_sizes(
 def fastest_calls(costs: ProductCosts, first: int, last: int) -> tuple[float, list[RowRange]]:
     """Return the fastest calls for the rows `first .. last - 1` of a batch, and their time.
 
-    The choice is between the fixed product, the library with padding up to the next size of `costs`, and the
-    library for as many whole pieces of the size below as there are, with the fastest calls for what is left.
+    Three ways are compared: the fixed product; one library call, padded to the next size of `costs`; and
+    library calls of the size below, as many as are full, with the fastest calls for the rows left.
     """
     rows = last - first
     if not rows:

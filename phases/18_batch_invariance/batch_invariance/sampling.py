@@ -22,8 +22,8 @@ def padded(x: Tensor) -> Tensor:
 class FixedSamplerBackend(TritonSamplerBackend):
     """`TritonSamplerBackend` that pads the logits to at least `LEAST_ROWS` rows.
 
-    A token's weight is rounded relative to the largest logit of its part of the row, and fewer rows would
-    have other parts. With parts of another size two tokens that are all but equal could be swapped.
+    The kernels split each row of logits into parts, and with fewer rows these have another size. A token's
+    weight is rounded relative to its part's largest logit, so two nearly equal tokens could be swapped.
     """
 
     def choose(
@@ -35,7 +35,7 @@ class FixedSamplerBackend(TritonSamplerBackend):
         plan: SamplingMetadata,
         masked: bool,
     ) -> Tensor:
-        """See `SamplerBackend.choose`: the rows are padded, and the padding's tokens dropped."""
+        """Return a token id for each row of logits; pads the rows, and drops the padding's tokens."""
         if plan.draws:
             given = padded(logits), padded(rows), padded(steps)
             return super().choose(sampler, *given, plan, masked)[: len(rows)]
@@ -49,6 +49,6 @@ class FixedSamplerBackend(TritonSamplerBackend):
         steps: Tensor,
         features: SamplingFlags,
     ) -> Tensor:
-        """See `SamplerBackend.draw`: the rows are padded, and the padding's tokens dropped."""
+        """Draw a token id for each row of logits; pads the rows, and drops the padding's tokens."""
         given = padded(logits), padded(rows), padded(steps)
         return super().draw(sampler, *given, features)[: len(rows)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from common.request import Request
 from common.sampling.grammar import Grammar
@@ -17,6 +18,7 @@ WAIT = 2e-4
 """Seconds that a step sleeps if nothing is left but copies."""
 
 
+@dataclass(eq=False)
 class AdmissionGate(GrammarManager):
     """A `GrammarManager` by which a request waits, before it enters the waiting line, for its grammar and its
     cached blocks.
@@ -25,9 +27,9 @@ class AdmissionGate(GrammarManager):
     connector: asked whether a request's blocks have come; `NO_CONNECTOR` until one is set.
     """
 
-    def __init__(self, inner: GrammarManager) -> None:
-        self.inner = inner
-        self.connector: ConnectorScheduler = NO_CONNECTOR
+    inner: GrammarManager
+    connector: ConnectorScheduler = NO_CONNECTOR
+    active = True
 
     def ready(self, request: Request) -> bool:
         """Return True if a request has its grammar and its blocks, or need not wait for them.
@@ -39,32 +41,29 @@ class AdmissionGate(GrammarManager):
         )
 
     def check(self, grammar: Grammar) -> None:
-        """See `GrammarManager.check`: `inner` begins to compile the request's grammar."""
+        """Check a request; `inner`, the real grammar manager, begins to compile its grammar."""
         self.inner.check(grammar)
 
     def wait_until_compiled(self, grammar: Grammar) -> None:
-        """See `GrammarManager.wait_until_compiled`: wait for the grammar, in `inner`."""
+        """Wait until `inner` has compiled the request's grammar."""
         self.inner.wait_until_compiled(grammar)
 
-    def needs_mask(self, works: Sequence[Work]) -> bool:
-        """See `GrammarManager.needs_mask`: return True if `inner` has a grammar for a request of the step."""
-        return self.inner.needs_mask(works)
-
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
-        """See `GrammarManager.begin`, which this calls on `inner`."""
+        """Let `inner` begin to make the masks of a step (see `GrammarManager.begin`)."""
         return self.inner.begin(works, sampled)
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """See `GrammarManager.fill_bitmask`: return the token masks of `inner` for the step; None: no
-        masks.
+        """Return the token masks of `inner` for the step; None: no request of the step has a
+        grammar.
         """
         return self.inner.fill_bitmask(works)
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
-        """See `GrammarManager.pop_failed_requests`: return those of `inner`, with their errors."""
+        """Return the requests whose grammar `inner` could not compile, with their errors."""
         return self.inner.pop_failed_requests()
 
 
+@dataclass(eq=False)
 class ConnectorLoop(Loop):
     """A `Loop` that polls the connector after each step of another loop, `inner`.
 
@@ -73,9 +72,8 @@ class ConnectorLoop(Loop):
     gate: its `connector` is polled.
     """
 
-    def __init__(self, inner: Loop, gate: AdmissionGate) -> None:
-        self.inner = inner
-        self.gate = gate
+    inner: Loop
+    gate: AdmissionGate
 
     @property
     def idle(self) -> bool:

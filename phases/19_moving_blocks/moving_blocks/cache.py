@@ -17,7 +17,7 @@ class OffloadingCache(PrefixCache):
 
     index: finds and pins blocks. sizes: the other arguments of `PrefixCache`: rows, max_len, blocks,
         block_size.
-    connector: what saves and loads; does nothing until it is set, while the cache is empty.
+    connector: saves and loads blocks; the default does nothing. It is set while the cache is empty.
     namespace: the digest that begins all names of blocks. A row's names are made when its blocks are
         committed.
     """
@@ -36,8 +36,8 @@ class OffloadingCache(PrefixCache):
         return self._keys_of(request)
 
     def commit(self, request: Request, upto: int) -> None:
-        """See `PrefixCache.commit`: also offer the request's blocks that are full now to the connector, to
-        save.
+        """Index the request's blocks that are full now (`PrefixCache.commit`), and offer them to the
+        connector, to be saved.
         """
         row, size = request.row, self.block_size
         first = self._committed[row]
@@ -51,14 +51,14 @@ class OffloadingCache(PrefixCache):
         self.connector.save_blocks(names[first:last], self.tables[row, first:last].tolist())
 
     def release(self, request: Request) -> None:
-        """See `PrefixCache.release`: also report to the connector which blocks have just been used."""
+        """Free a request's blocks (`PrefixCache.release`), and tell the connector that they were used."""
         names = self._names[request.row]
         super().release(request)
         self.connector.request_finished(names)
         self._names[request.row] = []
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """See `PrefixCache.fork`: also give the child the names of the blocks that it shares."""
+        """Share the parent's blocks with a child (`PrefixCache.fork`), and the names of these blocks."""
         super().fork(parent, child, tokens)
         self._names[child.row] = self._names[parent.row][: self._committed[parent.row]]
 
@@ -84,7 +84,7 @@ class OffloadingCache(PrefixCache):
             self.allocator.release(evicted)
 
     def take_moves(self, works: Any) -> Any:
-        """See `PagedCache.take_moves`: first start the saves that must come before this step.
+        """Start the saves that must come before this step, then return `PagedCache.take_moves`.
 
         The runner calls this before it launches a kernel of the step.
         """

@@ -24,7 +24,7 @@ class Transfer:
 
 
 class ConnectorWorker(Protocol):
-    """Interface of what copies blocks between the pool and slots of host memory.
+    """Interface of a worker that copies blocks between the pool and slots of host memory.
 
     `blocks` and `slots` are numbers, of the same length. A slot that a copy reads or writes stays its own
     until the copy is done; the `ConnectorScheduler` sees to that. to_host: into slots. gently: at
@@ -57,7 +57,7 @@ class ConnectorWorker(Protocol):
 
 
 class ConnectorScheduler:
-    """Interface of what saves and loads blocks; the cache and the admission of requests call it. This base
+    """Interface that saves and loads blocks, called by the cache and the admission of requests. This base
     class does nothing.
 
     busy: True while copies are on their way, or saves have not been started.

@@ -157,7 +157,7 @@ class BlockFiles:
         Returns:
             Of each file: when it was last used, in ns, its bytes and its path.
         """
-        files: list[tuple[int, int, Path]] = []
+        files = []
         for path in list(self.folder.iterdir()):
             with suppress(OSError):  # another process has just removed it
                 found = path.lstat()

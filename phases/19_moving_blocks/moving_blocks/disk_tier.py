@@ -56,7 +56,7 @@ class DiskTier:
         self._finished: deque[DiskJob] = deque()
         self._reads: Queue = SimpleQueue()
         self._writes: Queue = SimpleQueue()
-        threads: list[tuple[Queue, Thread]] = []
+        threads = []
         for queue in [self._reads] * READERS + [self._writes]:
             # Python ends without waiting for a disk that does not answer.
             thread = Thread(target=work_on, args=(queue,), daemon=True)

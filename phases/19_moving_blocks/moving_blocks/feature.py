@@ -95,7 +95,7 @@ class MovingBlocks(Feature):
 
     @staticmethod
     def why_not(builder: EngineBuilder) -> str:
-        """Return what the builder's engine has whose blocks cannot be moved; empty if it has no such part."""
+        """Return the reason why this engine's blocks cannot be moved, as text; empty if they can be moved."""
         if builder.feature(Prefix) is None:
             return "prefix_cache is off"
         hybrid = builder.feature(Hybrid) is not None

@@ -14,7 +14,7 @@ from paged_cache import BlockPool
 
 
 class CopyWorker(ConnectorWorker):
-    """Copies blocks at once, one after the other: for a pool that is in the host's memory itself.
+    """Copies blocks one after the other, and waits for each: for a pool that is in host memory.
 
     pool: its tensor is `[L, 2, N, P, KH, D]`.
     host: `[slots, bytes of a block]` uint8.
@@ -32,7 +32,7 @@ class CopyWorker(ConnectorWorker):
         after: Sequence[Transfer] = (),
         gently: bool = False,
     ) -> Transfer:
-        """See `ConnectorWorker.start_copy`; the returned copy is done."""
+        """Copy each block of `blocks` to its slot of `slots`, or back; the returned copy is done."""
         for block, slot in zip(blocks, slots, strict=True):
             here, there = self.pool[:, block], self.host[slot]
             if to_host:

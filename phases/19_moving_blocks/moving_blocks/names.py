@@ -71,7 +71,7 @@ def namespace_of(model: Model, pool: BlockPool, attention: str = "") -> bytes:
     That is the model's configuration and weights, and how the pool stores keys and values: their dtype, their
     scales, the layout and size of a block.
 
-    attention: name of what computes attention; another one, such as phase 18's, makes other last bits.
+    attention: name of what computes attention; another kind, such as phase 18's, rounds differently.
     """
     parts = [
         b"moving_blocks 2",

@@ -122,8 +122,8 @@ class LoadRule:
 
 
 def measure_rule(engine: PagedEngine, worker: ConnectorWorker, memory: Tensor) -> LoadRule:
-    """Return a rule with rates measured by timing a prompt and a copy, on a complete engine that serves
-    nothing yet.
+    """Return a rule (load blocks or compute them again) with rates measured by timing a prompt and a copy, on
+    an engine that is idle.
 
     worker: copies blocks. memory: `[slots, bytes of a block]`, host memory.
     """
@@ -168,7 +168,7 @@ def load(worker: ConnectorWorker, blocks: int) -> None:
 
 def time_of(action: Callable[..., None], *arguments: object) -> float:
     """Return the seconds that `action(*arguments)` takes, the better of two runs."""
-    times: list[float] = []
+    times = []
     for _ in range(2):
         started = perf_counter()
         action(*arguments)

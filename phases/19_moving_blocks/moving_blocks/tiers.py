@@ -130,13 +130,13 @@ class TieredConnector(ConnectorScheduler):
 
     @property
     def _shared(self) -> bool:
-        """Return True while requests run, whose steps copies must not slow down."""
+        """Return True while requests run: copies must then be slow enough not to delay their steps."""
         return bool(self.scheduler.running)
 
     # Admission.
 
     def ready(self, request: Request) -> bool:
-        """See `ConnectorScheduler.ready`: start or continue a request's load; True once it need not wait.
+        """Start or continue a request's load; True once it need not wait.
 
         A request waits for its blocks no longer than they would take to compute. Then it enters the waiting
         line, and what has not come is computed.
@@ -244,7 +244,7 @@ class TieredConnector(ConnectorScheduler):
 
         found: how many blocks the cache has; all others must be in host memory or files.
         """
-        names: list[BlockName] = []
+        names = []
         from_disk = 0
         for name in chain(self.cache.namespace, request.salt, self.cache.keys_of(request)):
             if name.position >= found:
@@ -270,7 +270,7 @@ class TieredConnector(ConnectorScheduler):
         return count * self.rule.should_load(start, loaded, end, count, 0, self._shared)
 
     def _has_room(self, request: Request) -> bool:
-        """Return True if the request would be admitted now, beside those whose loads are on their way."""
+        """Return True if the request could be admitted now, after those whose blocks are being loaded."""
         rows = self.scheduler.rows.free > len(self.loads)
         return rows and not self.scheduler.waiting and self.cache.fits(request)
 
@@ -309,7 +309,7 @@ class TieredConnector(ConnectorScheduler):
         self.stats.loaded += len(load.blocks)
 
     def held_blocks(self) -> list[int]:
-        """See `ConnectorScheduler.held_blocks`: the cached and the loaded blocks of unfinished loads."""
+        """Return the numbers of the cached and the loaded blocks of unfinished loads."""
         return [
             block
             for load in self.loads
@@ -320,27 +320,27 @@ class TieredConnector(ConnectorScheduler):
     # Saves.
 
     def save_blocks(self, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
-        """See `ConnectorScheduler.save_blocks`: with `save_computed`, the next step saves them."""
+        """Save newly computed blocks before the next step, if the option `save_computed` is on."""
         for name, block in zip(names, blocks, strict=True):
             self._name_of[block] = name
             if self.save_computed:
                 self._to_save[block] = name
 
     def blocks_evicted(self, blocks: Sequence[int]) -> None:
-        """See `ConnectorScheduler.blocks_evicted`: without `save_computed`, the next step saves them."""
+        """Save evicted blocks before the next step, unless `save_computed` has saved them already."""
         for block in reversed(blocks):  # from a sequence's beginning on
             name = self._name_of.pop(block, None)
             if name and not self.save_computed:
                 self._to_save[block] = name
 
     def blocks_allocated(self, blocks: Sequence[int]) -> None:
-        """See `ConnectorScheduler.blocks_allocated`: let the next step wait for saves that read these
-        blocks.
+        """Let the next step wait for saves that read these `blocks` (numbers), because requests now write to
+        them.
         """
         self._overwritten.update(blocks)
 
     def before_step(self) -> None:
-        """See `ConnectorScheduler.before_step`: start saves, and wait for those whose blocks the step
+        """Start the saves that wait for this moment, and let the step wait for those whose blocks it
         overwrites.
         """
         self._start_saves()
@@ -357,8 +357,8 @@ class TieredConnector(ConnectorScheduler):
         ]
 
     def request_finished(self, names: Sequence[BlockName]) -> None:
-        """See `ConnectorScheduler.request_finished`: keep the request's blocks longest in host memory and
-        files.
+        """Mark the blocks of a finished request as used just now, in host memory and files, so that they
+        stay longest.
         """
         digests = [name.digest for name in names]
         self.host.touch(digests)
@@ -369,9 +369,9 @@ class TieredConnector(ConnectorScheduler):
         """Copy the blocks in `_to_save` that are neither in host memory nor in files yet, in one launch."""
         if not self._to_save:
             return
-        names: list[BlockName] = []
-        blocks: list[int] = []
-        targets: list[HostBlock] = []
+        names = []
+        blocks = []
+        targets = []
         for block, name in self._to_save.items():
             if self.host.get(name.digest) or self._is_on_disk(name):
                 continue
@@ -394,7 +394,7 @@ class TieredConnector(ConnectorScheduler):
     # What has finished.
 
     def poll(self) -> None:
-        """See `ConnectorScheduler.poll`: start saves, and process copies and file jobs that have finished."""
+        """Start saves, and process copies and file jobs that have finished."""
         self._start_saves()
         for load in [each for each in self.loads if each.transfer.done()]:
             self.loads.remove(load)

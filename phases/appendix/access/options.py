@@ -46,7 +46,7 @@ def names_of(host: str, allowed: tuple[str, ...], *, keys: bool) -> frozenset[st
     """Return the host names by which clients may address a server; `*` stands for any name.
 
     host: the address that the server listens on.
-    allowed: further names. If there are any, a server with keys is bound to the names, too.
+    allowed: further names. If there are any, a server with keys checks names, too.
     keys: whether clients need an API key. If so, and `allowed` is empty, any name is accepted: a foreign web
         page has no key.
     """

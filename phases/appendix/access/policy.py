@@ -1,12 +1,8 @@
-"""Access policy of a server: its host names, origins of web pages, keys, and bodies without a type.
+"""Access policy of a server: its host names, keys, bodies without a type, and what web pages may read.
 
 A web page can make its own name point at this machine after it was loaded (DNS rebinding). To the browser the
 page and the server are then of one origin, so nothing but the name in `Host` tells them apart. An address in
 its place cannot be rebound.
-
-Of other origins a page may send requests, but a browser lets it read a response only if the server says so
-(https://fetch.spec.whatwg.org/#http-cors-protocol). No cookies or passwords go along: a page has to send a
-key of its own.
 
 A body must be `application/json`, so that no web page can send one without asking first. A form it may send,
 but its browser says so in a header; `curl -d` does not.
@@ -21,6 +17,7 @@ from contextlib import suppress
 
 from common.http.errors import ApiError
 from phases.appendix.access.options import ANY
+from phases.appendix.access.pages import allow_pages
 from serving.app import App
 from serving.http.request import HttpRequest
 
@@ -30,13 +27,9 @@ FORMS = (b"", b"application/x-www-form-urlencoded")
 WEB_PAGE = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"referer"})
 """Headers of which a browser sends one with the body of a page, which may be another site's."""
 
-EXPOSED = b"x-request-id, x-ladder-ignored, x-ladder-loosened, x-ladder-warning, retry-after"
-SECONDS = b"600"
-"""That a browser may remember an answer of ours to its question."""
-
 
 class AccessPolicy:
-    """Refuse HTTP requests with a wrong host, origin, content type or API key.
+    """Refuse HTTP requests with a wrong host, origin, content type or API key, before all routes of `app`.
 
     hosts: names in the Host header that are accepted; `*`: any.
     origins: web origins whose pages may read responses; empty: no response allows a page to read it.
@@ -44,25 +37,26 @@ class AccessPolicy:
     """
 
     def __init__(
-        self, hosts: frozenset[str], origins: tuple[str, ...] = (), keys: tuple[str, ...] = ()
+        self,
+        app: App,
+        hosts: frozenset[str],
+        origins: tuple[str, ...] = (),
+        keys: tuple[str, ...] = (),
     ) -> None:
+        self.app = app
         self.hosts = hosts
         self.origins = origins
         self.keys = [key.encode() for key in keys]
-
-    def install(self, app: App) -> None:
-        """Add this policy to an application, as the hook before all routes."""
-        self.app = app
         app.before.append(self.before)
 
     async def before(self, http: HttpRequest) -> bool:
-        """Check a request; return True if it was a browser's preflight request, which is answered here.
+        """Check a request, and raise `ApiError` to refuse it.
 
-        Raises:
-            ApiError: the request is refused.
+        Returns:
+            True if it was a browser's preflight request, which is answered here.
         """
         self.check_host(http)
-        if self.origins and self.allow_pages(http):
+        if self.origins and allow_pages(http, self.origins, self.app):
             await http.start(204, [])
             await http.write(b"", more=False)
             return True
@@ -113,36 +107,3 @@ class AccessPolicy:
         if not sum(hmac.compare_digest(value.strip(), key) for key in self.keys):
             http.extra.append((b"www-authenticate", b'Bearer realm="ladder"'))
             raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")
-
-    def allow_pages(self, http: HttpRequest) -> bool:
-        """Add to the response the headers that let pages of the allowed origins read it.
-
-        Returns:
-            True if the request is a preflight: a browser's question whether it may send the real request.
-
-        Raises:
-            ApiError: it is one of a page that may not ask.
-        """
-        headers, extra = http.headers, http.extra
-        any_page = ANY in self.origins
-        origin = headers.get(b"origin", b"")
-        question = http.method == "OPTIONS" and b"access-control-request-method" in headers
-        asks = question and origin != b""
-        if not any_page:  # or a cache would give one page's answer to another
-            extra.append((b"vary", b"origin"))
-        shown = origin.decode("latin-1")
-        if origin and (any_page or shown in self.origins):
-            extra.append((b"access-control-allow-origin", b"*" if any_page else origin))
-            extra.append((b"access-control-expose-headers", EXPOSED))
-        elif asks:
-            words = f"pages of {shown[:100]!r} may not ask here: see --allowed-origins"
-            raise ApiError(403, words, code="origin")
-        if asks:
-            methods = ", ".join(self.app.methods(http.path)).encode()
-            extra += [
-                (b"access-control-allow-methods", methods),
-                (b"access-control-max-age", SECONDS),
-            ]
-            if wanted := headers.get(b"access-control-request-headers"):
-                extra.append((b"access-control-allow-headers", wanted))
-        return asks

@@ -45,7 +45,7 @@ def barrier(
 
     counter: offset of the program's counter in a rank's memory, in bytes.
     table: `[RANKS]` int64, where each rank's memory begins.
-    barrier_number: from 1; how many barriers the program passes with this one.
+    barrier_number: number of barriers that the program has passed after this one; from 1.
     stop: int32 on the host; anything but 0 ends the wait, since a rank is lost.
     LOOK: polls of the counter between two polls of `stop`.
     """

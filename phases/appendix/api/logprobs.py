@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate, islice
 from math import nan
@@ -44,8 +44,10 @@ def scored(choice: Choice, piece: Piece) -> Iterator[tuple[int, int, Logprob]]:
         yield place, choice.tokens[place], choice.logprobs[place]
 
 
-Row = tuple[str, float | None, dict[str, float] | None]
-"""A token's text, its log-probability, and those of the likeliest by their texts."""
+Spell = Callable[[int], bytes]
+"""Returns the bytes by which the token with an id stands in a text."""
+Entry = tuple[Spell, int, Logprob | None]
+"""A token's spelling, its id, and its log-probability, which a prompt's first token has not."""
 
 
 def _with_prompt(echoed: list[str], choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -105,52 +107,44 @@ class CompletionLogprobs:
         echoed: texts of the prompts; if not empty, the first piece has entries of the prompt, too.
         choice, piece: the completion, and which of its tokens to list.
         """
-        rows, offsets = list[Row](), list[int]()
+        entries, offsets = list[Entry](), list[int]()
         before = 0
         if echoed:
             before = len(echoed[choice.index // choice.request.params.n])
         if echoed and not piece.start:
-            rows += self._prompt(choice)
+            entries += self._prompt(choice)
             # Special tokens have no text there, and a character may have several tokens.
-            pieces = map(Detokenizer(self.tokenizer).push, choice.prompt[: len(rows) - 1])
+            pieces = map(Detokenizer(self.tokenizer).push, choice.prompt[: len(entries) - 1])
             offsets += accumulate(map(len, pieces), initial=0)
-        for place, token, logprob in (
-            () if choice.request.prompt_only else scored(choice, piece)
-        ):
-            spell = partial(spelled, self.tokenizer, choice, place)
-            rows.append(
-                (
-                    _text(spell(token)),
-                    _finite(logprob.chosen),
-                    self._top(token, logprob, spell),
-                )
-            )
+        if not choice.request.prompt_only:
+            for place, token, logprob in scored(choice, piece):
+                spell = partial(spelled, self.tokenizer, choice, place)
+                entries.append((spell, token, logprob))
         sizes = choice.stream.sizes  # a text may be held back, and be sent with a later token
         before += sum(sizes[: piece.start])
         own = accumulate(sizes[piece.start : piece.stop], initial=before)
-        offsets += list(own)[: len(rows) - len(offsets)]
-        if not rows:
+        offsets += list(own)[: len(entries) - len(offsets)]
+        if not entries:
             return {"logprobs": None}
-        texts, values, tops = zip(*rows, strict=True)
         return {
             "logprobs": {
-                "tokens": texts,
-                "token_logprobs": values,
-                "top_logprobs": tops,
+                "tokens": [_text(spell(token)) for spell, token, _ in entries],
+                "token_logprobs": [each and _finite(each.chosen) for _, _, each in entries],
+                "top_logprobs": [
+                    each and self._top(spell, token, each) for spell, token, each in entries
+                ],
                 "text_offset": offsets,
             }
         }
 
     def _text(self, prompt: list[int], request: ParsedRequest) -> str:
-        """Return a prompt's text; a character that the output completes is the output's."""
+        """Return a prompt's text, without a last character of which the output has the other bytes."""
         decoder = Detokenizer(self.tokenizer)
         text = "".join(map(decoder.push, prompt))
         return text + decoder.incomplete() if request.prompt_only else text
 
-    def _prompt(self, choice: Choice) -> Iterator[Row]:
-        """Yield (text, log-probability, likeliest tokens) of each prompt token; (text, None, None) for
-        the first.
-        """
+    def _prompt(self, choice: Choice) -> Iterator[Entry]:
+        """Yield the entry of each prompt token."""
         first = choice.group.choices[choice.index - choice.index % choice.request.params.n]
         known, special = self.tokenizer.token_bytes, self.tokenizer.special_ids
         entries = [None, *first.notes[PROMPT_LOGPROBS]]
@@ -158,17 +152,12 @@ class CompletionLogprobs:
         for token, entry in zip(choice.prompt, entries, strict=False):
             spell = known.first if begins else known.__getitem__
             begins = begins and (token in special or not known[token])
-            if entry is None:
-                yield _text(spell(token)), None, None
-                continue
-            logprob = Logprob(entry[0], tuple(map(tuple, entry[1])))
-            top = self._top(token, logprob, spell)
-            yield _text(spell(token)), _finite(logprob.chosen), top
+            yield spell, token, entry and Logprob(entry[0], tuple(map(tuple, entry[1])))
 
-    def _top(self, token: int, entry: Logprob, spell: Any) -> dict[str, float]:
+    def _top(self, spell: Spell, token: int, entry: Logprob) -> dict[str, float]:
         """Return {text: log-probability} of the most likely tokens and of `token` itself.
 
-        The key is `token_id:N` if another token has the same text. spell: returns the bytes of a token id.
+        The key is `token_id:N` if another token has the same text.
         """
         own, top = _text(spell(token)), dict[str, float]()
         for other, value in (*entry.top, (token, entry.chosen)):
@@ -282,5 +271,5 @@ def _text(data: bytes) -> str:
 
 
 def _finite(value: float) -> float:
-    """Return a number that JSON can hold: -9999 instead of minus infinity, NaN and anything below it."""
+    """Return a number that JSON can hold: -9999 instead of NaN and of every number below -9999."""
     return max(-9999.0, value)  # in this order it is no NaN

@@ -63,15 +63,13 @@ class Reasoning:
 
         If the template uses none of them, the field is added to `request.ignored`, which a header shows.
         """
-        known = self.tokenizer.templates.plain.variables
+        names = {"reasoning_effort"}
         if effort == "none":
+            names.add("enable_thinking")
             request.variables.setdefault("enable_thinking", False)
         else:
             request.variables.setdefault("reasoning_effort", effort)
-        if not known & {
-            "reasoning_effort",
-            *({"enable_thinking"} if effort == "none" else ()),
-        }:
+        if names.isdisjoint(self.tokenizer.templates.plain.variables):
             request.ignored.append("reasoning_effort")
 
     def _part(self, request: ParsedRequest) -> None:
@@ -196,7 +194,7 @@ class ThinkReader(ReasoningReader):
         )
 
     def answer(self, text: str, last: bool) -> str:
-        """See `ReasoningReader.answer`."""
+        """Add a token's text; return the answer's new text, maybe "". last: the output ends with it."""
         if self._state == "text":
             return text
         total = (self._offsets[-1] if self._offsets else 0) + len(text)
@@ -259,7 +257,7 @@ class ChannelReader(ReasoningReader):
     _state: Literal["start", "head", "analysis", "answer", "call"] = "start"
 
     def answer(self, text: str, last: bool) -> str:
-        """See `ReasoningReader.answer`."""
+        """Add a token's text; return the answer's new text, maybe "". last: the output ends with it."""
         self._rest += text
         before, answer = self._state, list[str]()
         if self._state == "start":

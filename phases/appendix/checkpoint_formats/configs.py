@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import UserError, brief
+from common.errors import UserError, shown
 from common.models.fields import Field
 from phases.appendix.checkpoint_formats.layouts import TensorLayout
 from quant.formats import BLOCK, FP8, FP8_BLOCK, Activations, Scheme
@@ -94,7 +94,7 @@ def stored(raw: Mapping[str, Any]) -> Stored:
     try:
         for name in _UNREAD.get(method, "").split():
             if raw.get(name):
-                raise UserError(f"{name} is {brief(raw[name])}, but is not supported")
+                raise UserError(f"{name} is {shown(raw[name])}, but is not supported")
         return _METHODS[method](raw)
     except UserError as error:
         raise UserError(f"quantization_config: {method}: {error}") from None
@@ -147,14 +147,14 @@ def _patterns(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
                 too_slow = True
             if too_slow or len(pattern) > _PATTERN:
                 raise UserError(
-                    f"{name} {brief(pattern)} is too involved, or no regular expression"
+                    f"{name} {shown(pattern)} is too involved, or no regular expression"
                 )
     return tuple(given)
 
 
 def _fp8(raw: Mapping[str, Any]) -> Stored:
-    """Return the format of an `fp8` configuration `raw`: e4m3 weights and inputs; these are scaled as
-    they come.
+    """Return the format of an `fp8` configuration `raw`: e4m3 weights, and inputs that are scaled at run
+    time.
 
     Weights have a scale for each block of 128 x 128, or one for the tensor.
     """
@@ -214,7 +214,7 @@ def _compressed(raw: Mapping[str, Any]) -> Stored:
             form = group.get("format") or raw.get("format")
             rules.append((_patterns(group, "targets"), _compressed_layout(group, form)))
         except UserError as error:
-            raise UserError(f"{brief(key)}: {error}") from None
+            raise UserError(f"{shown(key)}: {error}") from None
     # "Linear" means all of them, so the groups that name layers come first.
     rules.sort(key=lambda rule: "Linear" in rule[0])
     return Stored(tuple(rules), _patterns(raw, "ignore"))
@@ -249,7 +249,7 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
         _only(weights, "block_structure", [BLOCK, BLOCK])
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise UserError(
-            f"actorder is {brief(weights['actorder'])}, but must be weight or static"
+            f"actorder is {shown(weights['actorder'])}, but must be weight or static"
         )
     one = strategy == "tensor" and form != "pack-quantized"
     scheme = Scheme(
@@ -282,7 +282,7 @@ def _activations(group: Mapping[str, Any]) -> Activations | None:
     # An input of fp8 in groups has finer scales than a token's.
     if not eight or strategy not in (("token", "group") if kind == "float" else ("token",)):
         raise UserError(
-            f"{name} is {brief(given)}, but only 8 dynamic bits for each token are supported"
+            f"{name} is {shown(given)}, but only 8 dynamic bits for each token are supported"
         )
     return "fp8" if kind == "float" else "int8"
 
@@ -294,7 +294,7 @@ def _known(raw: Mapping[str, Any], fields: Sequence[str], where: str = "") -> No
     """
     for name in raw:
         if name not in fields:
-            raise UserError(f"{where}{brief(name)} is not known, only {', '.join(fields)}")
+            raise UserError(f"{where}{shown(name)} is not known, only {', '.join(fields)}")
 
 
 def _only(raw: Mapping[str, Any], name: str, value: Any, missing: bool = False) -> None:
@@ -311,7 +311,7 @@ def _only(raw: Mapping[str, Any], name: str, value: Any, missing: bool = False) 
         else given == value and type(given) is type(value)
     )
     if not same:
-        raise UserError(f"{name} is {brief(given)}, but only {brief(value)} is supported")
+        raise UserError(f"{name} is {shown(given)}, but only {shown(value)} is supported")
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Stored]] = {

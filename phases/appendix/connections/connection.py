@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Connection(HttpToolsProtocol):
         self.owed: deque[RequestResponseCycle] = deque()
         self._bytes = 0  # of the headers that are being received
         self._later = b""
+        self._data = b""
         self._clock: asyncio.TimerHandle | None = None
         self.since = self.loop.time()
         if len(self.connections) > self.limits.max_connections:
@@ -92,7 +95,30 @@ class Connection(HttpToolsProtocol):
             if len(self._later) > self.limits.max_header_bytes:
                 self.transport.abort()
             return
+        self._data = data
         super().data_received(data)
+
+    def _should_upgrade(self) -> bool:
+        """Return True if the request that is being received asks for another protocol, such as HTTP/2."""
+        return any(name == b"upgrade" for name, _ in self.headers)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Parse a request that asks for another protocol again, without its header `Upgrade`.
+
+        Java's client sends this header with every request. The parser takes what follows the headers, so the
+        body too, for bytes of that protocol. uvicorn calls this while it handles the parser's exception.
+        """
+        stopped = sys.exception()
+        assert isinstance(stopped, HttpParserUpgrade)
+        line = f" HTTP/{self.scope['http_version']}\r\n".encode()
+        head = [self.scope["method"].encode(), b" ", self.url, line]
+        for name, value in self.headers:
+            if name != b"upgrade":
+                head += [name, b": ", value, b"\r\n"]
+        # One that has read `Connection: close` takes no more.
+        self.parser = HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self.data_received(b"".join(head) + b"\r\n" + self._data[stopped.args[0] :])
 
     def on_message_begin(self) -> None:
         """Begin a request: count its bytes from 0, and start its clock."""
@@ -112,7 +138,11 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Add the request to `owed`, and stop the clock: the application has its own for the body."""
+        """Note that the request needs a response, and stop the clock: the application times the body."""
+        if self.parser.should_upgrade() and self._should_upgrade():
+            self.scope["method"] = self.parser.get_method().decode()
+            self.scope["http_version"] = self.parser.get_http_version()
+            return
         self._stop_clock()
         if self.flow.write_paused:  # it has not read the answer before this one
             self._set_deadline()
@@ -121,7 +151,7 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()  # uvicorn stops at a pipelined request, and would not see a client leave
 
     def on_response_complete(self) -> None:
-        """Take the request off `owed`, and parse the next one; close if its body was not read to the end."""
+        """End a request whose response was sent: parse the next one; close if its body was not all read."""
         answered = self.owed.popleft()
         if answered.more_body:
             self.transport.close()
@@ -142,7 +172,7 @@ class Connection(HttpToolsProtocol):
         self._set_deadline()
 
     def resume_writing(self) -> None:
-        """Stop the clock of a slow reader, which has caught up; one that is to close is still timed."""
+        """Stop the clock of a client that has read enough; a connection that is closing is still timed."""
         super().resume_writing()
         if self.owed and not self.transport.is_closing():
             self._stop_clock()

@@ -17,7 +17,7 @@ class ProxyConnection(Connection):
     """A client's connection to the proxy before several replicas."""
 
     def read_limits(self) -> Limits:
-        """See `Connection.read_limits`: the limits that hold for all replicas."""
+        """Return the limits on requests, the same for all replicas."""
         return _limits(os.environ.get(LIMITS, "{}"))
 
 

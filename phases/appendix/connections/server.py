@@ -94,13 +94,16 @@ class HttpServer(uvicorn.Server):
         """
         self._loop = asyncio.get_running_loop()
         engine = self.app.engine.start()
-        engine.add_done_callback(self._engine_ended)
+        serving = asyncio.ensure_future(super().serve(sockets))
         try:
-            await super().serve(sockets)
+            await asyncio.wait({engine, serving}, return_when=asyncio.FIRST_COMPLETED)
+            self.should_exit = True
+            await serving
         finally:
             await self.app.engine.stop()
+            serving.cancel()
             engine.cancel()
-            await asyncio.wait({engine})
+            await asyncio.wait({serving, engine})
         if not engine.cancelled():
             engine.result()
 
@@ -108,6 +111,3 @@ class HttpServer(uvicorn.Server):
     def _groups(self) -> list[ChoiceGroup]:
         """Return the requests for tokens that are being served, each as the group of its completions."""
         return [http.group for http in self.app.requests if http.group is not None]
-
-    def _engine_ended(self, task: asyncio.Future[None]) -> None:
-        self.should_exit = True

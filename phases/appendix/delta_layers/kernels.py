@@ -149,7 +149,7 @@ def scan_kernel(
     state.
 
     One program per request and value head. Requests of one token are skipped. out: `[T, H, DV]`, normalized
-        and gated. q_in, k_in, v_in, solved, scores, totals: what `prepare_kernel` wrote.
+        and gated. q_in, k_in, v_in, solved, scores, totals: the outputs of `prepare_kernel`.
     x: `[T, WIDTH]`, the first projection's output, for the gate. norm: `[DV]`, weights of the output's norm.
     states: `[slots, H, DK, DV]` float32. kept: `[slots, W - 1, C]`, inputs that the convolution keeps.
     step: `[4, requests]`, the slots to read and to write. query_starts: `[requests + 1]`.

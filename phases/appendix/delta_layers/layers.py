@@ -137,7 +137,7 @@ class FusedDelta(nn.Module):
 class FusedHybridBlock(nn.Module):
     """A transformer block of Qwen3.5 by fused kernels.
 
-    It leaves its last residual addition to the next block's norm; with one token the projections add.
+    The next block's norm does the last residual addition; for one token, a projection's kernel does it.
     """
 
     input_layernorm: FusedRMSNorm

@@ -25,6 +25,7 @@ from serving.http.request import EVENTS, HttpRequest
 from serving.http.schema import GenerationFields
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
+from serving.prompts import encode_prompts
 
 WARNING = (
     b"means of the last hidden states of a generative model, which was not trained to compare texts: "
@@ -106,7 +107,7 @@ class Vectors:
         )
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `Formatter.chunk`. Raises `NotImplementedError`: embeddings are not streamed."""
+        """Raise `NotImplementedError`: embeddings are not streamed."""
         raise NotImplementedError
 
     end = body
@@ -153,7 +154,7 @@ class Embeddings:
         request.headers.append((b"x-ladder-warning", WARNING))
         if given.input is None:
             raise wrong("prompt", "the prompt is missing")
-        request.prompts = self.model.prompts(given.input, ready)
+        encode_prompts(self.model, request, given.input)
         request.options["wanted"] = [MEAN]
         request.prompt_only = True
         request.sampling = {"max_tokens": 1, "temperature": 0.0}

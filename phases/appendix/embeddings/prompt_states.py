@@ -86,7 +86,7 @@ class PromptExecutor:
     """An executor of steps that reads the hidden states of prompts, while another executor computes the
     step.
 
-    The runner asks it first. It computes means or log-probabilities of the prompts named to `ask`.
+    The runner asks it before all other executors. It computes means or log-probabilities of prompts (`ask`).
     """
 
     order: ClassVar[int] = 0
@@ -172,8 +172,8 @@ class PromptObserver(StepPictures):
     executor: PromptExecutor | None = None
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """See `Observer.hear`: if an added request wants a result about its prompt, start to read that
-        prompt.
+        """Read a command to the engine: if an added request wants a result about its prompt, start to read
+        that prompt.
         """
         super().hear(command, requests)
         kinds = READERS.keys() & set(command.wanted if isinstance(command, AddRequest) else ())
@@ -186,7 +186,7 @@ class PromptObserver(StepPictures):
                 self.executor.ask(requests[0], kind)
 
     def write(self, step: StepReport) -> None:
-        """See `Observer.write`: add the results that are complete to the step's report."""
+        """Add the results that are complete to the step's report."""
         super().write(step)
         if self.executor is not None:
             step.notes += self.executor.finished()

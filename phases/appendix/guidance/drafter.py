@@ -96,7 +96,7 @@ class GrammarDrafter(WaitingDrafter):
             self.stats.count(work, accepted)
 
     def leave(self, request: Request) -> None:
-        """See `Drafter.leave`: the inner drafter forgets the request, too."""
+        """Drop the data of a request that frees its row, here and in the inner drafter."""
         self.inner.leave(request)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:

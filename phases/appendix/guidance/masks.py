@@ -14,8 +14,8 @@ from common.sampling.sampler import TokenBitmask
 from continuous.batch import upload
 from continuous.work import Work
 from phases.appendix.guidance.drafter import MOST_OVERLAPPED
-from structured.constraint import constrained
-from structured.masks import AutomataGrammarManager, hold_back
+from structured.constraint import constrained, forbidden_ends, hold_back
+from structured.masks import AutomataGrammarManager
 from structured.matcher import Words
 from structured.pool import GrammarPool
 
@@ -141,7 +141,7 @@ class LibraryGrammarManager(AutomataGrammarManager):
             self.begin(works, {})
         held = list[tuple[int, int]]()
         for request, (_, row, drafts) in self._jobs:  # while masks are made
-            held += self.held(request, row, len(drafts) + 1)
+            held += forbidden_ends(request, self.eos, row, len(drafts) + 1)
         made = self._wait()
         if made is None or not made.positions:
             return None

@@ -40,7 +40,7 @@ class EcmaScriptReader(PatternReader):
     line_ends = just("\n\r\u2028\u2029")
 
     def escape(self) -> Ranges:
-        """Parse an escape after its backslash as `PatternReader` does, or a pair of surrogates."""
+        """Parse an escape, or two that are a surrogate pair; return the code points that it matches."""
         found = _PAIR.match(self.pattern, self.at)
         if found is None:
             return super().escape()
@@ -61,7 +61,7 @@ def rewrite_pattern(pattern: str, where: str) -> str:
 
 
 def rewrite_regex(pattern: str, flags: str = "") -> str:
-    """Return the regular expression `pattern` that means what `re.ASCII` says, in the notation of llguidance.
+    """Return the regular expression `pattern`, of Python with `re.ASCII`, in the notation of llguidance.
 
     flags: the letters after the expression in a Lark grammar, such as "i".
 
@@ -148,7 +148,7 @@ class _Rewriter:
         return "".join(parts)
 
     def next(self) -> str:
-        """Read the next character, class, escape, or sign; return it rewritten."""
+        """Read the next character, class, escape, or sign; return it as llguidance writes it."""
         reader = self.reader
         char = reader.peek()
         if char in "*+?{":

@@ -34,7 +34,7 @@ class LatencyKernel:
     """A `LinearKernel` for one token: norm, product, gate and residual in one launch.
 
     linear: the layer whose weights it reads.
-    trigger_early: whether the next kernel may start while the one before this still runs.
+    trigger_early: whether the next kernel may start before the kernel before this one has ended.
     out_dtype: of the result; None: that of the input.
     reads: the classes of layers whose weights it can read.
     """
@@ -120,7 +120,7 @@ class LatencyBlock:
     workspace: Workspace
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """See `BlockKernel.supports`: True for one request with one token, and a KV cache without scales."""
+        """Return True if this kernel computes such a step: one token in all, a KV cache without scales."""
         return (
             isinstance(x, Tensor)
             and len(x) == 1

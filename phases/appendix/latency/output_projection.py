@@ -83,7 +83,7 @@ def heads_kernel(
     out, bias, residual: `[N]`. weight: `[N, H D]`. weight_scale: `[N]`. bias, weight_scale: None: none.
     partial, lse: attention's splits: outputs `[splits, H, D_PAD]`, and log2 of their softmax sums.
     context_len: `[1]`, gives the number of splits. SPLITS, BLOCK_N, WINDOW: those of attention's launch.
-    ROUND: rounds attention's output, see `project_heads`, or None; WHOLE, HARDWARE: its constants.
+    ROUND: device function that rounds attention's output, or None; WHOLE, HARDWARE: its arguments.
     PDL: the GPU can start the next kernel early. `_PAD`: rounded up to a power of two.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.sampling.metadata import SamplingFlags, SamplingMetadata
-from common.sampling.sampler import Sampled, TokenBitmask
+from common.sampling.sampler import HostSampled, Sampled, TokenBitmask
 from continuous.batch import Ints
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
@@ -200,7 +200,8 @@ class MaskedGraphExecutor:
         graph.first.masks.put(allowed, graph.first.half.size)
         graph.replay()
         tokens = graph.for_host[: len(works)]
-        return Pending(works, Sampled(tokens, tokens), self.runner.verifier)
+        sampled = HostSampled(Sampled(tokens, tokens))
+        return Pending(works, sampled, self.runner.verifier)
 
 
 PER_HALF = 1 << 20

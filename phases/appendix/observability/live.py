@@ -51,19 +51,16 @@ def whole_page() -> bytes:
 
 
 class Live:
-    """The routes `/` (a page about the running engine) and `/events` (its server-sent events).
+    """The routes `/` (a page about the running engine) and `/events` (its server-sent events) of `app`.
 
     watchers: pages that read events now.
     picture: the newest picture of KV blocks, requests and prefix tree, as JSON data; None: none yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, app: App) -> None:
         self.watchers, self._drawn = 0, 0.0
         self.picture: dict[str, Any] | None = None
         self._steps: deque[tuple[int, float, int, int, int]] = deque(maxlen=512)
-
-    def install(self, app: App) -> None:
-        """Add the routes `/` and `/events` to a server."""
         self.app, self.engine = app, app.engine
         app.routes["/events"] = {"GET": self.events}
         app.routes["/"] = {"GET": lambda http: http.answer(200, whole_page(), HTML)}

@@ -9,19 +9,16 @@ from typing import IO, Any
 
 from common.errors import UserError
 from common.json_text import encode_json
-from phases.appendix.observability.metrics import Metrics, first_token
+from phases.appendix.observability.metrics import Metrics
 from serving.app import App
 from serving.http.request import HttpRequest
 
 
 class AccessLog:
-    """Write a line of JSON for each request that has ended.
+    """Write a line of JSON for each request that has ended."""
 
-    where: a path, "-" for standard error, or "none".
-    """
-
-    def __init__(self, where: str, metrics: Metrics) -> None:
-        """Open the log for appending. where: a path, "-" for standard error, or "none".
+    def __init__(self, app: App, where: str, metrics: Metrics) -> None:
+        """Open the log for appending. where: a path, "-" for standard error, or "none": nothing is written.
 
         metrics: counts lines that cannot be written.
 
@@ -39,9 +36,6 @@ class AccessLog:
                 raise UserError(
                     f"--access-log {where} cannot be written: {error.strerror}"
                 ) from None
-
-    def install(self, app: App) -> None:
-        """Have `ended` called at the end of every request of a server."""
         if self._file is not None:
             app.on_end.append(self.ended)
 
@@ -61,14 +55,12 @@ class AccessLog:
             "bytes": http.sent_bytes,
         }
         if group is not None:
-            entry["prompt_tokens"], entry["output_tokens"] = (
-                group.prompt_tokens,
-                group.output_tokens,
-            )
+            entry["prompt_tokens"] = group.prompt_tokens
+            entry["output_tokens"] = group.output_tokens
             entry["trouble"] = group.failure[0] if group.failure else None
-            first = first_token(group)
-            if first is not None:
-                entry["first_token_ms"] = round((first - http.started) * 1e3, 3)
+            firsts = [choice.times[0] for choice in group.choices if choice.times]
+            if firsts:
+                entry["first_token_ms"] = round((min(firsts) - http.started) * 1e3, 3)
         try:
             self._file.write(encode_json(entry).decode() + "\n")
             self._file.flush()

@@ -10,7 +10,6 @@ from functools import partial
 
 from phases.appendix.observability.exposition import page
 from serving.app import App
-from serving.completion import ChoiceGroup
 from serving.http.request import HttpRequest
 from serving.messages import StepReport
 
@@ -39,9 +38,10 @@ class Histogram:
 
 
 class Metrics:
-    """The counters and histograms of the API process, and the route `/metrics` that shows them."""
+    """The counters and histograms of the server `app`, and its route `/metrics`, which shows them."""
 
-    def __init__(self) -> None:
+    def __init__(self, app: App) -> None:
+        self.app = app
         self.generated = self.prompted = self.lost_log_lines = 0
         self.finished: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
@@ -51,10 +51,6 @@ class Metrics:
         self.whole = Histogram(TIMES)
         self.prompt, self.output = Histogram(SIZES), Histogram(SIZES)
         self._last: dict[int, float] = {}  # number of a completion -> time of its newest token
-
-    def install(self, app: App) -> None:
-        """Add the route `/metrics` to a server, and observe its steps and the ends of its requests."""
-        self.app = app
         app.engine.on_step.append(self.stepped)
         app.on_end.append(self.ended)
         app.routes["/metrics"] = {"GET": partial(page, self)}
@@ -77,7 +73,9 @@ class Metrics:
         group = http.group
         if group is None:
             return
+        firsts = list[float]()
         for choice in group.choices:  # one whose engine has died has no end
+            firsts += choice.times[:1]
             self._last.pop(choice.number, None)
             if choice.reason is not None:
                 self.finished[choice.reason] += 1
@@ -87,14 +85,8 @@ class Metrics:
         if failure == "refused":  # no tokens of it were counted
             return
         self.prompted += group.prompt_tokens
-        first = first_token(group)
-        if first is not None:
-            self.first.observe(first - http.started)
+        if firsts:
+            self.first.observe(min(firsts) - http.started)
         self.prompt.observe(group.prompt_tokens)
         self.output.observe(group.output_tokens)
         self.whole.observe(time.perf_counter() - http.started)
-
-
-def first_token(group: ChoiceGroup) -> float | None:
-    """Return the time at which the first token of any completion of a group came; None: none did."""
-    return min((choice.times[0] for choice in group.choices if choice.times), default=None)

@@ -97,12 +97,12 @@ class StepPictures:
         self.due = self._draws = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """See `Observer.hear`: a `DrawEngine` command asks for a picture in the next report."""
+        """Read a command to the engine: `DrawEngine` asks for a picture in the next report."""
         self.due = True
         self._draws |= isinstance(command, DrawEngine)
 
     def write(self, step: StepReport) -> None:
-        """See `Observer.write`: add the picture to the report, if one was asked for."""
+        """Add a picture of the engine to the report, if one was asked for."""
         self.due = False
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)

@@ -32,6 +32,7 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
 }
 """Names of fields here, by those of a chat."""
+_ERROR = "messages.is_error"
 
 
 class Block(Struct):
@@ -101,14 +102,12 @@ class Messages(Translation):
         given: Anthropic's fields. ignored: gets the names of those that have no effect.
 
         Raises:
-            ApiError: the conversation is a thread, which clients expect to be kept.
+            ApiError: the request names a `thread`, a conversation that the server would have to store.
         """
         if given.thread is not None:
             words = "thread is not supported: no message is kept here, so send all of them"
             raise ApiError(400, words, param="thread", code="thread_unsupported_request")
-        messages = [made for said in given.messages for made in _messages(said)]
-        if any(block.is_error for said in given.messages for block in _blocks(said)):
-            ignored.append("messages.is_error")
+        messages = [made for said in given.messages for made in _messages(said, ignored)]
         fields: dict[str, Any] = {
             "messages": messages,
             "continue_final_message": _continued(messages),
@@ -138,7 +137,7 @@ class Messages(Translation):
     def formatter(
         self, given: MessagesFields, request: ParsedRequest, http: HttpRequest
     ) -> MessageEvents:
-        """Return what writes the response of the translated chat as Anthropic's events.
+        """Return the formatter that writes the translated chat's response as Anthropic's events.
 
         request: the chat. given: Anthropic's fields.
 
@@ -265,25 +264,20 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": kind, "function": function | {"parameters": tool.get("input_schema")}}
 
 
-def _blocks(said: MessageParam) -> list[Block]:
-    return (
-        [Block("text", text=said.content)] if isinstance(said.content, str) else said.content
-    )
-
-
-def _messages(said: MessageParam) -> list[dict[str, Any]]:
+def _messages(said: MessageParam, ignored: list[str]) -> list[dict[str, Any]]:
     """Return one message of Anthropic's form as messages of a chat.
 
     Each result of a tool call becomes a message of its own, before the rest of the message.
+    ignored: gets the name of a field that has no effect, once.
     """
     if isinstance(said.content, str):
         return [{"role": said.role, "content": said.content}]
     made, calls = list[dict[str, Any]](), list[dict[str, Any]]()
-    texts, thoughts = list[str](), list[str]()
+    texts, thoughts = list[dict[str, Any]](), list[str]()
     for block in said.content:
         match block.type:
             case "text":
-                texts.append(block.text)
+                texts.append({"type": "text", "text": block.text})
             case "thinking":
                 thoughts.append(block.thinking)
             case "tool_use":
@@ -291,12 +285,13 @@ def _messages(said: MessageParam) -> list[dict[str, Any]]:
             case "tool_result":
                 answer = {"role": "tool", "tool_call_id": block.tool_use_id}
                 made.append(answer | {"content": _result(block.content)})
-    message: dict[str, Any] = {
-        "role": said.role,
-        "content": [{"type": "text", "text": one} for one in texts],
-    }
-    message |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
-    message |= {"tool_calls": calls} if calls else {}
+                if block.is_error and _ERROR not in ignored:
+                    ignored.append(_ERROR)
+    message: dict[str, Any] = {"role": said.role, "content": texts}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
     return [*made, message] if len(message) > 2 or texts else made
 
 
@@ -307,13 +302,11 @@ def _result(content: str | list[dict[str, Any]] | None) -> Any:
     """
     if not isinstance(content, list):
         return content or ""
-    names = [
-        part.get("tool_name", "") if part.get("type") == "tool_reference" else None
-        for part in content
-    ]
     return [
-        part if name is None else {"type": "text", "text": str(name)}
-        for part, name in zip(content, names, strict=True)
+        {"type": "text", "text": str(part.get("tool_name", ""))}
+        if part.get("type") == "tool_reference"
+        else part
+        for part in content
     ]
 
 

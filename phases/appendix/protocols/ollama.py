@@ -123,7 +123,7 @@ class Ollama(Translation):
     def formatter(
         self, given: OllamaFields, request: ParsedRequest, http: HttpRequest
     ) -> OllamaEvents:
-        """Return what writes the response of the translated chat as Ollama's lines of JSON.
+        """Return the formatter that writes the translated chat's response as Ollama's lines of JSON.
 
         request: the chat. given: Ollama's fields.
         """

@@ -94,7 +94,7 @@ class Conversations:
     def keep(self, id: str, messages: Messages, client: bytes = b"") -> None:
         """Store the conversation of response `id`; beyond a limit the oldest are dropped.
 
-        client: who asked, such as an API key; a client with more than its share loses its own first.
+        client: who asked, such as an API key. If a client uses too large a share, its own are dropped first.
         """
         data = msgspec.json.encode(messages)
         with self._lock:
@@ -122,7 +122,7 @@ class Conversations:
         return found
 
     def _trim(self, ids: list[str], share: int) -> None:
-        """Drop the oldest of some conversations until these have a `share`-th of the limits at most."""
+        """Drop the oldest of the conversations `ids` until these take at most 1 / `share` of the limits."""
         size = sum(len(self._kept[id][1]) for id in ids)
         for number, id in enumerate(ids):
             if len(ids) - number <= MOST_KEPT // share and size <= MOST_BYTES // share:
@@ -180,7 +180,7 @@ class Responses(Translation):
     def formatter(
         self, given: ResponsesFields, request: ParsedRequest, http: HttpRequest
     ) -> ResponseEvents:
-        """Return what writes the response of the translated chat as a response object or its events.
+        """Return the formatter that writes the translated chat's response as a response object or events.
 
         request: the chat. given: the route's fields.
         """
@@ -360,7 +360,7 @@ def _messages(before: Messages, items: list[InputItem]) -> Messages:
     messages = list(before)
 
     def assistant() -> dict[str, Any]:
-        """Return the last message if it is the assistant's and made of `items`; else append an empty one."""
+        """Return the assistant's message at the end if `items` began it; else append and return a new one."""
         if len(messages) == len(before) or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         return messages[-1]

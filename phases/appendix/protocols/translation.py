@@ -198,7 +198,7 @@ class Translation:
         raise NotImplementedError
 
     def formatter(self, given: Any, request: ParsedRequest, http: HttpRequest) -> Events:
-        """Return what writes the response of a translated request in this protocol's form.
+        """Return the formatter that writes the response of a translated request in this protocol's form.
 
         given: the body as the protocol's struct. request: the chat. http: the HTTP request.
         """

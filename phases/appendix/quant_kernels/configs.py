@@ -49,8 +49,8 @@ def loop_config(
 ) -> LoopConfig:
     """Return block sizes for `outputs` rows of `size` inputs, in 1 or 2 `matrices` of 4 or 8 `bits`.
 
-    In four bits a weight costs half the registers, and what a program does around its weights costs as much
-    as ever. Rows longer than a tile take the registers of twice as many threads.
+    A four-bit weight takes half the registers, but the other work of a program stays the same. Rows that are
+    longer than a tile use the registers of twice as many threads.
     """
     block_k = min(BLOCK_K[1], max(BLOCK_K[0], triton.next_power_of_2(size)))
     parts = triton.cdiv(size, block_k)

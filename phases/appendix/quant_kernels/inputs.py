@@ -166,7 +166,7 @@ def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tenso
 def apart(
     product: Tensor | PendingScales | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return a product's contiguous numbers and its pending scales; None for what there is not."""
+    """Return a product's numbers, its scales by row, and those by column; None for each it does not have."""
     if isinstance(product, PendingScales):
         return product.values.contiguous(), product.rows, product.columns
     return None if product is None else product.contiguous(), None, None

@@ -12,7 +12,7 @@ from serving.seams import Delta
 
 
 def decided_length(text: str, *marks: str) -> int:
-    """Return the length of a text without its longest end that is the beginning of one of the marks."""
+    """Return how many first characters of `text` are decided: its end may be the beginning of a mark."""
     begun = (
         size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])
     )
@@ -20,8 +20,8 @@ def decided_length(text: str, *marks: str) -> int:
 
 
 def settled(text: str, *marks: str) -> int:
-    """Return the length of a text without an end that begins one of the marks, and without spaces before
-    that.
+    """Return how many first characters of `text` are decided (`decided_length`), without spaces at their
+    end: these are dropped if a mark follows.
     """
     return len(text[: decided_length(text, *marks)].rstrip())
 

@@ -84,10 +84,7 @@ class ToolHandler:
         if shows:
             request.variables |= {"tools": tools} if tools else {}
             return
-        try:
-            request.messages = described(request.messages, tools)
-        except UserError as error:
-            raise wrong("messages", str(error)) from None
+        request.messages = described(request.messages, tools)
         if tools:
             request.headers.append((b"x-ladder-warning", WARNING))
 
@@ -218,7 +215,7 @@ def _call(where: str, call: Any) -> dict[str, Any]:
 
 
 def _function(where: str, tool: Mapping[str, Any]) -> tuple[str, Schema, list[str]]:
-    """Return a tool's name, the schema of its arguments, and the keywords of that which are not enforced.
+    """Return a tool's name, the schema of its arguments, and the schema's keywords that are not enforced.
 
     where: the tool's place in the request, for errors. A strict tool has all keywords enforced.
 

@@ -16,8 +16,8 @@ _LARGEST = sys.float_info.max
 def decode_written(text: str) -> dict[str, Any] | None:
     """Return the object that a model has written as JSON; None if the text is no object, or was cut off.
 
-    Whatever comes back can be written as JSON again: a number that has no form there becomes the nearest that
-    has one, and halves of surrogate pairs are replaced.
+    The result can be written as JSON again: a number that JSON cannot hold becomes the nearest one that it
+    can, and halves of surrogate pairs are replaced.
     """
     try:
         check_json(text.encode("utf-8", "replace"), MAX_PARTS)

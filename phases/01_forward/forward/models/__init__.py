@@ -34,8 +34,7 @@ def family_of(name: str) -> type[Model]:
     if name in FAMILIES:
         return FAMILIES[name]
     module, _, kind = LATER[name].rpartition(".")
-    found: type[Model] = getattr(importlib.import_module(module), kind)
-    return found
+    return getattr(importlib.import_module(module), kind)
 
 
 __all__ = ["FAMILIES", "GPT2", "Gemma3", "Llama", "Qwen2", "Qwen3", "family_of"]

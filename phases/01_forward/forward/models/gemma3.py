@@ -6,8 +6,6 @@ are scaled by ``sqrt(hidden)``; five of six layers see only a sliding window, wi
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,7 +36,7 @@ class Gemma3RMSNorm(nn.Module):
 class Gemma3Attention(Qwen3Attention):
     """Qwen3's attention (norms on query and key heads) with norms that multiply by ``1 + weight``."""
 
-    norm_class: ClassVar[type[nn.Module]] = Gemma3RMSNorm
+    norm_class = Gemma3RMSNorm
 
 
 class Gemma3Block(nn.Module):
@@ -70,8 +68,6 @@ class Gemma3Block(nn.Module):
 class Gemma3(Model):
     """Gemma 3's text model; the vision tower of the larger checkpoints is ignored."""
 
-    TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         assert config.rope is not None and config.rope_local is not None
@@ -86,9 +82,8 @@ class Gemma3(Model):
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Return the final hidden states ``[..., hidden]`` of token ids ``[...]`` and their positions."""
         x = self.embed_tokens(input_ids)  # [..., hidden]
-        x = x * torch.tensor(
-            self.config.hidden_size**0.5, dtype=x.dtype
-        )  # rounded as in training
+        scale = self.config.hidden_size**0.5
+        x = x * torch.tensor(scale, dtype=x.dtype)  # rounded as in training
         everywhere, nearby = self.rope_global(positions), self.rope_local(positions)
         for layer, spec in zip(self.layers, self.layer_specs, strict=True):
             x = layer(x, everywhere if spec.sliding_window is None else nearby, attention)

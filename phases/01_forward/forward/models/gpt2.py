@@ -26,9 +26,8 @@ class GPT2Attention(nn.Module):
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
         """Return attention's output: ``[..., hidden]`` -> ``[..., hidden]``."""
         heads = (self.spec.num_heads, self.spec.head_dim)
-        q, k, v = (
-            part.unflatten(-1, heads) for part in self.c_attn(x).chunk(3, dim=-1)
-        )  # [..., H, D]
+        parts = self.c_attn(x).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, heads) for part in parts)  # [..., H, D]
         return self.c_proj(attention(self.spec, q, k, v).flatten(-2))
 
 

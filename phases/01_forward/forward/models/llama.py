@@ -79,7 +79,6 @@ class LlamaBlock(nn.Module):
 class Llama(Model):
     """Llama: embedding, blocks, norm, head."""
 
-    TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}
     block_class: ClassVar[type[LlamaBlock]] = LlamaBlock
 
     def __init__(self, config: ModelConfig) -> None:

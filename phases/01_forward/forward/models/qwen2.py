@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import nn
 
 from common.models.config import ModelConfig
@@ -24,10 +22,10 @@ class Qwen2Attention(LlamaAttention):
 class Qwen2Block(LlamaBlock):
     """A Llama block around `Qwen2Attention`."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = Qwen2Attention
+    attention_class = Qwen2Attention
 
 
 class Qwen2(Llama):
     """A Llama of `Qwen2Block`."""
 
-    block_class: ClassVar[type[LlamaBlock]] = Qwen2Block
+    block_class = Qwen2Block

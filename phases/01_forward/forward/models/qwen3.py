@@ -36,10 +36,10 @@ class Qwen3Attention(LlamaAttention):
 class Qwen3Block(LlamaBlock):
     """A Llama block around `Qwen3Attention`."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = Qwen3Attention
+    attention_class = Qwen3Attention
 
 
 class Qwen3(Llama):
     """A Llama of `Qwen3Block`."""
 
-    block_class: ClassVar[type[LlamaBlock]] = Qwen3Block
+    block_class = Qwen3Block

@@ -23,7 +23,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 JSON = (b"content-type", b"application/json")
-CLOSE = (b"connection", b"close")
 EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -74,11 +73,8 @@ class HttpRequest:
         self.form = ErrorForm()
 
     async def body(self) -> bytes:
-        """Read and return the whole body.
-
-        Raises:
-            ApiError: 413: too large, before it is read where its length is declared; 408: too slow.
-            ClientDisconnected: the client has left.
+        """Read and return the whole body. Raises `ClientDisconnected`, or `ApiError`: 408 if it is too slow,
+        413 if it is too large. If a header says that, nothing is read.
         """
         most = self.limits.max_body_bytes
         if self.content_length.isdigit() and int(self.content_length[:20]) > most:
@@ -117,8 +113,8 @@ class HttpRequest:
         """Send the response's status and headers."""
         self.status = status
         every = [*headers, *self.extra, (b"x-request-id", self.id.encode())]
-        if self.unread and CLOSE not in every:  # the rest of a body is not worth a connection
-            every.append(CLOSE)
+        if self.unread:  # the rest of a body is not worth a connection
+            every.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": every})
 
     async def write(self, data: bytes, more: bool = True) -> None:
@@ -129,21 +125,20 @@ class HttpRequest:
     async def answer(
         self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)
     ) -> None:
-        """Send a whole response: status, headers and body."""
+        """Send a whole response."""
         await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self.write(b"" if self.method == "HEAD" else body, more=False)
 
-    async def json(
-        self, value: Any, status: int = 200, headers: Iterable[Header] = ()
-    ) -> None:
-        """Send a whole response with `value` as its JSON body, the HTTP status, and further headers."""
-        await self.answer(status, encode_json(value), [JSON, *headers])
+    async def json(self, value: Any, status: int = 200) -> None:
+        """Send a whole response with `value` as its JSON body."""
+        await self.answer(status, encode_json(value))
 
     async def fail(self, error: ApiError) -> None:
         """Send an error: as the response, or as the last event of a stream that has begun."""
-        body = self.form.body(error)
-        if not self.status:
-            state = error.status in (429, 503)  # the server's, not the request's fault
-            await self.json(body, error.status, [(b"retry-after", b"1")] if state else ())
-        else:
-            await self.write(self.form.event.replace(b"%s", encode_json(body)), more=False)
+        body = encode_json(self.form.body(error))
+        if self.status:
+            await self.write(self.form.event % body, more=False)
+            return
+        if error.status in (429, 503):  # the server's fault, not the request's
+            self.extra.append((b"retry-after", b"1"))
+        await self.answer(error.status, body)

@@ -59,7 +59,7 @@ class DeltaInputs(NamedTuple):
 
 
 class Mixer(ABC):
-    """Interface of what combines different tokens in Gated DeltaNet layers: it keeps their states between
+    """Interface of an object that combines tokens in Gated DeltaNet layers, and keeps their states between
     steps.
     """
 
@@ -82,8 +82,8 @@ class WholeSequence(Mixer):
 
 
 def mixer_of(attention: Attention) -> Mixer:
-    """Return the `Mixer` of an engine's attention object: the object itself, or for one without a KV cache a
-    `WholeSequence`.
+    """Return an engine's attention object as the `Mixer` of its layers with states; if it has no KV cache,
+    return a `WholeSequence` instead.
 
     Raises:
         UserError: the object's class computes no Gated DeltaNet layers.

@@ -7,7 +7,6 @@ the first quarter of each head. All norms but the one inside Gated DeltaNet mult
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -147,8 +146,6 @@ class Qwen35Block(nn.Module):
 
 class Qwen35(Model):
     """Qwen3.5's text model. Weights of its image encoder and of its multi-token prediction are ignored."""
-
-    TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

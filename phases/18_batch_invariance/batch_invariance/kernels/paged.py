@@ -36,7 +36,7 @@ class ChunkedTriton(GroupedAttention, TritonPagedAttention):
         self._scratch = Scratch(SCRATCH_ROWS, d_pad, pool.data.device)
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
-        """See `TritonPagedAttention.begin_sorted`."""
+        """Start a step whose requests the caller has sorted, as `TritonPagedAttention.begin_sorted` does."""
         super().begin_sorted(batch, members, tiles)
         self.look_up()
 
@@ -57,8 +57,8 @@ class ChunkedTriton(GroupedAttention, TritonPagedAttention):
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """See `TritonPagedAttention.attend`: return the attention `[T, H, D]` of the step's tokens, by
-        chunks.
+        """Return the attention `[T, H, D]` of the step's tokens over the paged cache, computed in chunks of
+        keys.
         """
         batch, q = self.batch, q.contiguous()
         out = torch.empty_like(q)

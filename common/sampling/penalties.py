@@ -1,0 +1,57 @@
+"""The tokens that penalties look at: those of a prompt, and how often each stands in an output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Upload = Callable[[NDArray[Any]], Tensor]
+
+
+class TokenHistory:
+    """Tokens that stand in prompt and output of each row's request, as arrays on the device.
+
+    The arrays are allocated when a request first needs them. A captured CUDA graph must not use them, or
+    must be captured again. They cost time only in steps with such requests.
+
+    in_prompt: bool `[rows, V]`. counts: int32 `[rows, V]`. Of rows without penalties they say nothing.
+    changed: prompt and output of each row that is not on the device yet.
+    """
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = rows, vocab_size
+        self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.changed: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def set_row(
+        self,
+        row: int,
+        prompt_ids: Sequence[int] | NDArray[np.int64],
+        output_ids: Sequence[int] | NDArray[np.int64],
+    ) -> None:
+        """Note the tokens of the request in `row`; `send` copies them to the device."""
+        self.changed[row] = np.array(prompt_ids, np.int64), np.array(output_ids, np.int64)
+
+    def send(self, upload: Upload) -> None:
+        """Write the changed rows to the device. upload: copies an array there without waiting."""
+        if len(self.counts) == 0:
+            self.in_prompt = self.in_prompt.new_zeros(self._shape)
+            self.counts = self.counts.new_zeros(self._shape)
+        for row, (prompt, output) in self.changed.items():
+            self.in_prompt[row].zero_()[upload(prompt)] = True
+            tokens = upload(output)
+            one = torch.ones_like(tokens, dtype=torch.int32)
+            self.counts[row].zero_().scatter_add_(0, tokens, one)
+        self.changed.clear()
+
+    def add(self, rows: Tensor, tokens: Tensor) -> None:
+        """Count one more token for each of these rows; both int64 `[B]`."""
+        place = rows * self.counts.shape[1] + tokens
+        one = torch.ones_like(place, dtype=torch.int32)
+        self.counts.view(-1).scatter_add_(0, place, one)

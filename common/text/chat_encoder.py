@@ -1,0 +1,77 @@
+"""Encode conversations; of special tokens only those that the chat template writes count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from common.errors import UserError, library_errors
+from common.errors import text as valid_text
+from common.text.chat_template import ChatTemplate, Message
+from common.text.continued import render_continued
+from common.text.special_guard import SpecialGuard
+from common.text.turns import join_turns
+
+if TYPE_CHECKING:
+    from common.text.tokenizer import Tokenizer
+
+
+class ChatEncoder:
+    """Encodes conversations in the form that a model was trained on. Call it as `tokenizer.chat`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.guard = SpecialGuard(tokenizer.backend)
+        self._tokenizer = tokenizer
+
+    def __call__(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        add_special_tokens: bool = False,
+        ignored: set[str] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Return the token ids of a conversation.
+
+        Args:
+            messages: dictionaries with `role` and `content`.
+            add_generation_prompt: whether to end with the words that open the assistant's turn.
+            add_special_tokens: add the token that begins a text, if the template has not.
+            ignored: gets the names of fields of messages that the template does not read.
+            variables: passed on to the template, such as `tools` or `enable_thinking=False`; with
+                `continue_final_message=True` the ids end with the last message's content.
+
+        Raises:
+            UserError: the model has no chat template, or the template does not take these messages, also
+                when turns of one role in a row are joined.
+        """
+        templates = self._tokenizer.templates
+        template = templates.tools if variables.get("tools") else templates.plain
+        conversation = template.conversation(messages, ignored)
+        continued = variables.get("continue_final_message", False)
+        variables["add_generation_prompt"] = add_generation_prompt and not continued
+        try:
+            ids = self._encode(template, conversation, variables)
+        except UserError:
+            joined = join_turns(conversation)
+            if joined == conversation:
+                raise
+            ids = self._encode(template, joined, variables)
+        return self._tokenizer.begun(ids) if add_special_tokens else ids
+
+    def _encode(
+        self,
+        template: ChatTemplate,
+        conversation: list[dict[str, Any]],
+        variables: dict[str, Any],
+    ) -> list[int]:
+        guarded, given = self.guard.hide([conversation, variables])
+        hidden = guarded != conversation or given != variables
+        render = template.render
+        if given.pop("continue_final_message", False):
+            render = partial(render_continued, template)
+        text = valid_text("the conversation", render(guarded, **given))
+        with library_errors("the conversation"):
+            return self.guard.encode(text, hidden)

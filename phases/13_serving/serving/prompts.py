@@ -1,0 +1,69 @@
+"""The route `/v1/completions`: texts or token ids as they are, without a chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.http.errors import too_many, wrong
+from serving.completion import Choice, Piece
+from serving.endpoints import ServedModel, TextEndpoint
+from serving.formatter import ResponseFormatter
+from serving.http.schema import CompletionFields
+from serving.parsed import ParsedRequest
+
+
+class CompletionFormatter(ResponseFormatter):
+    """Formats the response to one request of `/v1/completions`, streamed or whole."""
+
+    object = chunk_object = "text_completion"
+
+    def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
+        """Return a piece's event as bytes: its text, and the finish reason if `last`."""
+        fields = self.shape(choice, piece.text) | self.details(choice, piece)
+        return self.event(choice, fields, choice.reason if last else None)
+
+    def shape(self, choice: Choice, text: str) -> dict[str, Any]:
+        """Return the JSON field that has the whole `text` of the completion `choice`."""
+        return {"text": text}
+
+
+class CompletionEndpoint(TextEndpoint):
+    """`/v1/completions`: one prompt or several, as text or token ids."""
+
+    kind = CompletionFields
+    source, prefix = "prompt", "cmpl"
+    default_tokens = 16  # OpenAI's
+    formatter = CompletionFormatter
+
+    def fill(self, request: ParsedRequest, given: CompletionFields) -> None:
+        """Fill in `request` from the fields `given`; `prompt` is one or several, as text or token ids."""
+        self.read_fields(request)
+        special = request.generation.add_special_tokens is not False
+        encode_prompts(self.model, request, given.prompt, special)
+
+
+def encode_prompts(
+    model: ServedModel, request: ParsedRequest, given: Any, special: bool = True
+) -> None:
+    """Set the token ids of a request's prompts.
+
+    given: a text, token ids, or a list of these. special: add the tokenizer's special tokens to texts.
+
+    Raises:
+        ApiError: a prompt has the wrong type or is too long.
+    """
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not given:
+        raise wrong("prompt", "the prompt is empty, but must have at least 1 token")
+    if len(given) > model.limits.max_choices:
+        raise too_many("prompt", len(given), model.limits.max_choices, "prompts")
+    if len({type(item) for item in given}) > 1:
+        words = (
+            "prompt is a mixed list, but must hold only texts, only token ids, or only lists"
+        )
+        raise wrong("prompt", words)
+    if isinstance(given[0], str):
+        model.check_length(request, max(map(len, given)))
+        given = [model.tokenizer.encode(text, special) for text in given]
+    request.prompts = given

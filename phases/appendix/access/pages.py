@@ -1,0 +1,50 @@
+"""Headers by which pages of other origins may read: https://fetch.spec.whatwg.org/#http-cors-protocol.
+
+Such a page may send requests, but a browser lets it read a response only if the server says so. No cookies or
+passwords go along: a page has to send a key of its own.
+"""
+
+from __future__ import annotations
+
+from common.http.errors import ApiError
+from phases.appendix.access.options import ANY
+from serving.app import App
+from serving.http.request import HttpRequest
+
+EXPOSED = b"x-request-id, x-ladder-ignored, x-ladder-loosened, x-ladder-warning, retry-after"
+SECONDS = b"600"
+"""That a browser may remember an answer of ours to its question."""
+
+
+def allow_pages(http: HttpRequest, origins: tuple[str, ...], app: App) -> bool:
+    """Add to the response the headers that let pages of the allowed `origins` read it.
+
+    Returns:
+        True if the request is a preflight: a browser's question whether it may send the real request.
+
+    Raises:
+        ApiError: the preflight is of a page whose origin is not allowed.
+    """
+    headers, extra = http.headers, http.extra
+    any_page = ANY in origins
+    origin = headers.get(b"origin", b"")
+    asks = http.method == "OPTIONS" and b"access-control-request-method" in headers
+    asks = asks and origin != b""
+    if not any_page:  # or a cache would give one page's answer to another
+        extra.append((b"vary", b"origin"))
+    shown = origin.decode("latin-1")
+    if origin and (any_page or shown in origins):
+        extra.append((b"access-control-allow-origin", b"*" if any_page else origin))
+        extra.append((b"access-control-expose-headers", EXPOSED))
+    elif asks:
+        words = f"pages of {shown[:100]!r} may not ask here: see --allowed-origins"
+        raise ApiError(403, words, code="origin")
+    if asks:
+        methods = ", ".join(app.methods(http.path)).encode()
+        extra += [
+            (b"access-control-allow-methods", methods),
+            (b"access-control-max-age", SECONDS),
+        ]
+        if wanted := headers.get(b"access-control-request-headers"):
+            extra.append((b"access-control-allow-headers", wanted))
+    return asks
