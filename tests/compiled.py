@@ -130,7 +130,7 @@ def few_bits(capability: int) -> Iterator[Kernel]:
     """One token in eight bits and in four: Qwen3-8B's products behind a norm, and before a residual."""
     for size, matrices in ((4096, 2), (12_288, 1)):
         around = {
-            "K": size, "ONE_PLUS": False, "bias": None, "GATED": matrices == 2, "KIND": 0,
+            "K": size, "bias": None, "GATED": matrices == 2, "KIND": 0,
             "PDL": capability >= HOPPER, "TRIGGER": 0,
         }  # fmt: skip
         around |= {"residual" if matrices == 2 else "norm_weight": None}
@@ -145,7 +145,7 @@ def few_bits(capability: int) -> Iterator[Kernel]:
                 kernel, types = gemv4_kernel, {"weight": "*i32", "scale": "*fp16"}
             else:
                 how = {
-                    "SIDE": 0, "ROUND": True, "LARGEST": 448.0 if kind == "fp8" else 127.0,
+                    "SIDE": 0, "ROUND": True, 
                     "WHOLE": kind == "int8", "HARDWARE": kind == "fp8", "WORDS": kind,
                 }  # fmt: skip
                 kernel, types = gemv8_kernel, {"weight": "*i32"}
@@ -162,7 +162,7 @@ def experts(capability: int) -> Iterator[Kernel]:
     types |= dict.fromkeys(("most", "choices", "E"), "i32")
     early = capability >= HOPPER
     route_by = {"E": 128, "E_PAD": 128, "TOP_K": 8, "NORMALIZE": True, "PDL": early}
-    place_by = {"E": 128, "E_PAD": 128, "ROWS": 16, "BLOCK": 2048, "TILES": 64}
+    place_by = {"E": 128, "ROWS": 16, "BLOCK": 2048, "TILES": 64}
     yield "route", route_kernel, route_by, 1, 1, types
     yield "count", count_kernel, {"BLOCK": 2048}, 8, 1, types
     yield "place", place_kernel, place_by, 8, 1, types

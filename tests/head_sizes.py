@@ -52,9 +52,7 @@ def by_torch(
 
     def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
         if norms and weight is not None:
-            x = F.rms_norm(x.float(), (d,), weight.float() + norms.one_plus, norms.eps).to(
-                x.dtype
-            )
+            x = F.rms_norm(x.float(), (d,), weight.float(), norms.eps).to(x.dtype)
         x = x.float()
         return (x * cos[:, None] + x.roll(d // 2, -1) * sin[:, None]).to(qkv.dtype)
 

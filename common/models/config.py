@@ -233,7 +233,7 @@ class ModelConfig:
                         f"there is no field {name!r}, which a {family} model needs"
                     )
         values = {ours: field.read(raw) for ours, field in hf.FIELDS[family].items()}
-        values |= _gpt2(raw, values) if family == "gpt2" else _rope_family(family, raw, values)
+        values |= _gpt2(values) if family == "gpt2" else _rope_family(family, raw, values)
         if family in hf.EXPERTS:
             sizes = {ours: field.read(raw) for ours, field in hf.EXPERTS[family].items()}
             values["experts"] = ExpertConfig(**sizes)
@@ -296,7 +296,7 @@ def _even_share(hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _gpt2(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = values["hidden_size"], values["num_heads"]
     head_dim = _even_share(hidden, heads)
     return {

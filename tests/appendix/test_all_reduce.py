@@ -91,7 +91,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from phases.appendix.all_reduce.kernel import all_reduce_kernel as kernel
 place = 1 << 16
-fixed = {"RANK": 1, "RANKS": 4, "RANKS_PAD": 4, "SIZE": 4096, "SIZE_PAD": 4096, "SLOT": place}
+fixed = {"RANK": 1, "RANKS": 4, "SIZE": 4096, "SIZE_PAD": 4096, "SLOT": place}
 fixed |= {"HALF": 128 * place, "COUNTERS": 256 * place, "PDL": False}
 kinds = {"table": "*i64", "barriers_passed": "*i64", "stop": "*i32", "rows": "i32"}
 names = kernel.arg_names

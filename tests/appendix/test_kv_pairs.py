@@ -104,7 +104,7 @@ def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) ->
     rows, each = (torch.rand(n, device=DEVICE, generator=rng) + 0.5 for n in (tokens, columns))
     angles = torch.randn(tokens, d // 2, device=DEVICE, generator=rng)
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
-    norms = HeadNorms(*torch.randn(2, d, device=DEVICE, generator=rng).to(DTYPE), 1e-6, False)
+    norms = HeadNorms(*torch.randn(2, d, device=DEVICE, generator=rng).to(DTYPE), 1e-6)
     slots = torch.tensor([3, 0, 7, -1, 9], device=DEVICE)
     scales = torch.rand(2, kv_heads, device=DEVICE, generator=rng) / 50 + 0.01
     made = []

@@ -87,7 +87,7 @@ def test_attention_of_a_lone_token(
     layer = LayerSpec(0, *heads, d, 0.2, window)  # type: ignore[arg-type]
     qkv = torch.randn(1, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
     cos, sin = angles(1, d)
-    norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
+    norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6)
     newest = max(context - 1, 0)
     slot = int(batch.tables[0, newest // 16]) * 16 + newest % 16 if context else -1
     slots = torch.tensor([slot], device=DEVICE)
@@ -147,16 +147,14 @@ def test_a_lone_token_with_heads_of_each_size(
     layer = LayerSpec(0, HEADS, KV_HEADS, d, 0.2)
     qkv = torch.randn(1, (HEADS + 2 * KV_HEADS) * d, device=DEVICE, dtype=dtype)
     cos, sin = angles(1, d)
-    norms = HeadNorms(*torch.randn(2, d, device=DEVICE, dtype=dtype), 1e-6, True)
+    norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6)  # float32, as Gemma's
     weight = torch.randn(size, HEADS * d, device=DEVICE, dtype=dtype) / d
     bias, residual = torch.randn(2, 1, size, device=DEVICE, dtype=dtype)
     slots = batch.tables[0, [(context - 1) // 16]].long() * 16 + (context - 1) % 16
 
     workspace = Workspace(4 * HEADS * 2, max(16, 1 << (d - 1).bit_length()), DEVICE)
     cache = LayerBlocks(batch.cache.k.clone(), batch.cache.v.clone())
-    inside = HeadNorms(
-        walled(norms.q_weight), walled(norms.k_weight), norms.eps, norms.one_plus
-    )
+    inside = HeadNorms(walled(norms.q_weight), walled(norms.k_weight), norms.eps)
     parts = attend_step(
         attention_over(batch, cache, slots),
         layer,
@@ -203,10 +201,10 @@ def test_gemv_with_norm_bias_residual_and_gate(size: int, gate: str | None) -> N
     x, norm = torch.randn(2, 1, size, device=DEVICE)
     weight = torch.randn(2 * 20, size, device=DEVICE) / size**0.5
     bias, residual = torch.randn(40, device=DEVICE), torch.randn(1, 40, device=DEVICE)
-    product = F.rms_norm(x, (size,), norm[0] + 1, 1e-5) @ weight.t()
+    product = F.rms_norm(x, (size,), norm[0], 1e-5) @ weight.t()
     x = walled(x)
     weight = walled(weight)
-    weights = NormWeights(walled(norm[0]), 1e-5, True)
+    weights = NormWeights(walled(norm[0]), 1e-5)
     if gate is None:
         got = gemv(x, weight, norm=weights, bias=walled(bias), residual=walled(residual))
         assert_near(

@@ -79,13 +79,11 @@ def test_norm_rope_and_both_stores(d: int, dtype: torch.dtype) -> None:
     layer = LayerSpec(0, HEADS, KV_HEADS, d, 1.0)
     qkv = torch.randn(3, (HEADS + 2 * KV_HEADS) * d, device=DEVICE, dtype=dtype)
     cos, sin = angles(3, d)
-    # No norm, one, and one whose weight is stored as its distance from 1.
-    weights = torch.randn(2, d, device=DEVICE, dtype=dtype)
-    norms = None if d in (16, 128) else HeadNorms(*weights, 1e-6, d % 16 == 0)
+    # No norm, one, and one whose weights have more digits than its input.
+    weights = torch.randn(2, d, device=DEVICE, dtype=torch.float32 if d % 16 == 0 else dtype)
+    norms = None if d in (16, 128) else HeadNorms(*weights, 1e-6)
     wanted = by_torch(qkv, cos, sin, d, norms)
-    inside = norms and HeadNorms(
-        walled(weights[0]), walled(weights[1]), norms.eps, norms.one_plus
-    )
+    inside = norms and HeadNorms(walled(weights[0]), walled(weights[1]), norms.eps)
     slots = torch.tensor([5, -1, 23], device=DEVICE)
     fused, apart = (
         LayerBlocks(*torch.full((2, 6, 4, KV_HEADS, d), 7.0, device=DEVICE, dtype=dtype))

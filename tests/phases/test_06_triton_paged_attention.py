@@ -27,8 +27,10 @@ import paged_cache
 import triton_paged_attention
 from common.errors import UserError
 from common.sampling.params import SamplingParams
+from forward.layers import RMSNorm
 from forward.loading import load_model, random_model
 from forward.model import Model
+from forward.models.gemma3 import Gemma3RMSNorm
 from forward.shapes import SHAPES
 from forward.surgery import clone
 from paged_cache import TorchPagedAttention
@@ -54,7 +56,7 @@ from triton_paged_attention.decode_v2 import paged_decode_v2
 from triton_paged_attention.decode_v3 import paged_decode_v3
 from triton_paged_attention.hardware import shared_memory
 from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm
-from triton_paged_attention.layers import optimize
+from triton_paged_attention.layers import FusedRMSNorm, optimize
 from triton_paged_attention.linear import FusedLinear, gated
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import (
@@ -267,13 +269,17 @@ def test_query_tiles_cover_every_token_once_and_longest_first() -> None:
 
 
 @pytest.mark.parametrize("size", [48, 1024])
-@pytest.mark.parametrize("one_plus", [False, True])
-def test_rms_norm_alone_and_with_the_residual(size: int, one_plus: bool) -> None:
+@pytest.mark.parametrize("kind", [RMSNorm, Gemma3RMSNorm])
+def test_rms_norm_alone_and_with_the_residual(
+    size: int, kind: type[RMSNorm | Gemma3RMSNorm]
+) -> None:
     x, delta, weight = (torch.randn(n, size, device=DEVICE) for n in (5, 5, 1))
-    norm = NormWeights(weight[0], 1e-5, one_plus)
-    scale = weight[0] + 1 if one_plus else weight[0]
+    own = kind(size, 1e-5)
+    own.weight = torch.nn.Parameter(weight[0], requires_grad=False)
+    norm = FusedRMSNorm(own).weights
+    scale = weight[0] + 1 if kind is Gemma3RMSNorm else weight[0]
     reference = F.rms_norm(x, (size,), scale, 1e-5)
-    what = f"{'1 + ' if one_plus else ''}weight, {size} numbers"
+    what = f"{kind.__name__}, {size} numbers"
     assert_near(add_rms_norm(x, None, norm)[1], reference, 1e-6, f"norm, {what}")
     total, normed = add_rms_norm(x, delta, norm)
     assert torch.equal(total, x + delta), "the sum before the norm is wrong"

@@ -177,7 +177,7 @@ class Workspace:
     """
 
     def __init__(self, rows: int, d_pad: int, device: torch.device | str) -> None:
-        self.rows, self.d_pad = rows, d_pad
+        self.rows = rows
         self.partial = torch.empty(rows * d_pad, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)

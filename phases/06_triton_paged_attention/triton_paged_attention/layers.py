@@ -33,6 +33,11 @@ class Stream(NamedTuple):
     delta: Tensor
 
 
+def factors(norm: RMSNorm | Gemma3RMSNorm) -> Tensor:
+    """Return by what an RMSNorm multiplies, `[size]`: its weight, or Gemma's `1 + weight` in float32."""
+    return norm.weight.float() + 1 if isinstance(norm, Gemma3RMSNorm) else norm.weight
+
+
 class FusedRMSNorm(nn.Module):
     """`RMSNorm` or `Gemma3RMSNorm` in one kernel, with the pending addition of a `Stream` if there is one.
 
@@ -42,7 +47,7 @@ class FusedRMSNorm(nn.Module):
     def __init__(self, norm: RMSNorm | Gemma3RMSNorm) -> None:
         super().__init__()
         self.weight = norm.weight
-        self.weights = NormWeights(norm.weight, norm.eps, isinstance(norm, Gemma3RMSNorm))
+        self.weights = NormWeights(factors(norm), norm.eps)
 
     def forward(self, x: Tensor | Stream) -> Tensor:
         """Return `x [..., size]` normalized, in the same shape; of a `Stream`, its sum is normalized."""
@@ -69,11 +74,8 @@ class FusedAttention(nn.Module):
         self.o_proj = join(old.o_proj)
         self.norms: HeadNorms | None = None
         if isinstance(old, Qwen3Attention):
-            norm = old.q_norm
-            self.q_weight, self.k_weight = norm.weight, old.k_norm.weight
-            self.norms = HeadNorms(
-                self.q_weight, self.k_weight, norm.eps, isinstance(norm, Gemma3RMSNorm)
-            )
+            self.q_weight, self.k_weight = old.q_norm.weight, old.k_norm.weight
+            self.norms = HeadNorms(factors(old.q_norm), factors(old.k_norm), old.q_norm.eps)
 
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention

@@ -11,6 +11,9 @@ import torch
 from continuous.batch import HostBatch
 from paged_cache import PagedBatch
 
+SAMPLED = ("sample_at", "sample_rows", "sample_positions", "sample_steps")
+"""Fields of a batch that have a number for each sampled token."""
+
 
 def fixed_batch(size: int, max_blocks: int, device: torch.device) -> PagedBatch:
     """Return a batch of `size` requests of one token on the device, all zeros, for a CUDA graph to read.
@@ -23,7 +26,7 @@ def fixed_batch(size: int, max_blocks: int, device: torch.device) -> PagedBatch:
     names = [field.name for field in fields(HostBatch)]
     host = HostBatch(**dict.fromkeys(names, np.arange(size)) | lengths)
     zeros = partial(torch.zeros, dtype=torch.int64, device=device)
-    sampled = ("sample_at", "sample_rows", "sample_positions", "sample_steps")
+
     return PagedBatch(
         host=host,
         input_ids=zeros(size),
@@ -32,5 +35,5 @@ def fixed_batch(size: int, max_blocks: int, device: torch.device) -> PagedBatch:
         context_lens=zeros(size, dtype=torch.int32),
         block_tables=zeros(size, max_blocks, dtype=torch.int32),
         slots=zeros(size),
-        **dict.fromkeys(("token_rows", "rows", *sampled), zeros(0)),
+        **dict.fromkeys(("token_rows", "rows", *SAMPLED), zeros(0)),
     )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from continuous.batch import HostBatch, Ints
-from cuda_graphs.batch import fixed_batch
+from cuda_graphs.batch import SAMPLED, fixed_batch
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import GraphContext
 from cuda_graphs.step_kernels import gather_inputs
@@ -61,10 +61,7 @@ class Layout:
             "token_rows": tokens,
             "positions": tokens,
             "rows": listed,
-            "sample_at": samples,
-            "sample_rows": samples,
-            "sample_positions": samples,
-            "sample_steps": samples,
+            **dict.fromkeys(SAMPLED, samples),
             "query_starts": listed + 1,
             "context_lens": listed,
             "members": listed,
@@ -170,7 +167,6 @@ class ChunkGraph:
         host: its layout on the host.
         """
         count = len(host.sample_at)
-        names = ("sample_at", "sample_rows", "sample_positions", "sample_steps")
         return replace(
-            self.batch, host=host, **{name: self.inputs[name][:count] for name in names}
+            self.batch, host=host, **{name: self.inputs[name][:count] for name in SAMPLED}
         )

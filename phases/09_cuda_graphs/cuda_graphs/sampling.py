@@ -236,7 +236,7 @@ def best_of_chunks(
     rows, steps, floats, ints = draw or (ids,) * 4  # not read where nothing is drawn
     if batch:
         chunk_kernel[shape](
-            best, ids if races is None else races, ids, logits, rows, steps, floats, ints,
+            best, races, ids, logits, rows, steps, floats, ints,
             logits.stride(0), floats.stride(0), ints.stride(0), first,
             V=vocab, BLOCK=block, CHUNKS=shape[1], DRAW=draw is not None,
             NATIVE=logits.is_cuda,
@@ -254,8 +254,7 @@ def best_of_rows(found: BestTokens, draw: DrawSettings | None = None) -> Tensor:
     rows, _, floats, _ = draw or (found.ids,) * 4
     if batch:
         finish_kernel[(batch,)](
-            tokens, found.best, found.ids if found.races is None else found.races, found.ids,
-            rows, floats, floats.stride(0),
+            tokens, *found, rows, floats, floats.stride(0),
             CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), DRAW=draw is not None,
             num_warps=1,
         )  # fmt: skip

@@ -69,7 +69,7 @@ def gather_inputs(
     ids = batch.input_ids
     gather_kernel[(len(rows),)](
         ids, batch.positions, batch.slots, batch.context_lens, batch.block_tables,
-        rows, at, tokens, tables, ids if drafts is None else drafts, tokens.shape[1],
+        rows, at, tokens, tables, drafts, tokens.shape[1],
         tables.shape[1],
         P=block_size, TABLES=decodes, DRAFTS=drafts is not None, BLOCK=128, num_warps=1,
     )  # fmt: skip

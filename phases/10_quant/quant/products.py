@@ -23,6 +23,8 @@ ADA = (8, 9)
 """Compute capabilities: Turing multiplies integers of eight bits, Ada numbers of e4m3."""
 LEAST_ROWS = 32
 """What the library's product of whole numbers wants at least (it asks for more than 16)."""
+_FP8, _INT8 = tl.constexpr(LARGEST["fp8"]), tl.constexpr(LARGEST["int8"])
+"""The largest number of each format, as kernels read it."""
 
 
 class Rounded(NamedTuple):
@@ -33,32 +35,32 @@ class Rounded(NamedTuple):
 
 
 @triton.jit
-def token_scale(top, LARGEST: tl.constexpr):
+def token_scale(top, WHOLE: tl.constexpr):
     """Return a token's scale, from its largest magnitude `top`, and the scale's inverse; the scale is
     never 0.
 
-    LARGEST: the largest number of the eight-bit format, to which `top` is mapped.
+    WHOLE: the format is int8, otherwise e4m3; `top` is mapped to its largest number.
     """
-    scale = tl.maximum(top * (1.0 / LARGEST), 1.1754943508222875e-38)
+    scale = tl.maximum(top * (1.0 / (_INT8 if WHOLE else _FP8)), 1.1754943508222875e-38)
     return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit
-def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
+def rounded(y, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
     """Return float32 numbers `y` rounded to those that an eight-bit format has; they stay float32.
 
     WHOLE: the format is int8, otherwise e4m3, which has three bits after its first; below 2^-6 its
-        numbers are multiples of 2^-9. LARGEST: its largest number. HARDWARE: the GPU converts to e4m3; not
+        numbers are multiples of 2^-9. HARDWARE: the GPU converts to e4m3; not
         every GPU does, and the interpreter's conversion loses a carry. To add and subtract 1.5 * 2^23
         rounds to the nearest integer, ties to even.
     """
     if WHOLE:
-        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+        y = tl.minimum(tl.maximum(y, -_INT8), _INT8)
         y = (y + 12582912.0) - 12582912.0
     elif HARDWARE:
         y = y.to(tl.float8e4nv).to(tl.float32)  # the conversion itself clips at the largest
     else:
-        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+        y = tl.minimum(tl.maximum(y, -_FP8), _FP8)
         bits = y.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
         small = ((y * 512.0 + 12582912.0) - 12582912.0) * 0.001953125
@@ -69,21 +71,20 @@ def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexp
 @triton.jit
 def round_rows_kernel(
     out, out_scale, x,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    SIZE: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Round one token's numbers to eight bits by the scale of its largest magnitude. One program per token.
 
-    x: `[T, SIZE]`. out: `[T, SIZE]`, int8 or e4m3. out_scale: `[T]` float32. SIZE_PAD: a power of two.
-    LARGEST: the format's largest number. WHOLE: it is int8. HARDWARE: the GPU converts to e4m3.
+    x: `[T, SIZE]`. out: `[T, SIZE]`, int8 or e4m3. out_scale: `[T]` float32.
+    WHOLE: the format is int8. HARDWARE: the GPU converts to e4m3.
     """
     token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, SIZE_PAD)
+    i = tl.arange(0, triton.next_power_of_2(SIZE))
     at, mask = token * SIZE + i, i < SIZE
     y = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), LARGEST)
+    scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), WHOLE)
     tl.store(out_scale + token, scale)
-    y = rounded(y * inverse, LARGEST, WHOLE, HARDWARE)
+    y = rounded(y * inverse, WHOLE, HARDWARE)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -105,8 +106,7 @@ def round_rows(x: Tensor, kind: Activations) -> Rounded:
     padded = triton.next_power_of_2(size)
     if tokens:
         round_rows_kernel[(tokens,)](
-            out, scale, x, SIZE=size, SIZE_PAD=padded, LARGEST=LARGEST[kind],
-            WHOLE=kind == "int8",
+            out, scale, x, SIZE=size, WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(x.device), num_warps=min(16, max(1, padded // 512)),
         )  # fmt: skip
     return Rounded(out, scale)
@@ -234,7 +234,7 @@ def unpack(weight: QuantizedWeight, size: int, dtype: torch.dtype) -> Tensor:
         words = weight.data.shape[1]
         unpack4_kernel[(n, triton.cdiv(words, 256))](
             out, weight.data, weight.scale,
-            weight.scale if weight.zero is None else weight.zero,
+            weight.zero,
             K=size, GROUP=scheme.group, ZEROS=weight.zero is not None, WORDS=256,
             HALF=TYPES[dtype],
             num_warps=4,

@@ -38,7 +38,7 @@ def address_of(table, peer, offset, kind: tl.constexpr):
 @triton.jit
 def barrier(
     counter, table, barrier_number, stop,
-    RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PAD: tl.constexpr, LOOK: tl.constexpr = 256,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LOOK: tl.constexpr = 256,
 ):  # fmt: skip
     """Wait until the same program of every rank has reached the barrier; their earlier writes are then
     visible.
@@ -50,12 +50,12 @@ def barrier(
     LOOK: polls of the counter between two polls of `stop`.
     """
     tl.debug_barrier()  # all threads' stores come before the counters
-    peers = tl.arange(0, RANKS_PAD)
+    peers = tl.arange(0, triton.next_power_of_2(RANKS))
     others = (peers < RANKS) & (peers != RANK)
     theirs = tl.load(table + peers, mask=others, other=0) + counter
     tl.atomic_add(
         theirs.to(tl.pointer_type(tl.int64)),
-        tl.full([RANKS_PAD], 1, tl.int64),
+        tl.full([peers.shape[0]], 1, tl.int64),
         mask=others,
         sem="release",
         scope="sys",
@@ -76,7 +76,7 @@ def barrier(
 @triton.jit
 def all_reduce_kernel(
     out, part, residual, table, barriers_passed, stop, rows,
-    RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PAD: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     SLOT: tl.constexpr, HALF: tl.constexpr, COUNTERS: tl.constexpr,
     PDL: tl.constexpr,
@@ -112,7 +112,6 @@ def all_reduce_kernel(
         stop,
         RANK,
         RANKS,
-        RANKS_PAD,
     )
     for number in range(count):
         value = tl.zeros([SIZE_PAD], tl.float32)

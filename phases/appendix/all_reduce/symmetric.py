@@ -95,7 +95,7 @@ class SymmetricMemoryReducer(Reducer):
         all_reduce_kernel[(min(rows, PROGRAMS),)](
             out, part, None if residual is None else residual.contiguous(),
             self.shared.table, self.barriers_passed, self.shared.stop, rows,
-            RANK=ranks.rank, RANKS=ranks.size, RANKS_PAD=triton.next_power_of_2(ranks.size),
+            RANK=ranks.rank, RANKS=ranks.size,
             SIZE=size, SIZE_PAD=padded, SLOT=self.place, HALF=self.half,
             COUNTERS=2 * self.half,
 

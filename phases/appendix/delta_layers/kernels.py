@@ -26,6 +26,7 @@ from phases.appendix.delta_layers.step import (
     shift,
     step_kernel,
     unit,
+    work_of,
 )
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.tiles import padded
@@ -75,9 +76,8 @@ def prepare_kernel(
     request = tl.program_id(0)
     key_head = tl.program_id(1)
     parts = tl.num_programs(2)
-    first = tl.load(query_starts + request).to(tl.int64)
-    count = (tl.load(query_starts + request + 1) - first).to(tl.int32)
-    source, into = tl.load(step + request).to(tl.int64), tl.load(step + 2 * requests + request)
+    first, count, source, into = work_of(query_starts, step, request, requests)
+    count = count.to(tl.int32)
     if (count > 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         cut = tl.load(step + 3 * requests + request)
@@ -106,8 +106,9 @@ def prepare_kernel(
             q = (unit(q) * scale).to(q_out.dtype.element_ty)
             k = unit(k).to(q_out.dtype.element_ty)
             at_key = (token * KH + key_head)[:, None] * DK + i[None, :]
-            tl.store(q_out + at_key, q, mask=live[:, None] & (i < DK)[None, :])
-            tl.store(k_out + at_key, k, mask=live[:, None] & (i < DK)[None, :])
+            is_key = live[:, None] & (i < DK)[None, :]
+            tl.store(q_out + at_key, q, mask=is_key)
+            tl.store(k_out + at_key, k, mask=is_key)
             key_products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
             query_products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             for group in range(GROUPS):
@@ -115,8 +116,8 @@ def prepare_kernel(
                 values = 2 * KH * DK + head * DV
                 v = convolve(row, weight, old, at, live, values, C, W, WIDTH, DV)
                 at_value = (token * H + head)[:, None] * DV + j[None, :]
-                here = live[:, None] & (j < DV)[None, :]
-                tl.store(v_out + at_value, v.to(v_out.dtype.element_ty), mask=here)
+                is_value = live[:, None] & (j < DV)[None, :]
+                tl.store(v_out + at_value, v.to(v_out.dtype.element_ty), mask=is_value)
                 decay, beta = gates(
                     row + at.to(tl.int64) * WIDTH, live, head, a_log, dt_bias, H, C + H * DV
                 )
@@ -154,10 +155,8 @@ def scan_kernel(
     step: `[4, requests]`, the slots to read and to write. query_starts: `[requests + 1]`.
     """
     request, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(query_starts + request).to(tl.int64)
-    count = (tl.load(query_starts + request + 1) - first).to(tl.int32)
-    source = tl.load(step + request).to(tl.int64)
-    into = tl.load(step + 2 * requests + request).to(tl.int64)
+    first, count, source, into = work_of(query_starts, step, request, requests)
+    count = count.to(tl.int32)
     if (count > 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         boundary = tl.load(step + requests + request).to(tl.int64)

@@ -61,7 +61,7 @@ class FusedGatedAttention(FusedAttention):
         q_weight, k_weight = (
             factor * (1.0 + part.weight[order].float()) for part in (old.q_norm, old.k_norm)
         )
-        self.norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
+        self.norms = HeadNorms(q_weight, k_weight, old.q_norm.eps)
         self.workspace = single_request_workspace(spec, device)
 
     def forward(

@@ -123,6 +123,18 @@ def shift(
 
 
 @triton.jit
+def work_of(query_starts, step, request, requests):
+    """Return a request's first token and number of tokens, the slot of its state, and the slot of the next.
+
+    query_starts: `[requests + 1]`. step: `[4, requests]`, of which rows 0 and 2 are these slots. All int64.
+    """
+    first = tl.load(query_starts + request).to(tl.int64)
+    count = tl.load(query_starts + request + 1) - first
+    source = tl.load(step + request).to(tl.int64)
+    return first, count, source, tl.load(step + 2 * requests + request).to(tl.int64)
+
+
+@triton.jit
 def step_kernel(
     out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale,
     eps,
@@ -139,10 +151,7 @@ def step_kernel(
     The state is loaded before the wait for the kernel before, since no kernel of this step has written it.
     """
     request, key_head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(query_starts + request).to(tl.int64)
-    count = tl.load(query_starts + request + 1) - first
-    source = tl.load(step + request).to(tl.int64)
-    into = tl.load(step + 2 * requests + request).to(tl.int64)
+    first, count, source, into = work_of(query_starts, step, request, requests)
     if (count == 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         at = tl.zeros([1], tl.int32)
@@ -162,7 +171,7 @@ def step_kernel(
             gdc_launch_dependents()
         q = unit(convolve(row, weight, old, at, live, queries, C, W, WIDTH, DK)) * scale
         k = unit(convolve(row, weight, old, at, live, keys, C, W, WIDTH, DK))
-        q, k = tl.trans(q), tl.trans(k)  # [DK_PAD, 1]
+        q, k = tl.trans(q), tl.trans(k)  # [padded, 1]
         for group in range(GROUPS):
             head = key_head * GROUPS + group
             values = 2 * KH * DK + head * DV

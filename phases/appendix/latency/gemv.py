@@ -54,15 +54,15 @@ def add_vector(total, vector, row, N):
 @triton.jit
 def gemv_kernel(
     out, x, weight, norm_weight, bias, residual, eps, N,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ONE_PLUS: tl.constexpr,
-    GATED: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Compute `ROWS` outputs of a matrix times a vector, with norm, bias, residual and gate. One program
     each.
 
     out: `[N]`. x: `[K]`. weight: `[N, K]`, or `[2 N, K]` with GATED: the gate's rows above the up
         projection's.
-    norm_weight, eps: `[K]`, of the input's RMSNorm (ONE_PLUS: its factor is `1 + weight`).
+    norm_weight, eps: `[K]`, of the input's RMSNorm.
     bias, residual: `[N]`, added. None leaves out the norm or an addition.
     KIND: number of the gate's activation (`linear.KINDS`). BLOCK_K: inputs that are read at a time.
     TRIGGER, PDL: see `wait_for_input`. A matrix that is read in several sweeps triggers when it is read.
@@ -99,9 +99,8 @@ def gemv_kernel(
                 g = tl.load(norm_weight + start + k, mask=start + k < K, other=0.0)
             vector = tl.load(x + start + k, mask=start + k < K, other=0.0)
         if norm_weight is not None:
-            factor = g.to(tl.float32) + 1.0 if ONE_PLUS else g.to(tl.float32)
             # Rounded as a norm apart.
-            vector = (vector.to(tl.float32) * scale * factor).to(vector.dtype)
+            vector = (vector.to(tl.float32) * scale * g.to(tl.float32)).to(vector.dtype)
         total += tl.sum(w.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
         if GATED:
             total_up += tl.sum(up.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
@@ -149,10 +148,10 @@ def launch(
     """
     gate, dtype = operators.get("gate"), operators.get("out_dtype") or x.dtype
     out = torch.empty(*x.shape[:-1], rows, dtype=dtype, device=x.device)
-    norm_weight, eps, one_plus = operators.get("norm") or (None, 0.0, False)
+    norm_weight, eps = operators.get("norm") or (None, 0.0)
     kernel[(programs,)](
         out, x, *weights, norm_weight, operators.get("bias"), operators.get("residual"), eps, rows,
-        ONE_PLUS=one_plus, GATED=gate is not None, KIND=0 if gate is None else KINDS[gate],
+        GATED=gate is not None, KIND=0 if gate is None else KINDS[gate],
         TRIGGER=0 if operators.get("trigger_early", True) else 1, **more,
         **dependent_launch(x.device),
     )  # fmt: skip

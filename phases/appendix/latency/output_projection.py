@@ -74,7 +74,7 @@ def heads_kernel(
     H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    ROUND: tl.constexpr, LARGEST: tl.constexpr,
+    ROUND: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute `ROWS` outputs of the output projection: combine all heads' splits, then multiply. One
@@ -83,7 +83,7 @@ def heads_kernel(
     out, bias, residual: `[N]`. weight: `[N, H D]`. weight_scale: `[N]`. bias, weight_scale: None: none.
     partial, lse: attention's splits: outputs `[splits, H, D_PAD]`, and log2 of their softmax sums.
     context_len: `[1]`, gives the number of splits. SPLITS, BLOCK_N, WINDOW: those of attention's launch.
-    ROUND: device function that rounds attention's output, or None; LARGEST, WHOLE, HARDWARE: its arguments.
+    ROUND: device function that rounds attention's output, or None; WHOLE, HARDWARE: its arguments.
     PDL: the GPU can start the next kernel early. `_PAD`: rounded up to a power of two.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -107,7 +107,7 @@ def heads_kernel(
     # Rounded as a step apart.
     vector = tl.reshape(x.to(out.dtype.element_ty), [H_PAD * D_PAD]).to(tl.float32)
     if ROUND is not None:
-        vector, scale = ROUND(vector, inside, LARGEST, WHOLE, HARDWARE)
+        vector, scale = ROUND(vector, inside, WHOLE, HARDWARE)
         scales = scales * scale
     product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1) * scales
     tl.store(out + row, (product + added).to(out.dtype.element_ty), mask=row < N)
@@ -122,7 +122,7 @@ def project_heads(
     rows: int = 8,  # of the weight in a program
     chunk: int = 10,  # splits loaded at once
     scale: Tensor | None = None,  # [N] float32, of each row
-    rounding: tuple[Any, float, bool, bool] = (None, 0.0, False, False),
+    rounding: tuple[Any, bool, bool] = (None, False, False),
 ) -> Tensor:
     """Return `residual + bias + weight @ (attention's output)`, `[1, N]`, from attention's splits.
 
@@ -131,9 +131,9 @@ def project_heads(
     parts: what `attend_step` returned; its splits are still in its workspace.
     rows: outputs of a program. chunk: splits that are combined at a time.
     rounding: of attention's output before the product: a device function (None: it is not rounded), and its
-        constants: the format's largest number, whether it has integers, and whether the GPU has an
-        instruction. Given the vector, which numbers are no padding, and these constants, the function
-        returns the rounded vector and the factor of the product.
+        constants: whether the format has integers, and whether the GPU has an instruction. Given the vector,
+        which numbers are no padding, and these constants, the function returns the rounded vector and the
+        factor of the product.
     """
     layer = parts.layer
     workspace = parts.workspace
@@ -145,14 +145,14 @@ def project_heads(
     assert workspace.rows >= config.splits * heads * 2, (
         f"the workspace has {workspace.rows} rows only"
     )
-    function, largest, whole, hardware = rounding
+    function, whole, hardware = rounding
     heads_kernel[(triton.cdiv(size, rows),)](
         out, workspace.partial.view(residual.dtype), workspace.lse, parts.context_lens, weight,
         scale, bias, residual, size,
         H=heads, H_PAD=triton.next_power_of_2(heads), D=d,
         D_PAD=padded(d),
         WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
-        CHUNK=min(chunk, config.splits), ROWS=rows, ROUND=function, LARGEST=largest, WHOLE=whole,
+        CHUNK=min(chunk, config.splits), ROWS=rows, ROUND=function, WHOLE=whole,
         HARDWARE=hardware,
         num_warps=8, **dependent_launch(residual.device),
     )  # fmt: skip

@@ -70,7 +70,7 @@ def splits_of(
 
 @triton.jit
 def norm_and_turn(
-    x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr, ONE_PLUS: tl.constexpr
+    x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr
 ):  # fmt: skip
     """Return heads `x [rows, D_PAD]` normalized and rotated by RoPE, in `x`'s dtype.
 
@@ -81,8 +81,8 @@ def norm_and_turn(
     if w_x is not None:
         full = x.to(tl.float32)
         scale = norm_scale(tl.sum(full * full, axis=1), eps, D)[:, None]
-        x = apply_norm_weight(x, scale, w_x, ONE_PLUS)
-        y = apply_norm_weight(y, scale, w_y, ONE_PLUS)
+        x = apply_norm_weight(x, scale, w_x)
+        y = apply_norm_weight(y, scale, w_y)
     return rotate(x, y, cos, sin)
 
 
@@ -100,11 +100,9 @@ def single_request_attention_kernel(
     out,  # [H, D]
     qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, slots,
     partial, lse, arrived, eps, scale, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    P: tl.constexpr, WINDOW: tl.constexpr, ONE_PLUS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    WAIT_FOR_SPLITS: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    WAIT_FOR_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of the keys for the query heads of one key/value head. One program per head and
     split.
@@ -116,6 +114,8 @@ def single_request_attention_kernel(
         softmax sums, counters of ended splits.
     WAIT_FOR_SPLITS: the last split to end combines all into `out`; otherwise they stay in the workspace.
     """
+    GROUP: tl.constexpr = H // KH
+    BLOCK_M: tl.constexpr = padded(GROUP)
     kv_head, split = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_len)
     newest = context - 1
@@ -166,9 +166,9 @@ def single_request_attention_kernel(
     new_value = load_head(qkv + at_k + KH * D, d, d, D)
     if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
         gdc_launch_dependents()
-    query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D, ONE_PLUS)
+    query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D)
     # [1, D]
-    new_key = norm_and_turn(new_x, new_y, k_x, k_y, c, s, eps, D, ONE_PLUS)
+    new_key = norm_and_turn(new_x, new_y, k_x, k_y, c, s, eps, D)
     if (split == used - 1) & (slot >= 0):
         at_new = (
             (slot // P) * block_stride
@@ -218,7 +218,7 @@ def single_request_attention_kernel(
             if tl.atomic_add(arrived + kv_head, 1, sem="acq_rel") == used - 1:
                 tl.store(arrived + kv_head, 0)  # ready for the next launch
                 # Only the program of the split that ends last comes here: it combines all.
-                member = tl.arange(0, GROUP_PAD)
+                member = tl.arange(0, triton.next_power_of_2(GROUP))
                 every = tl.arange(0, SPLITS)
                 filled = (every < used)[:, None] & (member < GROUP)[None, :]
                 at_splits = every[:, None] * H + (kv_head * GROUP + member)[None, :]
@@ -284,17 +284,15 @@ def attend_step(
         kv_heads, d_pad, cache.k.element_size(), qkv.device
     )
     out = torch.empty(1, heads * d, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight, eps, one_plus = norms or (None, None, 0.0, False)
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
     partial = workspace.partial if wait_for_all_splits else workspace.partial.view(qkv.dtype)
-    group = triton.next_power_of_2(heads // kv_heads)
     single_request_attention_kernel[(kv_heads, config.splits)](
         out, qkv, *cos_sin, q_weight, k_weight, cache.k, cache.v, batch.block_tables,
         batch.context_lens, slots,
         partial, workspace.lse, workspace.arrived,
         eps, layer.scale, *cache.k.stride()[:3],
-        H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad,
+        H=heads, KH=kv_heads, D=d, D_PAD=d_pad,
         P=cache.k.shape[1], WINDOW=layer.sliding_window or 0,
-        ONE_PLUS=one_plus, BLOCK_M=padded(group), GROUP_PAD=group,
         BLOCK_N=config.block_n, SPLITS=config.splits,
         WAIT_FOR_SPLITS=wait_for_all_splits, num_warps=4, num_stages=1,
         **dependent_launch(qkv.device),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from phases.appendix.latency.gemv import FusedOperators, add_vector, launch, wait_for_input
 from phases.appendix.quant_kernels.configs import loop_config
-from quant.formats import BLOCK, LARGEST
+from quant.formats import BLOCK
 from quant.products import hardware_rounds, rounded, token_scale
 from quant.weights import QuantizedWeight
 from triton_paged_attention.linear import activate
@@ -77,14 +77,14 @@ def split_four(x):
 
 @triton.jit
 def tile_origin(
-    first_row, N, tile: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    first_row, N, tile: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MATRICES: tl.constexpr,
 ):  # fmt: skip
     """Return the rows `[ROWS]` and the first input of tile number `tile` of a program.
 
     Tiles take the matrices in turn (gate, up), then advance by BLOCK_K inputs. first_row: the program's
-    first output. N: outputs; a row past the last becomes MATRICES * N, and is not read. K: inputs.
+    first output. N: outputs; a row past the last becomes MATRICES * N, and is not read.
     """
     row = first_row + tl.arange(0, ROWS)
     # Behind the last row of the first matrix lies the second: no program owns such rows.
@@ -109,7 +109,7 @@ def load_rows(
     EACH: tl.constexpr = 16 if WORDS == "" else 4
     weights, scales = (), ()
     for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K * MATRICES):
-        row, start = tile_origin(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
+        row, start = tile_origin(first_row, N, tile, ROWS, BLOCK_K, MATRICES)
         real = row < N * MATRICES
         k = start * EACH // 16 + q[:, None] * EACH + tl.arange(0, EACH)[None, :]
         at = row.to(tl.int64)[:, None, None] * (K * EACH // 16) + k[None, :, :]
@@ -190,8 +190,8 @@ def sum_sixteen_products(w, x, WORDS: tl.constexpr):
 def gemv8_kernel(
     out, x, weight, weight_scale, norm_weight, bias, residual, eps, N, scale_stride,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    SIDE: tl.constexpr, ONE_PLUS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-    ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
+    SIDE: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    ROUND: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
     WORDS: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Compute a quantized matrix times a vector, with norm, bias, residual and gate around the product.
@@ -200,7 +200,7 @@ def gemv8_kernel(
     weight_scale: `[N]`, or with SIDE > 0 one for each block of SIDE x SIDE weights, rows `scale_stride`
         apart.
     WORDS: "fp8" or "int8" if instructions convert int32 words of weights to float16; else "".
-    ROUND: round the input to eight bits, of largest number LARGEST, integers if WHOLE. KIND: of the gate.
+    ROUND: round the input to eight bits, integers if WHOLE. KIND: of the gate.
     norm_weight, bias, residual: None leaves out that step. TRIGGER, PDL: see `latency.gemv.wait_for_input`.
     As many programs as run at once; each prepares the input once, and loops over tiles of `ROWS` outputs.
     The next tile's weights are loaded while one is multiplied.
@@ -237,7 +237,7 @@ def gemv8_kernel(
         if norm_weight is not None:
             squares += part * part
             g = tl.load(norm_weight + i * BLOCK_K + k, mask=inside, other=0.0).to(tl.float32)
-            part = part * (g + 1.0 if ONE_PLUS else g)
+            part = part * g
         top = tl.maximum(top, tl.abs(part))
         parts += (part,)  # type: ignore[assignment]
     norm, largest = input_scales(
@@ -250,7 +250,7 @@ def gemv8_kernel(
     )
     scale, inverse = 1.0, 1.0
     if ROUND:
-        scale, inverse = token_scale(largest.to(x.dtype.element_ty).to(tl.float32), LARGEST)
+        scale, inverse = token_scale(largest.to(x.dtype.element_ty).to(tl.float32), WHOLE)
         scale = scale / SMALLER
     elif WORDS != "":
         scale, inverse = power_scale(largest)
@@ -261,7 +261,7 @@ def gemv8_kernel(
             # Rounded as a norm apart.
             vector = (vector * norm).to(x.dtype.element_ty).to(tl.float32)
         if ROUND:
-            vector = rounded(vector * inverse, LARGEST, WHOLE, HARDWARE) * SMALLER
+            vector = rounded(vector * inverse, WHOLE, HARDWARE) * SMALLER
         elif WORDS != "":
             vector = vector * inverse  # type: ignore[assignment]
         vectors += (vector,)  # type: ignore[assignment]
@@ -324,7 +324,7 @@ def gemv8(x: Tensor, weight: QuantizedWeight, **operators: Unpack[FusedOperators
         gemv8_kernel, shape.programs(rows, x.device), x, [data, weight.scale], rows, operators,
         scale_stride=weight.scale.stride(0), K=size, ROWS=shape.rows, BLOCK_K=shape.block_k,
         SIDE=BLOCK if scheme.scales == "block" else 0, ROUND=scheme.activations is not None,
-        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8",
+        WHOLE=scheme.activations == "int8",
         HARDWARE=hardware,
         WORDS=scheme.weights if known else "", num_warps=shape.num_warps,
     )  # fmt: skip

@@ -81,7 +81,7 @@ def load_rows(
     scales = ()
     zeros = ()
     for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K * MATRICES):
-        row, start = tile_origin(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
+        row, start = tile_origin(first_row, N, tile, ROWS, BLOCK_K, MATRICES)
         real = row < N * MATRICES
         word = start // 8 + q[:, None] * 4 + tl.arange(0, 4)[None, :]
         at = row.to(tl.int64)[:, None, None] * (SPANS * 16) + word[None, :, :]
@@ -125,7 +125,7 @@ def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
 def gemv4_kernel(
     out, x, weight, scale, zero, norm_weight, bias, residual, eps, N,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    ONE_PLUS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Compute a four-bit matrix times a vector, with norm, bias, residual and gate around the product.
@@ -154,7 +154,7 @@ def gemv4_kernel(
         if norm_weight is not None:
             squares += low * low + high * high
             g, h = load_inputs(norm_weight, i // 4 * BLOCK_K, q, i % 4, K)
-            low, high = low * (g + 1.0 if ONE_PLUS else g), high * (h + 1.0 if ONE_PLUS else h)
+            low, high = low * g, high * h
         top = tl.maximum(top, tl.maximum(tl.abs(low), tl.abs(high)))
         even += (low,)  # type: ignore[assignment]
         odd += (high,)  # type: ignore[assignment]
@@ -228,7 +228,7 @@ def gemv4_kernel(
                 else:
                     total = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
                     tile_row, start = tile_origin(
-                        here, N, i * MATRICES + matrix, K, ROWS, BLOCK_K, MATRICES
+                        here, N, i * MATRICES + matrix, ROWS, BLOCK_K, MATRICES
                     )
                     real = tile_row < N * MATRICES
                     for part in tl.static_range(4):

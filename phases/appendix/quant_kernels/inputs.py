@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quant.formats import DTYPES, LARGEST, Activations
+from quant.formats import DTYPES, Activations
 from quant.products import (
     TYPES,
     Rounded,
@@ -59,26 +59,21 @@ def load_row(values, token_scales, channel_scales, token, at, i, mask):
 
 
 @triton.jit
-def round_vector(
-    vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr
-):
+def round_vector(vector, inside, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
     """Round attention's output `vector` to eight bits; return it, still float32, and its scale.
 
-    inside: True for numbers that are no padding; padding may hold any finite number. LARGEST: the format's
-        largest number.
-    WHOLE: it has integers. HARDWARE: the GPU has an instruction for e4m3.
+    inside: True for numbers that are no padding; padding may hold any finite number.
+    WHOLE: the format has integers. HARDWARE: the GPU has an instruction for e4m3.
     """
-    scale, inverse = token_scale(
-        tl.max(tl.where(inside, tl.abs(vector), 0.0), axis=0), LARGEST
-    )
-    return rounded(vector * inverse, LARGEST, WHOLE, HARDWARE), scale
+    scale, inverse = token_scale(tl.max(tl.where(inside, tl.abs(vector), 0.0), axis=0), WHOLE)
+    return rounded(vector * inverse, WHOLE, HARDWARE), scale
 
 
 @triton.jit
 def norm_rows_kernel(
     out, out_scale, total, x, delta, delta_rows, delta_columns, weight, eps,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ONE_PLUS: tl.constexpr, ROUND: tl.constexpr,
-    LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
+    SIZE: tl.constexpr, ROUND: tl.constexpr,
+    WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Add `delta` to one token, normalize, and round to eight bits. One program per token.
 
@@ -86,12 +81,11 @@ def norm_rows_kernel(
     delta: `[T, SIZE]`, multiplied by `delta_rows [T]` and `delta_columns [SIZE]` first if they are not None;
         None: nothing is added.
     ROUND: `out` is rounded, and `out_scale [T]` float32 is written; otherwise `out` has the model's dtype.
-    LARGEST: the format's largest number. WHOLE: it has integers. HARDWARE: the GPU has an instruction for
-        e4m3.
-    ONE_PLUS: the norm's factor is `1 + weight`.
+    WHOLE: the format has integers. HARDWARE: the GPU has an instruction for e4m3.
+
     """
     token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, SIZE_PAD)
+    i = tl.arange(0, triton.next_power_of_2(SIZE))
     mask = i < SIZE
     at = token * SIZE + i
     y = tl.load(x + at, mask=mask, other=0.0)
@@ -103,13 +97,12 @@ def norm_rows_kernel(
         tl.store(total + at, y, mask=mask)
     y = y.to(tl.float32)
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-    if ONE_PLUS:
-        w += 1.0
+
     y = (y * tl.rsqrt(tl.sum(y * y, axis=0) / SIZE + eps) * w).to(kind).to(tl.float32)
     if ROUND:
-        scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), LARGEST)
+        scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), WHOLE)
         tl.store(out_scale + token, scale)
-        y = rounded(y * inverse, LARGEST, WHOLE, HARDWARE)
+        y = rounded(y * inverse, WHOLE, HARDWARE)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -117,7 +110,7 @@ def norm_rows_kernel(
 def gated_rows_kernel(
     out, out_scale, gate_up, token_scales, channel_scales,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
-    HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
+    HALF: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Compute `act(gate) * up` of one token, rounded to eight bits. One program per token.
 
@@ -125,8 +118,7 @@ def gated_rows_kernel(
         `channel_scales [2 SIZE]` first if they are not None. out: `[T, SIZE]`. out_scale: `[T]` float32.
     KIND: the activation, see `linear.KINDS`. HALF: the model's dtype. BLOCK: numbers that are loaded at a
         time.
-    LARGEST: the format's largest number. WHOLE: it has integers. HARDWARE: the GPU has an instruction for
-        e4m3.
+    WHOLE: the format has integers. HARDWARE: the GPU has an instruction for e4m3.
     """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -144,11 +136,11 @@ def gated_rows_kernel(
         y = (activate(gate, KIND) * up).to(HALF)
         top = tl.maximum(top, tl.abs(y.to(tl.float32)))
         parts += (y,)  # type: ignore[assignment]
-    scale, inverse = token_scale(tl.max(top, axis=0), LARGEST)
+    scale, inverse = token_scale(tl.max(top, axis=0), WHOLE)
     tl.store(out_scale + token, scale)
     for part in tl.static_range((SIZE + BLOCK - 1) // BLOCK):
         here = part * BLOCK + i
-        y = rounded(parts[part].to(tl.float32) * inverse, LARGEST, WHOLE, HARDWARE)
+        y = rounded(parts[part].to(tl.float32) * inverse, WHOLE, HARDWARE)
         tl.store(out + token * SIZE + here, y.to(out.dtype.element_ty), mask=here < SIZE)
 
 
@@ -197,13 +189,14 @@ def norm_rows(
     out, scale = _room(x, size, kind)
     total = x if delta is None else torch.empty_like(x)
     values, rows, columns = apart(delta)
-    weight, eps, one_plus = norm
+
     padded = triton.next_power_of_2(size)
     if x.numel():
         norm_rows_kernel[(x.numel() // size,)](
-            out, scale, total, x, values, rows, columns, weight, eps,
-            SIZE=size, SIZE_PAD=padded, ONE_PLUS=one_plus, ROUND=kind is not None,
-            LARGEST=LARGEST[kind or "fp8"], WHOLE=kind == "int8",
+            out, scale, total, x, values, rows, columns, *norm,
+
+            SIZE=size, ROUND=kind is not None,
+            WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(x.device), num_warps=_warps(padded),
         )  # fmt: skip
     return total, out if kind is None else Rounded(out, scale)
@@ -227,7 +220,7 @@ def gated_rows(
         gated_rows_kernel[(len(out),)](
             out, scale, values, rows, columns,
             SIZE=size, BLOCK=block, KIND=KINDS[gate], HALF=TYPES[dtype],
-            LARGEST=LARGEST[kind], WHOLE=kind == "int8",
+            WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(values.device),
             num_warps=_warps(block),
         )  # fmt: skip

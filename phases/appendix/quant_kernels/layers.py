@@ -26,7 +26,7 @@ from phases.appendix.quant_kernels.inputs import (
     norm_rows,
     round_vector,
 )
-from quant.formats import LARGEST, Activations
+from quant.formats import Activations
 from quant.kernel_layers import KernelLinear
 from quant.products import (
     Rounded,
@@ -79,7 +79,6 @@ class QuantLatencyKernel(LatencyKernel):
         stored, kind = linear.stored, linear.scheme.activations
         rounding = (
             round_vector if kind else None,
-            LARGEST[kind or "fp8"],
             kind == "int8",
             hardware_rounds(stored.data.device),
         )

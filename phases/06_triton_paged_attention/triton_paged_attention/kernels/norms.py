@@ -19,23 +19,21 @@ from triton_paged_attention.hardware import dependent_launch
 
 
 class NormWeights(NamedTuple):
-    """An RMSNorm: its weight, epsilon, and whether the weight is stored as distance from 1 (Gemma 3)."""
+    """An RMSNorm: by what it multiplies (Gemma's weights are the distance of that from 1), and epsilon."""
 
     weight: Tensor
     eps: float
-    one_plus: bool = False
 
 
 @triton.jit
 def rms_norm_kernel(
     out, x, total, delta, weight, eps,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, ONE_PLUS: tl.constexpr,
-    PDL: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalize one row per program; with ADD, add `delta` first and write the sum to `total`.
 
     out, x, total, delta: `[rows, SIZE]`, contiguous. weight: `[SIZE]`. eps: added to the mean of squares.
-    SIZE_PAD: SIZE rounded up to a power of two. ONE_PLUS: the factor is `1 + weight` (Gemma 3).
+    SIZE_PAD: SIZE rounded up to a power of two.
     PDL: wait for the kernel before by programmatic dependent launch.
     """
     row = tl.program_id(0).to(tl.int64) * SIZE
@@ -52,8 +50,7 @@ def rms_norm_kernel(
         ).to(value.dtype)
         tl.store(total + row + i, value, mask=mask)
     value = value.to(tl.float32)
-    if ONE_PLUS:
-        w += 1.0
+
     normed = value * tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps) * w
     tl.store(out + row + i, normed.to(out.dtype.element_ty), mask=mask)
 
@@ -70,7 +67,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, norm: NormWeights) -> tuple[Te
     padded = triton.next_power_of_2(size)
     rms_norm_kernel[(x.numel() // size,)](
         out, x, total, x if delta is None else delta.contiguous(), norm.weight, norm.eps,
-        SIZE=size, SIZE_PAD=padded, ADD=delta is not None, ONE_PLUS=norm.one_plus,
+        SIZE=size, SIZE_PAD=padded, ADD=delta is not None,
         num_warps=min(8, max(1, padded // 256)),
         **dependent_launch(x.device, x.numel() == size),  # one token: its neighbours start early, too
     )  # fmt: skip

@@ -24,14 +24,11 @@ HEADS: tl.constexpr = tl.constexpr(8)
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of query and key heads: weights `[D]`, epsilon, and whether the factor is `1 + weight`
-    (Gemma 3).
-    """
+    """RMSNorms of query and key heads: by what they multiply, `[D]`, and epsilon."""
 
     q_weight: Tensor
     k_weight: Tensor
     eps: float
-    one_plus: bool
 
 
 class ProductScales(NamedTuple):
@@ -55,14 +52,9 @@ def norm_scale(squares, eps, D: tl.constexpr):
 
 
 @triton.jit
-def apply_norm_weight(x, scale, weight, ONE_PLUS: tl.constexpr):
-    """Return `x * scale * weight` in `x`'s dtype, computed in float32. ONE_PLUS: the factor is `1 +
-    weight`.
-    """
-    weight = weight.to(tl.float32)
-    if ONE_PLUS:
-        weight += 1.0
-    return (x.to(tl.float32) * scale * weight).to(x.dtype)
+def apply_norm_weight(x, scale, weight):
+    """Return `x * scale * weight` in `x`'s dtype, computed in float32."""
+    return (x.to(tl.float32) * scale * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
@@ -89,16 +81,15 @@ def store_head(out, at, x, scale, mask, LIMIT: tl.constexpr, WHOLE: tl.constexpr
 def norm_rope_kernel(
     q_out, qkv, cos, sin, q_weight, k_weight, slots, rows, columns, eps,
     k_cache, v_cache, k_scale, v_scale, block_stride, slot_stride,
-    H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    ONE_PLUS: tl.constexpr, P: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
-    PLACE: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
+    LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """Normalize, rotate and store up to HEADS heads of one token: queries first, then keys, then values.
 
     qkv: `[T, (H + 2 KH) D]`. q_out: output `[T, H, D]`. cos, sin: `[T, D]` float32. HALF: D / 2.
     k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, written at `slots [T]`. PLACE: where values lie in a
         block.
-    q_weight, k_weight: `[D]`, of the norms; with ONE_PLUS they are 1 + weight; None: none.
+    q_weight, k_weight: `[D]`, of the norms; None: none.
     rows, columns: `[T]` and `[(H + 2 KH) D]`, by which `qkv` is multiplied first; None: it is not.
     k_scale, v_scale: `[KH]`, by which what is stored is divided; None: it is not.
     LIMIT, WHOLE: largest magnitude of the cache's format; whether it has integers.
@@ -119,7 +110,7 @@ def norm_rope_kernel(
     head = (
         part - (0 if is_query else Q_PARTS) - (KV_PARTS if is_value else 0)
     ) * HEADS + tl.arange(0, HEADS)
-    i = tl.arange(0, HALF_PAD)
+    i = tl.arange(0, triton.next_power_of_2(HALF))
     real = i < HALF
     mask = (head < (H if is_query else KH))[:, None] & real[None, :]
     stored = tl.where(slot >= 0, mask, False)
@@ -152,10 +143,7 @@ def norm_rope_kernel(
             scale = norm_scale(tl.sum(full_x * full_x + full_y * full_y, axis=1), eps, D)[
                 :, None
             ]
-            x, y = (
-                apply_norm_weight(x, scale, w_x, ONE_PLUS),
-                apply_norm_weight(y, scale, w_y, ONE_PLUS),
-            )
+            x, y = apply_norm_weight(x, scale, w_x), apply_norm_weight(y, scale, w_y)
         c = tl.load(cos + token * D + i, mask=real, other=0.0)[None, :]
         s = tl.load(sin + token * D + HALF + i, mask=real, other=0.0)[None, :]
         turned_x, turned_y = rotate(x, y, c, -s), rotate(y, x, c, s)
@@ -192,28 +180,25 @@ def norm_rope(
     half = spec.head_dim // 2
     dtype = qkv.dtype if pending is None else pending.dtype
     q = torch.empty(len(qkv), heads, spec.head_dim, dtype=dtype, device=qkv.device)
-    q_weight, k_weight, eps, one_plus = norms or (None, None, 0.0, False)
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
     parts = triton.cdiv(heads, HEADS.value) + 2 * triton.cdiv(kv_heads, HEADS.value)
     norm_rope_kernel[(len(qkv), parts)](
         q, qkv, *cos_sin, q_weight, k_weight, slots,
         *(pending or (None, None))[:2], eps,
-        H=heads, KH=kv_heads, HALF=half, HALF_PAD=triton.next_power_of_2(half),
-        ONE_PLUS=one_plus, **store_arguments(cache), num_warps=4,
+        H=heads, KH=kv_heads, HALF=half, **store_arguments(cache), num_warps=4,
     )  # fmt: skip
     return q
 
 
 @triton.jit
-def angles_kernel(
-    cos, sin, positions, frequencies, HALF: tl.constexpr, HALF_PAD: tl.constexpr
-):
+def angles_kernel(cos, sin, positions, frequencies, HALF: tl.constexpr):
     """Write one token's cosines and sines of its RoPE angles. One program per token.
 
     cos, sin: output `[T, 2 HALF]` float32, both halves equal but for the sign of `sin`.
     positions: `[T]`. frequencies: `[HALF]`, in radians per position.
     """
     token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, HALF_PAD)
+    i = tl.arange(0, triton.next_power_of_2(HALF))
     real = i < HALF
     angle = tl.load(positions + token).to(tl.float32) * tl.load(
         frequencies + i, mask=real, other=0.0
@@ -243,6 +228,6 @@ class FusedRope(nn.Module):
         )
         angles_kernel[(positions.numel(),)](
             cos, sin, positions.contiguous(), self.inverse_frequencies,
-            HALF=half, HALF_PAD=triton.next_power_of_2(half), num_warps=1,
+            HALF=half, num_warps=1,
         )  # fmt: skip
         return cos, sin

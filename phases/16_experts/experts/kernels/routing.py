@@ -88,7 +88,7 @@ def count_kernel(counts, chosen, choices, BLOCK: tl.constexpr):
 @triton.jit
 def place_kernel(
     order, tiles, counts, chosen, choices, most,
-    E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
     """Write one expert's choices to `order`, and its tiles to the table `tiles`. One program per expert,
@@ -100,7 +100,7 @@ def place_kernel(
     BLOCK, TILES: choices and tiles that are processed at a time.
     """
     own = tl.program_id(0)
-    e = tl.arange(0, E_PAD)
+    e = tl.arange(0, triton.next_power_of_2(E))
     count = tl.load(counts + e, mask=e < E, other=0)
     here = tl.sum(tl.where(e == own, count, 0), axis=0)
     begin = tl.sum(tl.where(e < own, count, 0), axis=0)
@@ -154,7 +154,7 @@ def sort_in_tiles(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tens
     count_kernel[(experts,)](counts, chosen, choices, BLOCK=block, num_warps=warps)
     place_kernel[(experts + 1,)](
         order, table, counts, chosen, choices, most,
-        E=experts, E_PAD=triton.next_power_of_2(experts), ROWS=rows, BLOCK=block, TILES=64,
+        E=experts, ROWS=rows, BLOCK=block, TILES=64,
         num_warps=warps,
     )  # fmt: skip
     return order, table
