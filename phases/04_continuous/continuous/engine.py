@@ -23,7 +23,7 @@ from common.events import (
 )
 from common.interrupts import uninterrupted
 from common.request import Request
-from common.rules import check_prompt, finish_reason, output_limit
+from common.rules import check_prompt, finish_reason
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.text.text_stream import TextStream
@@ -150,7 +150,7 @@ class Engine:
             has_tokenizer=self.tokenizer is not None,
             continuous=True,
         )
-        limit = len(prompt) + output_limit(len(prompt), params, self.max_len)
+        limit = min(len(prompt) + params.max_tokens, self.max_len)
         requests = [
             Request(0, list(prompt), len(ids), limit, params, numbers=ids)
             for _ in range(params.n)

@@ -252,8 +252,11 @@ class Scheduler:
         return False
 
     def can_admit(self, request: Request) -> bool:
-        """Return True if there is a free row and cache memory for a waiting request."""
-        return self.rows.free > 0 and self.cache.fits(request)
+        """Return True if there are cache memory for a waiting request, and rows for it and its siblings.
+
+        Siblings get their rows at once, or a fork might find none.
+        """
+        return self.rows.free > len(request.siblings) and self.cache.fits(request)
 
     def start_request(self, request: Request) -> None:
         """Give an admitted request its row, and reserve cache memory for its tokens."""

@@ -72,13 +72,6 @@ class PagedScheduler(Scheduler):
         self.preemptions += 1
         heapq.heappush(self._waiting, (request.rank, request))
 
-    def can_admit(self, request: Request) -> bool:
-        """Return True if there are blocks for a waiting request, and a row for it and each of its siblings.
-
-        Siblings get their rows at once, or a fork might find none.
-        """
-        return self.rows.free > len(request.siblings) and super().can_admit(request)
-
     def start_request(self, request: Request) -> None:
         """Allocate rows for all samples of a prompt, and blocks for the first; drop aborted samples."""
         super().start_request(request)
