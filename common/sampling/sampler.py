@@ -165,6 +165,8 @@ class SamplerBackend:
 
         features: operations to apply, such as top-p.
 
+        features: operations to apply, such as top-p.
+
         The Gumbel-max trick takes the argmax of logit / temperature - log(E). This takes the argmax of its
         exponential, weight / E, as the largest -E / weight, which is minus infinity for a weight of 0.
         """
