@@ -77,7 +77,7 @@ class Scheduler:
         """Add the samples of one prompt to the waiting queue, each by itself: rows share nothing."""
         for request in requests:
             request.rank = self.policy(request)
-            heapq.heappush(self._waiting, (request.rank, request))
+            self._push(request)
 
     @property
     def waiting(self) -> list[Request]:
@@ -308,6 +308,9 @@ class Scheduler:
             self.running.remove(request)
             self.cache.release(request)
             self.rows.release(request)
+
+    def _push(self, request: Request) -> None:
+        heapq.heappush(self._waiting, (request.rank, request))
 
     def _head(self) -> Request | None:
         """Return the first waiting request, or None; drop requests that have ended while they waited."""
