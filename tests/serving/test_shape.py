@@ -18,8 +18,8 @@ from tests.serving_kit import make_with_grammars as make_with_grammars
 from tests.serving_kit import tokenizer as tokenizer
 
 MOST_FILES = 51
-MOST_LINES = 7_480
-MOST_FUNCTIONS = 308
+MOST_LINES = 7_472
+MOST_FUNCTIONS = 306
 """Of both processes; 41 of the files are of common and of phases 01 to 12.
 
 They may only shrink: the aim is 55, 7,000 and 300.
