@@ -18,7 +18,7 @@ from tests.serving_kit import make_with_grammars as make_with_grammars
 from tests.serving_kit import tokenizer as tokenizer
 
 MOST_FILES = 51
-MOST_LINES = 7_472
+MOST_LINES = 7_473
 MOST_FUNCTIONS = 306
 """Of both processes; 41 of the files are of common and of phases 01 to 12.
 
