@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
-from common.sampling.metadata import Edits
+from common.sampling.metadata import Edits, Upload
 from common.sampling.params import SamplingParams
 
 _FOREVER = (1 << 63) - 1
@@ -40,7 +37,7 @@ def edits_of(
 def edits_of_batch(
     edits: Mapping[int, Edits],
     rows: Sequence[int],
-    upload: Callable[[NDArray[Any]], Tensor],
+    upload: Upload,
 ) -> Edits:
     """Return the edits of a batch as one list of additions on the device.
 

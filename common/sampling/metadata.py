@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -27,6 +29,10 @@ TRUNCATION = RADIX | SamplingFlags.MIN_P
 
 Positions = slice | Tensor
 """Positions of rows in the batch: a slice if they are neighbours, else int64 on the device."""
+
+
+Upload = Callable[[NDArray[Any]], Tensor]
+"""Copies an array to the device, without waiting for the device's queued work."""
 
 
 class Draw(NamedTuple):

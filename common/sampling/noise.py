@@ -44,11 +44,6 @@ def stream_key(seed: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    # Torch's >> copies the sign bit; the hash needs zeros.
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
 def random_words(keys: Tensor, steps: Tensor) -> Tensor:
     """Return the two words of 32 random bits from which all noise of each pair (key, step) comes.
 
@@ -58,9 +53,10 @@ def random_words(keys: Tensor, steps: Tensor) -> Tensor:
     keys, steps: int64 [B]. Returns int32 [B, 2].
     """
     z = keys + (steps + 1) * _GOLDEN_GAMMA
-    z = (z ^ _shift_right(z, 30)) * _MIX_1
-    z = (z ^ _shift_right(z, 27)) * _MIX_2
-    z = z ^ _shift_right(z, 31)
+    # Torch's >> copies the sign bit; the hash needs zeros.
+    z = (z ^ ((z >> 30) & (_MASK >> 30))) * _MIX_1
+    z = (z ^ ((z >> 27) & (_MASK >> 27))) * _MIX_2
+    z = z ^ ((z >> 31) & (_MASK >> 31))
     # The lower half first, as on every machine that torch runs on.
     return z.unsqueeze(1).view(torch.int32)
 

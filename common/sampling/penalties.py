@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Upload = Callable[[NDArray[Any]], Tensor]
+from common.sampling.metadata import Upload
 
 
 class TokenHistory:
@@ -20,7 +17,7 @@ class TokenHistory:
     must be captured again. They cost time only in steps with such requests.
 
     in_prompt: bool `[rows, V]`. counts: int32 `[rows, V]`. Of rows without penalties they say nothing.
-    changed: prompt and output of each row that is not on the device yet.
+    changed: prompt and output (token ids) of each row that is not on the device yet; `send` copies them.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
@@ -28,15 +25,6 @@ class TokenHistory:
         self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.changed: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-
-    def set_row(
-        self,
-        row: int,
-        prompt_ids: Sequence[int] | NDArray[np.int64],
-        output_ids: Sequence[int] | NDArray[np.int64],
-    ) -> None:
-        """Note the tokens of the request in `row`; `send` copies them to the device."""
-        self.changed[row] = np.array(prompt_ids, np.int64), np.array(output_ids, np.int64)
 
     def send(self, upload: Upload) -> None:
         """Write the changed rows to the device. upload: copies an array there without waiting."""

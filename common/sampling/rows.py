@@ -120,7 +120,8 @@ class SamplerRows:
         if edits is not None:
             self._edits[row] = edits
         if params.penalized:
-            self.history.set_row(row, prompt_ids, output_ids)
+            known = np.array(prompt_ids, np.int64), np.array(output_ids, np.int64)
+            self.history.changed[row] = known
         self._changed.add(row)
         return seed
 

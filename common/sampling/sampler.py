@@ -108,16 +108,15 @@ class SamplerBackend:
     """Chooses one token for each row of logits for a `Sampler`, here by torch.
 
     Subclasses choose the same tokens by kernels, or from logits that are spread over ranks.
+
+    In all methods, logits: `[B, V]`. rows, steps: `[B]` int64, each request's row of settings and its number
+    of tokens generated before. plan: how the batch is sampled. masked: True if the step has bitmasks.
     """
 
     def whole(
         self, sampler: Sampler, logits: Tensor, plan: SamplingMetadata, masked: bool
     ) -> Tensor:
-        """Return the logits of the whole vocabulary, `[B, V]`; over ranks they may have to be gathered.
-
-        logits: the model's output, here `[B, V]` already. plan: how the batch is sampled.
-        masked: True if the step has bitmasks of allowed tokens.
-        """
+        """Return the logits of the whole vocabulary, `[B, V]`; over ranks they may have to be gathered."""
         return logits
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
@@ -135,11 +134,7 @@ class SamplerBackend:
         plan: SamplingMetadata,
         masked: bool,
     ) -> Tensor:
-        """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
-
-        rows, steps: `[B]` int64, each request's row of settings and number of tokens generated before.
-        plan: which positions are drawn at random. masked: True if bitmasks have been applied in this step.
-        """
+        """Return one token for each row of the adjusted logits: `[B]` int64."""
         if not plan.draws:
             return logits.argmax(1)  # of equals the first
         tokens = torch.empty_like(rows)
@@ -168,8 +163,9 @@ class SamplerBackend:
     ) -> Tensor:
         """Return a random token for each row that has a temperature, and the argmax for others: `[B]` int64.
 
-        logits: `[B, V]`. features: operations to apply, such as top-p.
-        rows, steps: `[B]` int64, each request's row of settings and number of tokens generated before.
+        features: operations to apply, such as top-p.
+
+        features: operations to apply, such as top-p.
 
         The Gumbel-max trick takes the argmax of logit / temperature - log(E). This takes the argmax of its
         exponential, weight / E, as the largest -E / weight, which is minus infinity for a weight of 0.

@@ -23,7 +23,7 @@ from common.events import (
 )
 from common.interrupts import uninterrupted
 from common.request import Request
-from common.rules import check_prompt, finish_reason, output_limit
+from common.rules import check_prompt, finish_reason
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.text.text_stream import TextStream
@@ -150,20 +150,20 @@ class Engine:
             has_tokenizer=self.tokenizer is not None,
             continuous=True,
         )
-        limit = len(prompt) + output_limit(len(prompt), params, self.max_len)
+        limit = min(len(prompt) + params.max_tokens, self.max_len)
         requests = [
-            Request(0, list(prompt), len(ids), limit, params, numbers=ids)
-            for _ in range(params.n)
+            Request(
+                0, list(prompt), len(ids), limit, params, index=index, sample=n, numbers=ids
+            )
+            for n in range(params.n)
         ]
         self.scheduler.check(requests)
         if params.grammar is not None:
             self.grammar_manager.check(params.grammar)
         now = time.perf_counter()
-        for sample, request in enumerate(requests):
+        for request in requests:
             request.id, request.arrival = next(self._ids), now
-            request.index = index
-            request.sample = sample
-            seed = params.seed_of(sample)
+            seed = params.seed_of(request.sample)
             request.seed = self._seeds.getrandbits(63) if seed is None else seed
             if self.tokenizer is not None and params.stop:
                 request.text = TextStream(self.tokenizer, params, prompt)

@@ -27,10 +27,7 @@ priority: Policy = attrgetter("priority", "id")
 POLICIES = {"fcfs": fcfs, "shortest_first": shortest_first, "priority": priority}
 """Policies by the name that `load` and the command line take."""
 
+POLICY_NAMES = {policy: name for name, policy in POLICIES.items()}
+
 by_rank = attrgetter("rank")
 """Return a request's rank, as a key for sorting."""
-
-
-def name_of(policy: Policy) -> str:
-    """Return the name of one of `POLICIES`."""
-    return next(name for name, one in POLICIES.items() if one is policy)

@@ -77,7 +77,7 @@ class Scheduler:
         """Add the samples of one prompt to the waiting queue, each by itself: rows share nothing."""
         for request in requests:
             request.rank = self.policy(request)
-            heapq.heappush(self._waiting, (request.rank, request))
+            self._push(request)
 
     @property
     def waiting(self) -> list[Request]:
@@ -252,8 +252,11 @@ class Scheduler:
         return False
 
     def can_admit(self, request: Request) -> bool:
-        """Return True if there is a free row and cache memory for a waiting request."""
-        return self.rows.free > 0 and self.cache.fits(request)
+        """Return True if there are cache memory for a waiting request, and rows for it and its siblings.
+
+        Siblings get their rows at once, or a fork might find none.
+        """
+        return self.rows.free > len(request.siblings) and self.cache.fits(request)
 
     def start_request(self, request: Request) -> None:
         """Give an admitted request its row, and reserve cache memory for its tokens."""
@@ -305,6 +308,9 @@ class Scheduler:
             self.running.remove(request)
             self.cache.release(request)
             self.rows.release(request)
+
+    def _push(self, request: Request) -> None:
+        heapq.heappush(self._waiting, (request.rank, request))
 
     def _head(self) -> Request | None:
         """Return the first waiting request, or None; drop requests that have ended while they waited."""

@@ -19,7 +19,7 @@ from continuous.groups import (
     prompt_groups,
 )
 from forward.attention import LayerSpec
-from paged_cache.pool import BlockPool, LayerBlocks, largest
+from paged_cache.pool import BlockPool, LayerBlocks, largest, scaled
 
 
 def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -158,10 +158,14 @@ class TorchPagedAttention(PagedAttention):
             keys = self._gather(cache.k, blocks, plan).to(q.dtype)
             values = self._gather(cache.v, blocks, plan).to(q.dtype)
             mask = plan.mask(layer.sliding_window, keys.shape[2], q.device)
+            queries = plan.take(q)
             # A head's scales are factors of all its scores and of all its outputs.
-            queries = _scaled(plan.take(q), cache.k_scale)
+            if cache.k_scale is not None:
+                queries = scaled(queries, cache.k_scale)
             seen = attend_masked(layer, queries, keys, values, mask)
-            plan.put(out, _scaled(seen, cache.v_scale))
+            if cache.v_scale is not None:
+                seen = scaled(seen, cache.v_scale)
+            plan.put(out, seen)
         return out
 
     @staticmethod
@@ -172,11 +176,3 @@ class TorchPagedAttention(PagedAttention):
         """
         taken = numbers.index_select(0, blocks)  # [G * blocks, P, KH, D], a copy
         return taken.view(len(plan.members), -1, *numbers.shape[2:]).transpose(1, 2)
-
-
-def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Return `x [G, H, queries, D]` times its key/value head's `scale [KH]`; unchanged if `scale` is None."""
-    if scale is None:
-        return x
-    per_head = scale.repeat_interleave(x.shape[1] // len(scale))
-    return (x * per_head[:, None, None]).to(x.dtype)

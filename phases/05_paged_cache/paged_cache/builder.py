@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from common.errors import UserError
@@ -219,7 +220,10 @@ def assemble(builder: EngineBuilder) -> PagedEngine:
         cache,
         sampler_backend=builder.sampler_backend.part,
         verifier=builder.verifier.part(rows),
-        executors=[builder.executors[kind] for kind in sorted(builder.executors, key=_order)],
+        executors=[
+            builder.executors[kind]
+            for kind in sorted(builder.executors, key=attrgetter("order"))
+        ],
     )
     scheduler = builder.scheduler.part(
         rows,
@@ -240,10 +244,6 @@ def assemble(builder: EngineBuilder) -> PagedEngine:
     for warm_up in builder.warmups:
         warm_up(engine)
     return engine
-
-
-def _order(executor: type[StepExecutor]) -> int:
-    return executor.order
 
 
 def load(builder: EngineBuilder) -> Model:

@@ -71,6 +71,12 @@ def largest(dtype: torch.dtype) -> float:
     return float((torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max)
 
 
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """Return `x [G, H, queries, D]` times its key/value head's `scale [KH]`."""
+    per_head = scale.repeat_interleave(x.shape[1] // len(scale))
+    return (x * per_head[:, None, None]).to(x.dtype)
+
+
 def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a tensor of zeros; on a CPU its memory is taken page by page, as it is written."""
     size = prod(shape) * dtype.itemsize

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 
 from common.errors import UserError
@@ -40,7 +39,7 @@ class PagedScheduler(Scheduler):
             request.rank = self.policy(request)
         for at in range(0, len(requests), self.rows.count):
             first, *first.siblings = requests[at : at + self.rows.count]
-            heapq.heappush(self._waiting, (first.rank, first))
+            self._push(first)
 
     def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Preempt the last request by rank until `request` has room; it may be `request` itself.
@@ -70,14 +69,7 @@ class PagedScheduler(Scheduler):
         request.num_computed_tokens = 0
         request.preemptions += 1
         self.preemptions += 1
-        heapq.heappush(self._waiting, (request.rank, request))
-
-    def can_admit(self, request: Request) -> bool:
-        """Return True if there are blocks for a waiting request, and a row for it and each of its siblings.
-
-        Siblings get their rows at once, or a fork might find none.
-        """
-        return self.rows.free > len(request.siblings) and super().can_admit(request)
+        self._push(request)
 
     def start_request(self, request: Request) -> None:
         """Allocate rows for all samples of a prompt, and blocks for the first; drop aborted samples."""

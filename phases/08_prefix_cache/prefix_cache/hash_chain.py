@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import xxhash
 
 from prefix_cache.index import Key, Match
 
 
+@dataclass(eq=False, slots=True)
 class Entry:
     """A cached block in the hash index.
 
@@ -23,19 +25,15 @@ class Entry:
     pins: requests that use it.
     """
 
-    __slots__ = ("before", "block", "digest", "key", "pins", "salt")
-
-    def __init__(
-        self, digest: int, key: Key, block: int, before: Entry | None, salt: str
-    ) -> None:
-        self.digest = digest
-        self.key = key
-        self.block = block
-        self.before = before
-        self.salt = salt
-        self.pins = 0
+    digest: int
+    key: Key
+    block: int
+    before: Entry | None
+    salt: str
+    pins: int = 0
 
 
+@dataclass(eq=False, slots=True)
 class Cursor:
     """A request's position in the hash index: the entry of the last cached block that it uses.
 
@@ -44,15 +42,10 @@ class Cursor:
     broken: True once a hash collision has ended the sharing.
     """
 
-    __slots__ = ("broken", "digest", "entry", "salt")
-
-    def __init__(
-        self, digest: int, entry: Entry | None, salt: str, broken: bool = False
-    ) -> None:
-        self.digest = digest
-        self.entry = entry
-        self.salt = salt
-        self.broken = broken
+    digest: int
+    entry: Entry | None
+    salt: str
+    broken: bool = False
 
 
 class HashIndex:

@@ -7,12 +7,14 @@ Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
 
 from prefix_cache.index import Key, Match
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Node:
     """A node of a radix tree: a run of blocks behind its parent's. Children differ in their first block.
 
@@ -22,18 +24,13 @@ class Node:
     used: when a cursor last left it, on the index's clock.
     """
 
-    __slots__ = ("blocks", "children", "keys", "parent", "pins", "salt", "used")
-
-    def __init__(
-        self, keys: list[Key], blocks: list[int], parent: Node | None, salt: str
-    ) -> None:
-        self.keys = keys
-        self.blocks = blocks
-        self.parent = parent
-        self.salt = salt
-        self.children: dict[Key, Node] = {}
-        self.pins = 0
-        self.used = 0
+    keys: list[Key]
+    blocks: list[int]
+    parent: Node | None
+    salt: str
+    children: dict[Key, Node] = field(default_factory=dict)
+    pins: int = 0
+    used: int = 0
 
 
 AGE = attrgetter("used")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from common.errors import NotANumber, UserError
 from common.request import Request
 from continuous.engine import Engine
-from continuous.policies import name_of
+from continuous.policies import POLICY_NAMES
 from continuous.work import Output
 from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
@@ -50,7 +50,7 @@ def ready(engine: Engine) -> Ready:
         found.blocks = engine.cache.allocator.count
         found.block_size = engine.cache.block_size
         found.device = engine.runner.model.device.type
-        found.policy = name_of(engine.scheduler.policy)
+        found.policy = POLICY_NAMES[engine.scheduler.policy]
     return found
 
 

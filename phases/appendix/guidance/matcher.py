@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import llguidance as ll
 
@@ -18,6 +19,7 @@ slow tokens of an output. A mask of an ordinary grammar takes 0.02 to 1 ms with 
 regular expression tried 5 ms. For an ambiguous grammar it grows with the square of the output's length."""
 
 
+@dataclass
 class Effort:
     """Processor time that one output spends on its grammar: some grammars compile fast and are slow to
     follow.
@@ -27,10 +29,9 @@ class Effort:
     problem: why the output cannot go on; empty while it is within the budget.
     """
 
-    def __init__(self) -> None:
-        self.slow = 0.0
-        self.watched = False
-        self.problem = ""
+    slow: float = 0.0
+    watched: bool = False
+    problem: str = ""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -50,6 +51,7 @@ class Effort:
                 )
 
 
+@dataclass(eq=False)
 class GuidanceMatcher(Matcher):
     """The state of one output in its grammar: a `Matcher` by a parser of llguidance.
 
@@ -59,13 +61,11 @@ class GuidanceMatcher(Matcher):
     certain: forced tokens, noted before the last masks were made; empty if no drafter may ask for them.
     """
 
+    inner: ll.LLMatcher
+    lexer: int
+    eos: Sequence[int]
     certain: Sequence[int] = ()
-
-    def __init__(self, inner: ll.LLMatcher, lexer: int, eos: Sequence[int]) -> None:
-        self.inner = inner
-        self.lexer = lexer
-        self.eos = eos
-        self.effort = Effort()
+    effort: Effort = field(default_factory=Effort)
 
     def fill(self, words: Words) -> None:
         """Write the bit mask of tokens that may come next into `words`, int32 `[ceil(V / 32)]`."""
