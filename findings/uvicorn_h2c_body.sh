@@ -3,6 +3,7 @@
 # (RFC 9110, section 7.8). The HttpClient of Java sends this header with every request over plain HTTP.
 # Instead: uvicorn with httptools, its default parser where that is installed, loses the request's body: the
 # application gets an empty one. With h11 the body arrives.
+# Reported in May 2025: https://github.com/Kludex/uvicorn/issues/2722, for a chunked body; one with a length is lost, too.
 # Known since uvicorn 0.54.0 with httptools 0.9.0, 2026-11-29.
 set -euo pipefail
 folder=$(mktemp -d)
