@@ -35,6 +35,14 @@ WRONG = {
         ["run", "1", "--prompts-file", "x", "--prompt", "x"],
         "are both given",
     ),
+    "a trace as JSON": (
+        ["run", "12", "--regex", "x", "--trace", "--json"],
+        "--trace and --json are both given",
+    ),
+    "a trace with counts": (
+        ["run", "12", "--regex", "x", "--trace", "--stats"],
+        "--trace and --stats are both given",
+    ),
     "unknown device": (["run", "1", "--device", "tpu"], "device is 'tpu'"),
     "unknown model": (["run", "1", "--model", "no/such/model"], "model is 'no/such/model'"),
     "model without tokenizer": (

@@ -35,6 +35,9 @@ class TokenBytes(dict[int, bytes]):
     characters. One with byte fallback (SentencePiece's kind) has a token for every byte, `<0x00>` to
     `<0xFF>`, beside its pieces of text. If the decoder looks at neighbours, the bytes are those that the
     token adds after another token.
+
+    Attributes:
+        suffix: what ends a word's last token, where a space follows unless the text ends; else empty.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -45,6 +48,7 @@ class TokenBytes(dict[int, bytes]):
         parts = [part for part in decoder.get("decoders", [decoder]) if part]
         steps = [part["type"] for part in parts]
         self.byte_level, self.byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
+        self.suffix: str = parts[0]["suffix"] if steps == ["BPEDecoder"] else ""
         self._context_free = bool(steps) and set(steps) <= _CONTEXT_FREE
 
     def __missing__(self, token_id: int) -> bytes:
@@ -59,7 +63,7 @@ class TokenBytes(dict[int, bytes]):
         or show the mark of a word's later part.
         """
         found = self[token_id]
-        same = self.byte_level or (self.byte_fallback and b" " not in found)
+        same = self.byte_level or self.suffix or (self.byte_fallback and b" " not in found)
         return found if same else self._decode(token_id).encode()
 
     def _bytes(self, token_id: int, token: str) -> bytes:
@@ -68,6 +72,8 @@ class TokenBytes(dict[int, bytes]):
                 return bytes(map(_BYTE_OF.__getitem__, token))
             except KeyError:  # an added token that is written as it is
                 return token.encode()
+        if self.suffix:
+            return token.replace(self.suffix, " ").encode()
         byte = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
         if byte is not None:
             return bytes.fromhex(byte[1])
@@ -115,6 +121,7 @@ class Detokenizer:
         self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         errors = _EACH_BYTE if self._bytes.byte_fallback else "replace"
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        self._space = b""  # behind a word: shown with the next token
         self.begins = not middle
         for token in last_visible(after, self._bytes, self._skipped):
             self.push(token)
@@ -128,6 +135,10 @@ class Detokenizer:
             return ""
         if self.begins:
             data, self.begins = self._bytes.first(token_id), False
+        if self._bytes.suffix:
+            data = self._space + data
+            self._space = data[len(data.removesuffix(b" ")) :]
+            data = data.removesuffix(b" ")
         return self._utf8.decode(data)
 
     def incomplete(self) -> str:

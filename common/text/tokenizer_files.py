@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -45,7 +45,51 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
         raise UserError(
             f"{path} has {tokens:,} tokens, but the model of config.json has {size:,}"
         )
+    with library_errors(str(folder / "tokenizer_config.json")):
+        _add_tokens(backend, folder, size if isinstance(size, int) else None)
     return backend
+
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, size: int | None) -> None:
+    """Add the tokens that the files beside `tokenizer.json` list or name, as `transformers` does.
+
+    One with a name, such as `pad_token`, is special from now on. A list of special tokens without names
+    changes none that `tokenizer.json` has.
+
+    size: tokens of the model, beyond which none is added; None: not known.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    listed = config.get("added_tokens_decoder")
+    listed = listed if isinstance(listed, dict) else {}
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    before = {repr(token) for token in known.values()}
+    for place in sorted(filter(str.isdecimal, listed), key=int):
+        for token in _token(listed[place], special=False):
+            known[token.content] = token
+    for named in named_tokens(folder, config).values():
+        for token in _token(named, special=True):
+            known.setdefault(token.content, token).special = True
+    more = config.get("extra_special_tokens", config.get("additional_special_tokens"))
+    for entry in more if isinstance(more, list) else []:
+        for token in _token(entry, special=True):
+            known.setdefault(token.content, token)
+    changed = [token for token in known.values() if repr(token) not in before]
+    new = [token.content for token in changed if backend.token_to_id(token.content) is None]
+    spare = len(new) if size is None else max(size - backend.get_vocab_size(), 0)
+    backend.add_tokens([token for token in changed if token.content not in {*new[spare:]}])
+
+
+def _token(entry: Any, *, special: bool) -> Iterator[tokenizers.AddedToken]:
+    """Yield the token that a configuration holds as a string or as an object, or nothing if it is neither."""
+    content, flags = content_of(entry), entry if isinstance(entry, dict) else {}
+    if isinstance(content, str):
+        said = {name: flags.get(name) is True for name in _FLAGS}
+        yield tokenizers.AddedToken(
+            content, **said, special=special or flags.get("special") is True
+        )
 
 
 def bos_token(

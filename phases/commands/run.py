@@ -48,6 +48,11 @@ def run(given: SimpleNamespace) -> int:
         raise UserError(
             f"--stats is for phases from {SPECULATES} on, but the phase is {phase.name}"
         )
+    if given.trace and (given.as_json or given.stats):
+        raise UserError(
+            f"--trace and {'--json' if given.as_json else '--stats'} are both given, but a trace has a form "
+            "of its own"
+        )
     check_grammar(phase, params, given.trace, len(given.prompts))
     folder = model_folder(model)
     own = sampling_defaults(folder, given.generation_config)

@@ -401,6 +401,40 @@ async def test_a_whole_call_is_why_a_message_ends_whatever_stops_it(make):
     assert (found["stop_reason"], found["stop_sequence"]) == ("tool_use", None)
 
 
+CALLED = {"name": "weather", "arguments": '{"city": "Rome"}'}
+FUNCTION = {name: value for name, value in FLAT.items() if name != "type"}
+TOOL = {"type": "function", "function": FUNCTION}
+IN_TURNS: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"tools": [FLAT], "input": [
+        *SAID, {"type": "function_call", "call_id": "c", **CALLED},
+        {"type": "function_call_output", "call_id": "c", "output": "sunny"}]},
+    "/v1/messages": {"tools": [THEIRS], "messages": [
+        *SAID, {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "c", "name": "weather", "input": {"city": "Rome"}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": "sunny"}]}]},
+    "/api/chat": {"tools": [TOOL], "stream": False, "messages": [
+        *SAID, {"role": "assistant", "tool_calls": [
+            {"function": {"name": "weather", "arguments": {"city": "Rome"}}}]},
+        {"role": "tool", "tool_name": "weather", "content": "sunny"}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", IN_TURNS)
+async def test_a_conversation_with_tools_is_the_same_prompt_at_every_route(make, path):
+    call = {"id": "c", "type": "function", "function": CALLED}
+    messages = [*SAID, {"role": "assistant", "tool_calls": [call]}]
+    messages += [{"role": "tool", "tool_call_id": "c", "content": "sunny"}]
+    chat = {"messages": messages, "tools": [TOOL], "max_tokens": 1}
+    used = (await Client(make()).post("/v1/chat/completions", chat))[1]["usage"]
+    most = {"max_tokens": 1, "max_output_tokens": 1, "options": {"num_predict": 1}}
+    status, whole = await Client(make()).post(path, most | IN_TURNS[path])
+    assert status == 200, whole
+    counts = whole.get("usage", whole)
+    took = counts.get("prompt_eval_count", counts.get("input_tokens"))
+    assert took + counts.get("cache_read_input_tokens", 0) == used["prompt_tokens"]
+
+
 async def test_tokens_are_counted_as_a_message_takes_them(make):
     app = make()
     body = {

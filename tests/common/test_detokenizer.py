@@ -42,6 +42,7 @@ KINDS = {
     "llama-2": decoders.Sequence([REPLACE, FALLBACK, FUSE, decoders.Strip(" ", 1, 0)]),
     "metaspace": decoders.Metaspace(),
     "wordpiece": decoders.WordPiece(),
+    "bpe": decoders.BPEDecoder(),
     "metaspace-bytes": decoders.Sequence([FALLBACK, decoders.Metaspace()]),
     "none": None,
 }

@@ -8,9 +8,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from common.errors import UserError
@@ -55,6 +57,53 @@ def change(path: Path, **fields) -> None:
     path.write_text(
         json.dumps({key: value for key, value in content.items() if value is not ...})
     )
+
+
+MARK = {"content": "<mark>", "lstrip": True, "rstrip": False, "normalized": False}
+BESIDE = {
+    "a token with a name": {"pad_token": "<mark>"},
+    "an object with a name": {"pad_token": {**MARK, "special": False, "__type": "AddedToken"}},
+    "a name of the model's own": {"extra_special_tokens": {"mark_token": "<mark>"}},
+    "a token without a name": {"extra_special_tokens": ["<mark>"]},
+    "the older list": {"additional_special_tokens": ["<mark>"]},
+    "a listed token": {"added_tokens_decoder": {"300": {**MARK, "special": True}}},
+    "a listed token that is not special": {
+        "added_tokens_decoder": {"300": {**MARK, "special": False}}
+    },
+    "a listed token with a name": {
+        "pad_token": "<mark>",
+        "added_tokens_decoder": {"300": {**MARK, "special": False}},
+    },
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "in tokenizer.json"])
+@pytest.mark.parametrize("fields", BESIDE.values(), ids=BESIDE)
+def test_tokens_beside_tokenizer_json_are_those_of_transformers(
+    fields: dict[str, Any], known: bool, llama_folder: Path
+) -> None:
+    path = llama_folder / "tokenizer.json"
+    backend = Backend.from_file(str(path))
+    if known:
+        backend.add_tokens([AddedToken("<mark>", normalized=False, rstrip=True)])
+        backend.save(str(path))
+    change(llama_folder / "config.json", vocab_size=backend.get_vocab_size() + 1)
+    change(llama_folder / "tokenizer_config.json", **fields)
+    ours = Tokenizer(llama_folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(llama_folder))
+    for text in ("a <mark> b", "<mark><mark>", "</mark>", "<mark"):
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == theirs(text, add_special_tokens=False).input_ids
+        for skip in (True, False):
+            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_token_that_the_model_has_no_row_for_is_not_added(llama_folder: Path) -> None:
+    size = Tokenizer(llama_folder).vocab_size
+    change(llama_folder / "config.json", vocab_size=size)
+    change(llama_folder / "tokenizer_config.json", pad_token="<mark>")
+    ours = Tokenizer(llama_folder)
+    assert ours.vocab_size == size and max(ours.encode("a <mark>")) < size
 
 
 @pytest.mark.parametrize("id", [-1, 10**6, 1 << 32, 10**30])

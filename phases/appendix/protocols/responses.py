@@ -165,9 +165,7 @@ class Responses(Translation):
             "system": given.instructions,
             "parallel_tool_calls": given.parallel_tool_calls,
             "max_tokens": given.max_output_tokens,
-            "tools": [
-                {"type": tool.get("type"), "function": tool} for tool in given.tools or []
-            ],
+            "tools": [_tool(tool) for tool in given.tools or []],
             "tool_choice": given.tool_choice,
             "reasoning_effort": (given.reasoning or {}).get("effort"),
         }
@@ -345,6 +343,12 @@ class ResponseEvents(Events):
     def _say(self, kind: str, **event: Any) -> None:
         """Add an event about the last item. kind: its type. event: its further fields."""
         self.say(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **event)
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return one of a request's tools as a tool of OpenAI's chat, whose function has no type of its own."""
+    function = {name: value for name, value in tool.items() if name != "type"}
+    return {"type": tool.get("type"), "function": function}
 
 
 def _messages(before: Messages, items: list[InputItem]) -> Messages:
