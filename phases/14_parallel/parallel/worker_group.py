@@ -103,7 +103,7 @@ class WorkerGroup:
     def collect_replies(self) -> list[tuple[int, Any]]:
         """Return the ranks' replies that have come, as (rank, reply) pairs; possibly none.
 
-        It waits `REPLY_SECONDS` for each rank in turn; after the first reply, it only takes those that are there.
+        It waits `REPLY_SECONDS` for each rank in turn; after the first reply, it takes those that are there.
         """
         found: list[tuple[int, Any]] = []
         for member in self.members:

@@ -141,7 +141,7 @@ def product(
 def tiled_products(
     weight: Tensor, tiles: Sequence[ProductTile] | None = None
 ) -> list[Product]:
-    """Return product functions for weights of one shape: of the first tile, and of each that gives equal bits.
+    """Return product functions for weights of one shape: of the first tile, and of those with equal bits.
 
     weight: one of this shape, `[N, K]`. tiles: those to try; None: the module's.
     """
