@@ -120,13 +120,9 @@ class Bench(benchmarks.bench.Bench):
     # Sessions whose prompts grow.
 
     def sessions(self) -> list[Run]:
-        """Serve agents' sessions in turn, with a cache of a quarter of what they need, and with enough.
-
-        Agents read some hundred tokens for each that they write (Manus, "Context Engineering for AI Agents",
-        2025), so these write little: what is measured is their prompts.
-        """
-        count, system, step = (6, 48, 48) if self.on_cpu else (4, 2048, 1000)
-        turns = 4 if self.on_cpu else 16
+        """Serve agents' sessions in turn, with a cache of a quarter of what they need, and with enough."""
+        count, system, step = (6, 48, 48) if self.on_cpu else (8, 2048, 1500)
+        turns = 4 if self.on_cpu else 5
         work = agent(
             f"agent-session-{count}x{turns}", VOCAB, count, turns, system, step, output=4
         )
