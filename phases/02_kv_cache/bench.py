@@ -45,10 +45,7 @@ class Bench(benchmarks.bench.Bench):
         work = self.short(uniform("generate-256", 1, 64, 256))
         few = self.timer(self.engines[BEFORE], work.first(1, tokens=4))
         slow = {BEFORE: self.timer(self.engines[BEFORE], work)} if naive else {}
-        once = 1 if self.on_cpu else 0  # half a minute, in which nothing else may run
-        runs = self.compare(
-            slow, work, 1, repeats=once, warm={BEFORE: lambda: few(0)}, cached=False
-        )
+        runs = self.compare(slow, work, 1, warm={BEFORE: lambda: few(0)}, cached=False)
         contenders = {PHASE: self.timer(self.engines[PHASE], work)}
         if transformers_version() and not self.name.startswith("random:"):
             peer = Transformers(model_folder(self.name), device=self.device, dtype=self.dtype)
