@@ -135,10 +135,9 @@ class SpeculativeRunner(WaitingDrafter):
             return False
         asked = []
         for request, length in zip(running, lengths, strict=True):
-            # One token is sampled in any case.
-            room = min(length, request.limit - len(request.tokens) - 1)
-            if room > 0 and not request.placeholders and is_drafted(request):
-                asked.append((request, room))
+            if length and not request.placeholders and is_drafted(request):
+                # One token is sampled in any case.
+                asked.append((request, min(length, request.limit - len(request.tokens) - 1)))
         if not asked:
             return False
         requests, wanted = zip(*asked, strict=True)
