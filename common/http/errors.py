@@ -88,7 +88,12 @@ def too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body has more than {limit:,} bytes, which is the limit")
 
 
+def too_many(field: str, count: int, limit: int, what: str) -> ApiError:
+    """Return an `ApiError` (400): `field` has `count` of something (`what`), of which `limit` are allowed."""
+    return wrong(field, f"{field} has {count:,} {what}, but may have at most {limit:,}")
+
+
 def check_count(field: str, count: int, limit: int, what: str) -> None:
-    """Raise an `ApiError` (400) if `field` has more than `limit` of something (`what`): `count` of them."""
+    """Raise the error of `too_many` if `field` has more than `limit` of something (`what`)."""
     if count > limit:
-        raise wrong(field, f"{field} has {count:,} {what}, but may have at most {limit:,}")
+        raise too_many(field, count, limit, what)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from common.events import FinishReason, Logprob
-from common.http.errors import STATUS, ApiError, wrong
+from common.http.errors import STATUS, ApiError, too_many
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from serving.http.request import ClientDisconnected, HttpRequest, listed
@@ -205,9 +205,7 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     most = min(limits.max_requests, request.ready.max_rows + limits.max_queue)
     allowed = min(most, limits.max_choices)
     if more > allowed:  # it would be told to try again for ever
-        raise wrong(
-            "n", f"n has {more:,} completions in all, but may have at most {allowed:,}"
-        )
+        raise too_many("n", more, allowed, "completions in all")
     if in_flight + more > most:
         words = f"{in_flight} completions are in flight, and the server takes at most {most}"
         raise ApiError(429, words, code="queue_full")

@@ -28,8 +28,8 @@ def allow_pages(http: HttpRequest, origins: tuple[str, ...], app: App) -> bool:
     headers, extra = http.headers, http.extra
     any_page = ANY in origins
     origin = headers.get(b"origin", b"")
-    asks = http.method == "OPTIONS" and b"access-control-request-method" in headers
-    asks = asks and origin != b""
+    question = http.method == "OPTIONS" and b"access-control-request-method" in headers
+    asks = question and origin != b""
     if not any_page:  # or a cache would give one page's answer to another
         extra.append((b"vary", b"origin"))
     shown = origin.decode("latin-1")
