@@ -76,7 +76,7 @@ class GroupedAttention(PagedAttention):
         self.look_up()
 
     def look_up(self) -> None:
-        """Look up the blocks and slots of `batch` in every group of the pool: `batches`, one of each."""
+        """Set `batches` to the step's batch with the blocks and slots of each group of the pool, by group."""
         pool = self.pool
         self.batches = pool.begin(self.batch) if isinstance(pool, HybridPool) else [self.batch]
 

@@ -349,7 +349,7 @@ class TieredConnector(ConnectorScheduler):
         self._overwritten.clear()
 
     def _saves_of(self, used: Container[int | HostBlock]) -> list[Transfer]:
-        """Return the copies that read one of the blocks `used`, or write to one of host memory."""
+        """Return the saves that read a GPU block (its number) in `used`, or write a host block in `used`."""
         return [
             save.transfer
             for save in self.saves

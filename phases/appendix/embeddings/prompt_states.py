@@ -143,7 +143,7 @@ class PromptExecutor:
 
     @property
     def reading(self) -> bool:
-        """True while a prompt was asked for whose result `finished` has not returned."""
+        """Return True while `finished` has not yet returned the states of every prompt asked for."""
         return bool(self._asked)
 
     def finished(self) -> list[tuple[int, str, list[Any]]]:

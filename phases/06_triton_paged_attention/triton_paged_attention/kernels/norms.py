@@ -50,7 +50,6 @@ def rms_norm_kernel(
         ).to(value.dtype)
         tl.store(total + row + i, value, mask=mask)
     value = value.to(tl.float32)
-
     normed = value * tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps) * w
     tl.store(out + row + i, normed.to(out.dtype.element_ty), mask=mask)
 
