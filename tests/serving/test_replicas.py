@@ -223,7 +223,19 @@ def test_equal_prefixes_meet_and_the_bound_holds(server):
     )
     assert len(set.union(*home.values())) == 2, "four prefixes, and one replica has them all"
     # Now everybody at once: the bound is 2, so of six at least two must go elsewhere.
-    crowd = joined(started([Stream(server, [*prefixes[0], 230 + n], LONG) for n in range(6)]))
+    # Their engines wait until all are sent: who ends early would make room for another one.
+    engines = [engine_of(replica) for replica in actors(server)]
+    for engine in engines:
+        engine.suspend()
+    crowd = [Stream(server, [*prefixes[0], 230 + n], LONG) for n in range(6)]
+    try:
+        in_turns(engines, partial(all_begun, crowd), "a stream has no first token")
+        ended = sum(stream.whole for stream in crowd)
+    finally:
+        for engine in engines:
+            engine.resume()
+    assert not ended, f"{ended} streams have ended before the last one has begun"
+    joined(crowd)
     assert all(stream.whole for stream in crowd), (
         f"refused: {[stream.said[-2:] for stream in crowd]}"
     )
