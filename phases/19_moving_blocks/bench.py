@@ -122,7 +122,7 @@ class Bench(benchmarks.bench.Bench):
     def sessions(self) -> list[Run]:
         """Serve agents' sessions in turn, with a cache of a quarter of what they need, and with enough."""
         count, system, step = (6, 48, 48) if self.on_cpu else (8, 2048, 1500)
-        turns = 4 if self.on_cpu else 5
+        turns = 4 if self.on_cpu else 16
         work = agent(
             f"agent-session-{count}x{turns}", VOCAB, count, turns, system, step, output=4
         )
