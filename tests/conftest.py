@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 
 # The same draws in every run: a change does not fail by what another draw would have found before it.
-# `make test-long` draws anew.
-settings.register_profile("same draws", derandomize=True)
+# `make test-long` draws anew. No example has a deadline: one during which the machine did something else
+# would fail, and Hypothesis would call that unreliable.
+settings.register_profile("default", deadline=None)
+settings.register_profile("same draws", derandomize=True, deadline=None)
 settings.load_profile("same draws")
 
 # A shell's background jobs ignore Ctrl-C, and so would every process that a test interrupts.
