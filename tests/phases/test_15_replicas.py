@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import random
+import socket
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -763,6 +764,23 @@ def test_requests_that_come_at_once_see_each_other(router):
     got = [chosen(router, pending(str(n), {"chain": known}), both) for n in range(8)]
     assert got[:3] == [got[0]] * 3, f"the same beginning, and nobody busy: {got}"
     assert max(got.count("a"), got.count("b")) <= 5, f"eight at once with a bound of 2: {got}"
+
+
+@pytest.mark.slow
+def test_a_port_that_was_found_is_kept_until_ray_listens_there():
+    cluster = pytest.importorskip("replicas.cluster")
+    from ray.serve._private.http_util import set_socket_reuse_port
+
+    options = ReplicaOptions(replicas=1)
+    made = cluster.Cluster(object, options, 0, Limits(), "127.0.0.1", 0)
+    with socket.socket() as other, pytest.raises(OSError):
+        other.bind(("127.0.0.1", made.port))
+    with socket.socket() as rays, socket.socket() as client:
+        set_socket_reuse_port(rays)
+        rays.bind(("127.0.0.1", made.port))
+        rays.listen()
+        client.connect(("127.0.0.1", made.port))
+        assert rays.accept()
 
 
 @pytest.mark.slow
