@@ -80,12 +80,13 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine; one that hangs for a minute fails."""
+    """Run a test that is a coroutine; one that hangs for a minute fails, or for four if it is slow."""
     test = pyfuncitem.obj
     if not inspect.iscoroutinefunction(test):
         return None
     given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
-    asynchronously(lambda: test(**given))
+    seconds = 240.0 if pyfuncitem.get_closest_marker("slow") else 60.0
+    asynchronously(lambda: test(**given), seconds)
     return True
 
 
