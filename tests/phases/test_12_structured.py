@@ -52,6 +52,7 @@ from tests.structured_kit import (
     text_of,
     tokenizer,
 )
+from tests.structured_kit import equal_priority as equal_priority
 
 pytestmark = pytest.mark.timeout(120)
 
