@@ -174,9 +174,9 @@ def in_turns(engines: list[psutil.Process], until: Callable[[], bool], message: 
 
     What they can compute before somebody looks does not depend on how busy the machine is.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not until():
-        assert time.monotonic() < deadline, f"{message} after 60 s"
+        assert time.monotonic() < deadline, f"{message} after 120 s"
         for engine in engines:
             engine.resume()
         time.sleep(0.01)
