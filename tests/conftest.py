@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 
 # The same draws in every run: a change does not fail by what another draw would have found before it.
-# `make test-long` draws anew.
-settings.register_profile("same draws", derandomize=True)
+# `make test-long` draws anew. No example has a deadline: one during which the machine did something else
+# would fail, and Hypothesis would call that unreliable.
+settings.register_profile("default", deadline=None)
+settings.register_profile("same draws", derandomize=True, deadline=None)
 settings.load_profile("same draws")
 
 # A shell's background jobs ignore Ctrl-C, and so would every process that a test interrupts.
@@ -78,12 +80,13 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine; one that hangs for a minute fails."""
+    """Run a test that is a coroutine; one that hangs for a minute fails, or for four if it is slow."""
     test = pyfuncitem.obj
     if not inspect.iscoroutinefunction(test):
         return None
     given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
-    asynchronously(lambda: test(**given))
+    seconds = 240.0 if pyfuncitem.get_closest_marker("slow") else 60.0
+    asynchronously(lambda: test(**given), seconds)
     return True
 
 

@@ -46,6 +46,7 @@ from tests.structured_kit import (
     must_refuse,
     run,
 )
+from tests.structured_kit import equal_priority as equal_priority
 
 pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("llguidance")

@@ -15,6 +15,7 @@ from common.text.tokenizer import Tokenizer
 from paged_cache import PagedEngine
 from phases.appendix.guidance.spelling import Spelling
 from tests.guidance_kit import served
+from tests.structured_kit import equal_priority as equal_priority
 from tests.structured_kit import must_validate
 
 pytestmark = [pytest.mark.weights, pytest.mark.timeout(280)]

@@ -27,6 +27,7 @@ from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, must_obey
 from tests.kernel_layers import only_attention
 from tests.schedules import check
 from tests.structured_kit import PROMPT, SMALL, text_of
+from tests.structured_kit import equal_priority as equal_priority
 
 pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("llguidance")

@@ -6,7 +6,9 @@ import asyncio
 import importlib
 import json
 import random
+import socket
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,7 @@ from forward.loading import load_model
 from phases import ROOT
 from replicas import gate, heartbeats
 from replicas.gate import ENGINE_LOST, KEY, NAME, Gate, RelayedAnswer
-from replicas.heartbeats import Assignments
+from replicas.heartbeats import BROKEN_SECONDS, SILENT_SECONDS, Assignments
 from replicas.options import MOST_REPLICAS, ReplicaOptions
 from replicas.prefixes import BLOCK, LONGEST, chain, chain_of, keeper_of
 from replicas.replica import Replica
@@ -37,7 +39,7 @@ from replicas.routing import (
 from serving.app import App
 from serving.endpoints import ServedModel
 from serving.liveness import StartupError
-from tests.coroutines import asynchronously
+from tests.coroutines import Clock, LoopOfItsOwnTime, asynchronously
 from tests.servers import JSON, Asked, Loopback, tokenizer_for
 
 LESSON = ROOT / "phases" / "15_replicas" / "README.md"
@@ -351,6 +353,9 @@ def test_without_ray_the_flag_says_how_to_install_it(monkeypatch):
 
 # The gate.
 
+CLOCK = Clock()
+"""Of requests through a gate."""
+
 
 def asked(
     app: Any,
@@ -367,7 +372,7 @@ def to(app: Any, method: str, path: str, data: bytes | None, **headers: str) -> 
     """One request to any application; without data, nothing of its body comes any more."""
     wire = Asked(app, path, data or b"", method, JSON | headers)
     wire._body = data
-    asynchronously(wire.run, 30)
+    asynchronously(wire.run, 30, partial(LoopOfItsOwnTime, CLOCK))
     return wire
 
 
@@ -507,12 +512,9 @@ def test_a_token_that_was_said_is_not_said_again():
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Assignments:
-    """Replicas whose silence is noticed soon, and what a router would tell."""
-    monkeypatch.setattr(heartbeats, "SILENT_SECONDS", 0.3)
-    monkeypatch.setattr(heartbeats, "BROKEN_SECONDS", 0.6)
-    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(gate, "BEAT_SECONDS", 0.05)
+def assignments(monkeypatch: pytest.MonkeyPatch) -> Assignments:
+    """What a router would tell, where silence is measured by the gate's clock."""
+    monkeypatch.setattr(heartbeats, "time", SimpleNamespace(monotonic=CLOCK))
     monkeypatch.setattr(gate, "ASSIGNMENTS", fresh := Assignments())
     monkeypatch.setattr(heartbeats, "ASSIGNMENTS", fresh)
     return fresh
@@ -530,40 +532,40 @@ def hanging(told: Assignments, *first: Any, others: Any) -> tuple[Any, list[list
         for message in first:
             await send(message)
         told.replicas[scope[KEY]["number"]] = "h"
-        await asyncio.sleep(20)
+        await asyncio.sleep(2 * BROKEN_SECONDS)
 
     return app, avoided
 
 
-def test_a_replica_that_hangs_is_another_ones_chance(impatient):
+def test_a_replica_that_hangs_is_another_ones_chance(assignments):
     whole = answering([start(), part(b"ok", more=False)])
-    app, avoided = hanging(impatient, others=whole)
+    app, avoided = hanging(assignments, others=whole)
     wire = asked(app, data=body("x"))
     assert (wire.status, wire.chunks) == (200, [b"ok"]) and avoided == [[], ["h"]]
-    assert impatient.suspects() == {"h"} and not impatient.replicas
+    assert assignments.suspects() == {"h"} and not assignments.replicas
 
 
-def test_a_stream_whose_replica_hangs_ends_with_an_error(impatient):
-    app, avoided = hanging(impatient, start(), part(b"data: {}\n\n"), others=None)
+def test_a_stream_whose_replica_hangs_ends_with_an_error(assignments):
+    app, avoided = hanging(assignments, start(), part(b"data: {}\n\n"), others=None)
     token, error = asked(app, data=body("x")).events()
     assert token == {} and error["error"]["code"] == "died" and len(avoided) == 1
 
 
-def test_a_replica_that_works_long_is_waited_for(impatient):
+def test_a_replica_that_works_long_is_waited_for(assignments):
     """It says that it lives, and no client hears of that."""
 
     async def works(scope: Any, receive: Any, send: Any) -> None:
-        impatient.replicas[scope[KEY]["number"]] = "a"
-        await asyncio.sleep(1.0)
+        assignments.replicas[scope[KEY]["number"]] = "a"
+        await asyncio.sleep(4 * SILENT_SECONDS)
         await answering([start(), part(b"ok", more=False)])(scope, receive, send)
 
     wire = asked(heartbeats.HeartbeatSender(works), data=body("x"))
     assert (wire.status, wire.chunks) == (200, [b"ok"])
 
 
-def test_a_request_that_waits_for_a_replica_is_not_one_that_hangs(impatient):
+def test_a_request_that_waits_for_a_replica_is_not_one_that_hangs(assignments):
     async def waits(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(4 * SILENT_SECONDS)
         await answering([start(), part(b"ok", more=False)])(scope, receive, send)
 
     assert asked(waits, data=body("x")).status == 200
@@ -762,6 +764,23 @@ def test_requests_that_come_at_once_see_each_other(router):
     got = [chosen(router, pending(str(n), {"chain": known}), both) for n in range(8)]
     assert got[:3] == [got[0]] * 3, f"the same beginning, and nobody busy: {got}"
     assert max(got.count("a"), got.count("b")) <= 5, f"eight at once with a bound of 2: {got}"
+
+
+@pytest.mark.slow
+def test_a_port_that_was_found_is_kept_until_ray_listens_there():
+    cluster = pytest.importorskip("replicas.cluster")
+    from ray.serve._private.http_util import set_socket_reuse_port
+
+    options = ReplicaOptions(replicas=1)
+    made = cluster.Cluster(object, options, 0, Limits(), "127.0.0.1", 0)
+    with socket.socket() as other, pytest.raises(OSError):
+        other.bind(("127.0.0.1", made.port))
+    with socket.socket() as rays, socket.socket() as client:
+        set_socket_reuse_port(rays)
+        rays.bind(("127.0.0.1", made.port))
+        rays.listen()
+        client.connect(("127.0.0.1", made.port))
+        assert rays.accept()
 
 
 @pytest.mark.slow

@@ -296,6 +296,7 @@ def test_a_model_without_windows_keeps_the_cache_it_has(model: Model) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a real model, and seen to take 72 s beside other tests
 @torch.inference_mode()
 def test_gemma_far_beyond_its_window(gemma3_folder: Path) -> None:
     """2,100 tokens are four windows of 512: after every prefix transformers chooses the same token."""

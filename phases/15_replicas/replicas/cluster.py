@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -74,11 +75,20 @@ class Cluster:
     connection: str = ""
 
     def __post_init__(self) -> None:
-        """Find a port, if it is 0; raise `UserError` if the port is taken."""
+        """Find a port, if it is 0, and keep it for Ray; raise `UserError` if the port is taken."""
         self.signalled = threading.Event()
         # Better said now than in Ray's log.
         with listen(self.host, self.port) as found:
-            self.port = int(found.getsockname()[1])
+            address = found.getsockname()
+            self.port = int(address[1])
+        # Ray listens there some seconds later: until then no other process shall get the port.
+        self._kept = socket.socket(found.family)
+        for option in (
+            socket.SO_REUSEADDR,
+            socket.SO_REUSEPORT,
+        ):  # as Ray's own socket has them
+            self._kept.setsockopt(socket.SOL_SOCKET, option, 1)
+        self._kept.bind(address)
 
     def serve(self, on_ready: Callable[[], object]) -> int:
         """Start Ray and all replicas, serve until a signal, and end all; return the exit code.
