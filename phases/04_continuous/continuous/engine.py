@@ -13,14 +13,7 @@ from itertools import count
 from typing import Any, final
 
 from common.errors import NotANumber, UserError, integer, text
-from common.events import (
-    Completion,
-    FinishReason,
-    Params,
-    TokenEvent,
-    generate,
-    params_per_prompt,
-)
+from common.events import Completion, FinishReason, Params, TokenEvent, generate
 from common.interrupts import uninterrupted
 from common.request import Request
 from common.rules import check_prompt, finish_reason
@@ -32,6 +25,7 @@ from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import NO_GRAMMAR_MANAGER, SEQUENTIAL_LOOP, GrammarManager, Loop
 from continuous.stats import Stats, marked
+from continuous.streams import stream
 from continuous.work import Output, Work
 
 log = logging.getLogger(__name__)
@@ -119,11 +113,11 @@ class Engine:
         Raises:
             UserError: it can never be served.
         """
-        requests = self._prepare(prompt, params, index)
+        requests = self.prepare(prompt, params, index)
         for request in requests:
             request.priority = integer("priority", priority)
             request.salt = text("salt", salt)
-        self.inbox.append(partial(self._enqueue, requests))
+        self.inbox.append(partial(self.enqueue, requests))
         return requests
 
     def abort(self, request: Request) -> None:
@@ -134,7 +128,7 @@ class Engine:
         """
         self.inbox.append(partial(self._abort, request))
 
-    def _prepare(
+    def prepare(
         self, prompt: Sequence[int], params: SamplingParams, index: int
     ) -> list[Request]:
         """Return the `n` requests of one prompt (token ids), checked; `index` is the caller's number for it.
@@ -176,9 +170,9 @@ class Engine:
             command()
         for _ in range(min(len(self._waiting_for_grammar), MOST_LOOKS)):
             requests = self._waiting_for_grammar.popleft()
-            self._enqueue([request for request in requests if request.finish_reason is None])
+            self.enqueue([request for request in requests if request.finish_reason is None])
 
-    def _enqueue(self, requests: list[Request]) -> None:
+    def enqueue(self, requests: list[Request]) -> None:
         """Give requests to the scheduler, or keep them outside its queue until their grammar is compiled."""
         try:
             manager = self.grammar_manager
@@ -403,50 +397,8 @@ class Engine:
     # Front.
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        """Generate for all prompts at once, and yield each token as it comes, with its prompt's index.
-
-        A consumer that leaves early aborts what is left of its requests. Streams may be interleaved.
-        params: for all prompts, or one for each.
-
-        Raises:
-            UserError: a prompt or its parameters cannot be served; before anything is computed.
-        """
-        each = params_per_prompt(prompts, params)
-        pairs = enumerate(zip(prompts, each, strict=True))
-        groups = [self._prepare(*pair, index) for index, pair in pairs]
-        for settings in each:
-            if settings.grammar is not None:  # this caller has nothing else to do
-                self.grammar_manager.wait_until_compiled(settings.grammar)
-        return self._stream(groups)
-
-    def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
-        """Add requests to the engine, run steps until they have ended, and yield their tokens."""
-        mine: deque[Output] = deque()
-        requests = [request for group in groups for request in group]
-        left, own = set(requests), set(requests)
-        try:
-            self.sinks.update((request, mine) for request in requests)
-            self.inbox.extend(partial(self._enqueue, group) for group in groups)
-            while left:
-                if not mine:
-                    outputs = self.step()
-                    # What belongs to no stream is for the next caller of `step`.
-                    self.outputs = [o for o in outputs if o.request not in self.sinks]
-                while mine:
-                    request, token, reason, now, logprob, text = mine.popleft()
-                    if reason is not None:
-                        left.discard(request)
-                    yield TokenEvent(
-                        request.index, token, reason, now, logprob, request.sample, text
-                    )
-        finally:
-            for request in requests:
-                self.sinks.pop(request, None)
-                if request.finish_reason is None:
-                    self.abort(request)
-            self.process_inbox()  # this thread runs the steps: what is left can end at once
-            # This stream will not yield the rest of its outputs.
-            self.outputs = [o for o in self.outputs if o.request not in own]
+        """Generate for all prompts at once, and yield each token as it comes: see `streams.stream`."""
+        return stream(self, prompts, params)
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
         """Return the completions of all prompts (token ids), in (prompt, sample) order."""
