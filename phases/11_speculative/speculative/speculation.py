@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from speculative.stats import SpeculationStats
 
 # Propose.
 
+DRAFTS_OF = attrgetter("drafts")
 Agree = Callable[[Sequence[int], Sequence[int]], int]
 """Counts the accepted drafts, given the tokens sampled at their positions and behind the last one."""
 
@@ -221,7 +223,7 @@ class Verifier(OutputVerifier):
 
         works: the step's requests and tokens. tokens: all samples, at each draft and after the last.
         """
-        if not any(work.drafts for work in works):
+        if not any(map(DRAFTS_OF, works)):
             return super().accepted(works, tokens)
         return list(self._accepted(works, iter(tokens)))
 
