@@ -288,9 +288,10 @@ class Scheduler:
         computed: False if the step failed.
         """
         end = work.start + work.count - len(work.drafts) + accepted
+        gained = len(work.drafts) + 1 if work.drafts_forced else bool(work.sampled_requests)
         for request in work.sampled_requests or (work.request,):
             request.in_flight -= 1
-            request.placeholders -= work.placeholders
+            request.placeholders -= gained
             if computed and request.row >= 0:  # not finished, aborted or preempted meanwhile
                 if work.drafts and not work.drafts_forced:
                     request.num_computed_tokens = end
