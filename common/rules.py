@@ -25,13 +25,11 @@ def check_prompt(
     params: SamplingParams,
     *,
     has_tokenizer: bool = True,
-    continuous: bool = False,
 ) -> NDArray[np.int64]:
     """Return a prompt's token ids, int64 `[P]`; raise `UserError` for a request that no phase can serve.
 
-    params: the request's, checked as far as they depend on the prompt or the engine.
+    params: the request's, checked as far as they depend on the prompt or the engine, but for the grammar.
     has_tokenizer: False for an engine that sees only token ids and so cannot look for stop strings.
-    continuous: True for the engine of phase 04 and later, which checks grammars itself.
 
     Every phase calls this before it computes. The rule for lengths is vLLM's: prompt and output together
     never exceed `max_context` tokens, and a prompt must leave room for one, so a prompt has at most
@@ -74,8 +72,6 @@ def check_prompt(
         raise UserError(
             f"stop is {params.stop!r}, but must be empty for an engine that has no tokenizer"
         )
-    if params.grammar is not None and not continuous:
-        raise UserError(NO_GRAMMARS)
     return numbers
 
 
