@@ -142,7 +142,6 @@ class Engine:
             self.max_len,
             params,
             has_tokenizer=self.tokenizer is not None,
-            continuous=True,
         )
         limit = min(len(prompt) + params.max_tokens, self.max_len)
         requests = [

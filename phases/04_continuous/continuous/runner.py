@@ -46,7 +46,7 @@ class OutputVerifier:
 
         works: the step's requests and tokens. tokens: all that the step has sampled.
         """
-        return [[token] for token in tokens]
+        return list(zip(tokens))
 
 
 ONE_TOKEN_EACH = OutputVerifier()
@@ -146,7 +146,7 @@ class Runner:
         if logits is None:  # of the sampled rows only: [S, V], not [T, V]
             logits = self.logits(step.hidden[batch.sample_at], plan)
         sampled = self.sampler.sample(
-            logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed
+            logits, batch.sample_rows, batch.sample_steps, plan, allowed
         )
         self.rows.tokens[batch.sample_rows, batch.sample_positions] = sampled.tokens
         return Pending(step.works, HostSampled(sampled), self.verifier)
