@@ -44,18 +44,8 @@ class SamplerRows:
     history: tokens of the rows with penalties.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        vocab_size: int,
-        device: torch.device | str,
-        *,
-        seed: int | None = None,
-    ) -> None:
-        """Make rows 0 to rows - 1, all of them greedy.
-
-        seed: of the generator that draws seeds for requests without one; None: different in every process.
-        """
+    def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
+        """Make rows 0 to rows - 1, all of them greedy."""
         if vocab_size > MAX_VOCAB:
             raise UserError(
                 f"vocab_size is {vocab_size}, but must be at most {MAX_VOCAB} to be sampled from"
@@ -63,7 +53,6 @@ class SamplerRows:
         self.rows = rows
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._seeds = random.Random(seed)
         self.at_once = rows_at_once(vocab_size, self.device)
         self._features = np.zeros(rows, dtype=np.int64)
         self._wanted = np.full(rows, -1, dtype=np.int64)
@@ -100,7 +89,7 @@ class SamplerRows:
         if seed is None:
             seed = params.seed_of(sample)
         if seed is None:
-            seed = self._seeds.getrandbits(64)
+            seed = random.getrandbits(64)
         edits = None
         if params.logit_bias or params.min_tokens:
             edits = edits_of(params, eos_ids, self.vocab_size)

@@ -107,9 +107,11 @@ def sampler_for(
 ) -> Sampler:
     """A sampler with `requests[i]` in row `rows[i]`."""
     places = range(len(requests)) if rows is None else rows
-    sampler = Sampler(max(places, default=0) + 1, vocab_size, device, seed=0)
+    sampler = Sampler(max(places, default=0) + 1, vocab_size, device)
     for row, request in zip(places, requests, strict=True):
         settings = dict(request)
+        if settings["params"].seed is None:
+            settings.setdefault("seed", row)
         sampler.set_row(row, settings.pop("params"), **settings)
     return sampler
 
@@ -347,11 +349,10 @@ def test_a_row_does_not_depend_on_its_batch(vocab_size: int) -> None:
 
 def test_a_request_without_a_seed_gets_one_that_can_be_given_back() -> None:
     logits, params = torch.zeros(1, 1000), SamplingParams(temperature=1.0)
-    one, other = Sampler(2, 1000, "cpu", seed=1), Sampler(2, 1000, "cpu", seed=1)
+    one, other = Sampler(2, 1000, "cpu"), Sampler(2, 1000, "cpu")
     seeds = [one.set_row(0, params), one.set_row(1, params)]
-    assert seeds == [other.set_row(0, params), other.set_row(1, params)]
     assert seeds[0] != seeds[1]
-    assert Sampler(1, 10, "cpu").set_row(0, params) != Sampler(1, 10, "cpu").set_row(0, params)
+    assert other.set_row(0, params) not in seeds
     first = [int(choose(one, logits, [0], step).tokens) for step in range(10)]
     other.set_row(1, params, seed=seeds[0])  # after a preemption, in another row
     assert [int(choose(other, logits, [1], step).tokens) for step in range(10)] == first

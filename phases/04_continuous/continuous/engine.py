@@ -78,7 +78,6 @@ class Engine:
         self.max_len = scheduler.rows.max_len
         self.stats = Stats()
         self._ids = count()
-        self._seeds = random.Random()
         self.inbox: deque[Callable[[], None]] = deque()
         # Their grammars are being compiled.
         self._waiting_for_grammar: deque[list[Request]] = deque()
@@ -144,22 +143,20 @@ class Engine:
             has_tokenizer=self.tokenizer is not None,
         )
         limit = min(len(prompt) + params.max_tokens, self.max_len)
-        requests = [
-            Request(
-                0, list(prompt), len(ids), limit, params, index=index, sample=n, numbers=ids
-            )
-            for n in range(params.n)
-        ]
-        self.scheduler.check(requests)
+        self.scheduler.check(len(prompt), limit)
         if params.grammar is not None:
             self.grammar_manager.check(params.grammar)
         now = time.perf_counter()
-        for request in requests:
-            request.id, request.arrival = next(self._ids), now
-            seed = params.seed_of(request.sample)
-            request.seed = self._seeds.getrandbits(63) if seed is None else seed
+        requests = []
+        for sample in range(params.n):
+            request = Request(next(self._ids), list(prompt), len(prompt), limit, params)
+            request.index, request.sample = index, sample
+            request.arrival, request.numbers = now, ids
+            seed = params.seed_of(sample)
+            request.seed = random.getrandbits(63) if seed is None else seed
             if self.tokenizer is not None and params.stop:
                 request.text = TextStream(self.tokenizer, params, prompt)
+            requests.append(request)
         return requests
 
     def process_inbox(self) -> None:

@@ -52,24 +52,24 @@ class Scheduler:
         self.running: list[Request] = []  # by rank
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # a heap by rank
 
-    def check(self, requests: list[Request]) -> None:
-        """Raise `UserError` if `requests`, the samples of one prompt, would wait for ever.
+    def check(self, prompt_len: int, limit: int) -> None:
+        """Raise `UserError` if a request of `prompt_len` and at most `limit` tokens would wait for ever.
 
-        The message names the memory that they need and that there is.
+        The message names the memory that it needs.
         """
-        self.check_step(requests[0])
-        most = requests[0].limit - 1  # the last token is never computed
+        self.check_step(prompt_len, limit)
+        most = limit - 1  # the last token is never computed
         if not self.cache.holds(most):
             raise UserError(
                 f"the request may need {most} tokens of cache, but the cache cannot hold as many for one "
                 "request; lower max_tokens or enlarge the cache"
             )
 
-    def check_step(self, request: Request) -> None:
-        """Raise `UserError` if the request needs more tokens in one step than a step has."""
-        if request.prompt_len > self.step_tokens:
+    def check_step(self, prompt_len: int, limit: int) -> None:
+        """Raise `UserError` if such a request needs more tokens in one step than a step has."""
+        if prompt_len > self.step_tokens:
             raise UserError(
-                f"the prompt has {request.prompt_len} tokens, but a step computes a whole prompt and at most "
+                f"the prompt has {prompt_len} tokens, but a step computes a whole prompt and at most "
                 f"step_tokens, {self.step_tokens}"
             )
 

@@ -19,14 +19,14 @@ class PagedScheduler(Scheduler):
 
     cache: PagedCache
 
-    def check_step(self, request: Request) -> None:
-        """Raise `UserError` if the request's prompt and output could exceed the tokens of one step.
+    def check_step(self, prompt_len: int, limit: int) -> None:
+        """Raise `UserError` if a request's prompt and output could exceed the tokens of one step.
 
         A preempted request computes its prompt and its output so far in one step.
         """
-        if request.limit - 1 > self.step_tokens:
+        if limit - 1 > self.step_tokens:
             raise UserError(
-                f"the request may have to compute {request.limit - 1} tokens at once after a preemption, but "
+                f"the request may have to compute {limit - 1} tokens at once after a preemption, but "
                 f"a step computes at most step_tokens, {self.step_tokens}"
             )
 

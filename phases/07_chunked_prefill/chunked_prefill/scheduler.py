@@ -48,7 +48,7 @@ class ChunkedScheduler(PagedScheduler):
         self._decodes_left = self._kept = 0
         self._last_decode: tuple[float, ...] = ()
 
-    def check_step(self, request: Request) -> None:
+    def check_step(self, prompt_len: int, limit: int) -> None:
         """Accept a prompt of any length: it takes as many steps as it needs."""
 
     def order(self, running: list[Request]) -> list[Request]:
