@@ -79,8 +79,7 @@ class Engine:
         self.stats = Stats()
         self._ids = count()
         self.inbox: deque[Callable[[], None]] = deque()
-        # Their grammars are being compiled.
-        self._waiting_for_grammar: deque[list[Request]] = deque()
+        self._waiting_for_grammar: deque[list[Request]] = deque()  # until it is compiled
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()
@@ -274,10 +273,7 @@ class Engine:
         return None
 
     def append_tokens(self, pending: Pending, results: Results) -> None:
-        """Append the tokens of the step `pending` to their requests, and finish the step in the scheduler.
-
-        results: for each sampled request, the tokens that it gets.
-        """
+        """Append a step's tokens (`results`: some for each sampled request); finish it in the scheduler."""
         now = self._collected
         result = iter(results)
         for work in pending.works:
@@ -293,14 +289,12 @@ class Engine:
                     if missing and request.finish_reason is None:
                         error = RuntimeError("a token that was certain to come did not")
                         self.end(request, "error", error)
-            self.scheduler.finish_step(work, accepted=accepted if work.drafts else 0)
+            self.scheduler.finish_step(work, accepted=accepted)
             for request in ended:
                 self.scheduler.leave(request)
 
     def _receive(self, request: Request, tokens: Sequence[Token], now: float) -> bool:
-        """Append sampled tokens to a request until it finishes.
-
-        now: seconds of the engine's clock, for its events.
+        """Append sampled tokens to a request until it finishes, with the time `now` in seconds.
 
         Returns:
             True if the request finished and must release its row.
@@ -365,13 +359,14 @@ class Engine:
         self.on_step_failed(error)
 
     def take_outputs(self) -> list[Output]:
-        """Return the outputs since the last call, in order, and append each to its stream's queue as well."""
+        """Return the outputs since the last call, in order; those of a stream go to its queue instead."""
         outputs, self.outputs = self.outputs, []
+        if not self.sinks:
+            return outputs
+        rest: deque[Output] = deque()
         for output in outputs:
-            sink = self.sinks.get(output.request)
-            if sink is not None:
-                sink.append(output)
-        return outputs
+            self.sinks.get(output.request, rest).append(output)
+        return list(rest)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the counts of scheduler and cache contradict each other. Slow."""

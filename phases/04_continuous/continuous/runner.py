@@ -36,16 +36,10 @@ class OutputVerifier:
     """Decides which sampled tokens each request gets: here one each. Phase 11's verifies draft tokens."""
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write the draft tokens of a step into their requests' rows, before it runs; here there are none.
-
-        works: the step's requests and tokens.
-        """
+        """Write the drafts of a step's works into their requests' rows, before it runs; here are none."""
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return, for each sampled request in order, the list of sampled tokens that it keeps.
-
-        works: the step's requests and tokens. tokens: all that the step has sampled.
-        """
+        """Return, for each sampled request of the works, those of the step's tokens that it keeps."""
         return list(zip(tokens))
 
 
@@ -117,9 +111,9 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """Run the first half of a step, from tokens to hidden states, and return these.
+        """Run the first half of a step of these works, from tokens to hidden states, and return these.
 
-        works: the step's requests and tokens. masked: True if the second half will be given bit masks.
+        masked: True if the second half will be given bit masks.
         """
         # In the order of their rows, so that neighbours in the cache are neighbours in the batch.
         works = sorted(works, key=_by_row)
@@ -172,8 +166,5 @@ class Runner:
         self.verifier.write(works)
 
     def prepare(self, works: Sequence[Work]) -> Batch:
-        """Return the inputs of a step on the device.
-
-        works: the step's requests and tokens.
-        """
+        """Return the inputs on the device of a step of these works."""
         return Batch.of(HostBatch.of(works, self.rows.prompt_lens), self.rows)

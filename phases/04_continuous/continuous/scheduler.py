@@ -239,8 +239,6 @@ class Scheduler:
         """
         known = len(request.tokens) + request.placeholders
         count = known - request.num_computed_tokens
-        # A request whose last allowed token is on its way has nothing left to compute, and while its drafts
-        # are on their way it is not behind.
         return count if 0 < count <= budget and known < request.limit else 0
 
     def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
@@ -268,9 +266,8 @@ class Scheduler:
         """Start the siblings of `request`, whose prompt this step completes.
 
         Returns:
-            The sampled requests of the step: `request` and its siblings, but for those that have ended
-            meanwhile. Each has a row, stands in `running` by its rank, counts as many computed tokens as
-            `request`, and
+            The sampled requests of the step: `request` and its siblings, but for those that have ended. Each
+            has a row, stands in `running` by its rank, counts as many computed tokens as `request`, and
             shares its cache. `request` has no siblings left.
         """
         raise NotImplementedError("this cache does not share prompts")

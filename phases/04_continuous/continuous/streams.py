@@ -41,15 +41,14 @@ def _events(engine: Engine, groups: list[list[Request]]) -> Iterator[TokenEvent]
     """Add the samples of each prompt to the engine, run steps until they have ended; yield their tokens."""
     mine: deque[Output] = deque()
     requests = [request for group in groups for request in group]
-    left, own = set(requests), set(requests)
+    left = set(requests)
     try:
         engine.sinks.update((request, mine) for request in requests)
         engine.inbox.extend(partial(engine.enqueue, group) for group in groups)
         while left:
             if not mine:
-                outputs = engine.step()
-                # What belongs to no stream is for the next caller of `step`.
-                engine.outputs = [o for o in outputs if o.request not in engine.sinks]
+                others = engine.step()
+                engine.outputs.extend(others)  # for the next caller of `step`
             while mine:
                 request, token, reason, now, logprob, text = mine.popleft()
                 if reason is not None:
@@ -59,9 +58,10 @@ def _events(engine: Engine, groups: list[list[Request]]) -> Iterator[TokenEvent]
                 )
     finally:
         for request in requests:
-            engine.sinks.pop(request, None)
             if request.finish_reason is None:
                 engine.abort(request)
         engine.process_inbox()  # this thread runs the steps: what is left can end at once
-        # This stream will not yield the rest of its outputs.
-        engine.outputs = [o for o in engine.outputs if o.request not in own]
+        others = engine.take_outputs()
+        engine.outputs.extend(others)
+        for request in requests:
+            engine.sinks.pop(request, None)

@@ -205,10 +205,7 @@ class Verifier(OutputVerifier):
         self.tokens, self.agree = tokens, agree
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write a step's drafts after the newest tokens in their requests' rows on the device, its inputs.
-
-        works: the step's requests and tokens.
-        """
+        """Write the drafts of a step's works, its inputs, after the newest tokens of the requests' rows."""
         lines = []
         for work in works:
             if drafts := work.drafts:
@@ -219,9 +216,9 @@ class Verifier(OutputVerifier):
     # Accept.
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return for each sampled request its accepted drafts, and the token sampled after them.
+        """Return for each sampled request of the works its accepted drafts, and the token sampled after them.
 
-        works: the step's requests and tokens. tokens: all samples, at each draft and after the last.
+        tokens: all samples of the step, at each draft and after the last.
         """
         if not any(map(DRAFTS_OF, works)):
             return super().accepted(works, tokens)
