@@ -61,7 +61,7 @@ class SamplerRows:
         self._ints = np.zeros((rows, 3), dtype=np.int64)
         self.floats = torch.from_numpy(self._floats).to(self.device, copy=True)  # [rows, 5]
         self.ints = torch.from_numpy(self._ints).to(self.device, copy=True)  # [rows, 3]
-        self._edits: dict[int, Edits] = {}
+        self._edits: dict[int, Edits | None] = {}
         self.history = TokenHistory(rows, vocab_size, self.device)
         self._changed: set[int] = set()
         self._planned: tuple[list[int], SamplingMetadata] | None = None  # the last: rows, plan
@@ -105,9 +105,7 @@ class SamplerRows:
         floats[FREQUENCY] = params.frequency_penalty
         ints[KEY], ints[TOP_K] = stream_key(seed), top_k
         ints[TOP_P] = max(1, round(params.top_p * (1 << ops.FRACTION_BITS)))
-        self._edits.pop(row, None)
-        if edits is not None:
-            self._edits[row] = edits
+        self._edits[row] = edits
         if params.penalized:
             known = np.array(prompt_ids, np.int64), np.array(output_ids, np.int64)
             self.history.changed[row] = known

@@ -178,14 +178,11 @@ class Engine:
             return
         if not ready:
             self._waiting_for_grammar.append(requests)
-            return
-        if not requests:  # aborted meanwhile
-            return
-        if requests[0].limit > requests[0].prompt_len:
+        elif requests and requests[0].limit > requests[0].prompt_len:
             self.scheduler.add(requests)
-            return
-        for request in requests:  # max_tokens is 0
-            self.end(request, "length")
+        else:  # max_tokens is 0, or all were aborted meanwhile
+            for request in requests:
+                self.end(request, "length")
 
     def _abort(self, request: Request) -> None:
         """End a request, and the samples that wait for its prompt, with "abort", unless it has ended."""

@@ -84,7 +84,7 @@ def choose_lengths(
         each: what each draft costs besides, in tokens, above 0.
         most: drafts of a request that are allowed.
     """
-    lengths: list[int] = []
+    lengths = list[int]()
     gained = 0.0
     for rate in rates:
         length = draft_length(rate, each, most)
