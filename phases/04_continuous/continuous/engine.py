@@ -12,8 +12,9 @@ from functools import partial
 from itertools import count
 from typing import Any, final
 
+from common import events
 from common.errors import NotANumber, UserError, integer, text
-from common.events import Completion, FinishReason, Params, TokenEvent, generate
+from common.events import FinishReason
 from common.interrupts import uninterrupted
 from common.request import Request
 from common.rules import check_prompt, finish_reason
@@ -21,11 +22,11 @@ from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
+from continuous import streams
 from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import NO_GRAMMAR_MANAGER, SEQUENTIAL_LOOP, GrammarManager, Loop
 from continuous.stats import Stats, marked
-from continuous.streams import stream
 from continuous.work import Output, Work
 
 log = logging.getLogger(__name__)
@@ -358,12 +359,10 @@ class Engine:
     def take_outputs(self) -> list[Output]:
         """Return the outputs since the last call, in order; those of a stream go to its queue instead."""
         outputs, self.outputs = self.outputs, []
-        if not self.sinks:
-            return outputs
-        rest: deque[Output] = deque()
+        rest = list[Output]()
         for output in outputs:
             self.sinks.get(output.request, rest).append(output)
-        return list(rest)
+        return rest
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the counts of scheduler and cache contradict each other. Slow."""
@@ -382,12 +381,7 @@ class Engine:
         text = request.text.advance(None, reason)[1] if request.text is not None else None
         self.outputs.append(Output(request, None, reason, request.finished, None, text))
 
-    # Front.
+    # For a caller that has nothing else to do.
 
-    def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        """Generate for all prompts at once, and yield each token as it comes: see `streams.stream`."""
-        return stream(self, prompts, params)
-
-    def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
-        """Return the completions of all prompts (token ids), in (prompt, sample) order."""
-        return generate(self, prompts, params)
+    stream = streams.stream
+    generate = events.generate

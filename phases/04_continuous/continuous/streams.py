@@ -41,7 +41,7 @@ def _events(engine: Engine, groups: list[list[Request]]) -> Iterator[TokenEvent]
     """Add the samples of each prompt to the engine, run steps until they have ended; yield their tokens."""
     mine: deque[Output] = deque()
     requests = [request for group in groups for request in group]
-    left = set(requests)
+    left = len(requests)
     try:
         engine.sinks.update((request, mine) for request in requests)
         engine.inbox.extend(partial(engine.enqueue, group) for group in groups)
@@ -51,8 +51,7 @@ def _events(engine: Engine, groups: list[list[Request]]) -> Iterator[TokenEvent]
                 engine.outputs.extend(others)  # for the next caller of `step`
             while mine:
                 request, token, reason, now, logprob, text = mine.popleft()
-                if reason is not None:
-                    left.discard(request)
+                left -= reason is not None
                 yield TokenEvent(
                     request.index, token, reason, now, logprob, request.sample, text
                 )
