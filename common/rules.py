@@ -97,12 +97,12 @@ def finish_reason(
     output_len: int,
     params: SamplingParams,
     eos_ids: Collection[int],
-    limit: int | None = None,
+    limit: int,
 ) -> FinishReason | None:
     """Return why `token` ends its request, "stop" or "length"; None: it does not.
 
     token: the newest generated token, number `output_len` of the output (counted from 1).
-    limit: most output tokens; None: `params.max_tokens`. eos_ids: the model's end-of-sequence tokens.
+    limit: most output tokens. eos_ids: the model's end-of-sequence tokens.
 
     A stop token beyond the first `min_tokens` tokens is "stop", even as the last one allowed; so is an
     end-of-sequence token, unless `ignore_eos`. (The sampler masks them before that; the rule is repeated
@@ -116,6 +116,6 @@ def finish_reason(
             return "stop"
         if not params.ignore_eos and token in eos_ids:
             return "stop"
-    if output_len >= (params.max_tokens if limit is None else limit):
+    if output_len >= limit:
         return "length"
     return None
