@@ -9,6 +9,7 @@ from common.request import Request
 from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
 from cuda_graphs.overlap import WaitingDrafter, needs_finished_step
+from speculative.speculation import SpeculativeRunner
 from speculative.stats import SpeculationStats
 from structured.constraint import Constraint
 
@@ -26,8 +27,7 @@ more requests drafts cost more than they save."""
 class GrammarDrafter(WaitingDrafter):
     """A `Drafter` that adds tokens which a grammar forces to the drafts of another drafter.
 
-    inner: proposes drafts for requests with and without a grammar. jump_forward: whether to draft forced
-        tokens.
+    inner: proposes drafts for all requests. jump_forward: whether to draft forced tokens.
     in_turn: whether steps do not overlap while a request has a grammar and at most `MOST_SEQUENTIAL` run.
         On a CPU overlapping hides nothing, and fewer forced tokens would be known in time.
 
@@ -56,7 +56,9 @@ class GrammarDrafter(WaitingDrafter):
         self.jump_forward = jump_forward
         self.in_turn = in_turn
         self.forced = self.refused = 0
-        self.stats: SpeculationStats = getattr(self.inner, "stats", None) or SpeculationStats()
+        self.stats = SpeculationStats()
+        if isinstance(inner, SpeculativeRunner):
+            self.stats = inner.stats
         self._jumping = self.drafts_overlapped = False
 
     @property
