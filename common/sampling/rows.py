@@ -115,9 +115,7 @@ class SamplerRows:
     def plan(self, rows_host: Sequence[int]) -> SamplingMetadata:
         """Send changed settings to the device, and return the `SamplingMetadata` of a batch of these rows.
 
-        Never waits for the device.
-
-        rows_host: the row of the request at each position in the batch.
+        Never waits for the device. rows_host: the row of the request at each position in the batch.
         """
         wanted_rows = list(rows_host)
         if self._changed:

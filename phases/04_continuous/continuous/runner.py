@@ -150,10 +150,7 @@ class Runner:
         return self.model.logits(hidden)
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Upload tokens and sampling settings of the requests that got a row since the last step.
-
-        The drafts of this step's works are written to their rows as well.
-        """
+        """Upload the tokens and settings of requests with new rows, and the drafts of this step's works."""
         for request in self.rows.upload():
             self.sampler.set_row(
                 request.row,

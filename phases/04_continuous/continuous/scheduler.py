@@ -220,10 +220,7 @@ class Scheduler:
         return running.copy()
 
     def reserved_for_decodes(self, later: int) -> int:
-        """Return the tokens of the budget that drafts may not use: one for each request to be scheduled.
-
-        later: how many running requests this step has still to schedule.
-        """
+        """Return the tokens that drafts may not use: one for each of `later` requests to be scheduled."""
         return later
 
     def should_yield(self, request: Request) -> bool:

@@ -79,13 +79,10 @@ class PagedScheduler(Scheduler):
             self.rows.acquire(sibling)
 
     def fork(self, request: Request) -> tuple[Request, ...]:
-        """Start the siblings of `request`, whose prompt this step completes; they share its blocks.
+        """Start the siblings of `request`, whose prompt this step completes, on its blocks; return all.
 
         Its last logits are sampled once for each. All earlier chunks of the prompt have finished: if one
         failed after the fork, the siblings would go on with what was never computed.
-
-        Returns:
-            The sampled requests: `request` and its siblings.
         """
         siblings = [sibling for sibling in request.siblings if sibling.finish_reason is None]
         request.siblings = []

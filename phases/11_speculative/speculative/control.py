@@ -63,10 +63,7 @@ def draft_length(rate: float, each: float, most: int) -> int:
 
 
 def gain(rate: float, each: float, drafts: int) -> float:
-    """Return the tokens that a request gains by `drafts` drafts, less what they cost: `each` tokens a draft.
-
-    rate: the chance that a draft is accepted.
-    """
+    """Return the tokens that drafts of chance `rate` gain a request, less `each` tokens of cost a draft."""
     return expected_tokens(rate, drafts) - 1 - each * drafts
 
 
@@ -296,9 +293,7 @@ class DraftController:
     def _measure(self, rows: int) -> None:
         """Update the estimated cost of a step from how long the last step took, if it had only decodes.
 
-        Estimates are kept by batch size, with and without drafts.
-
-        rows: requests in the step that begins.
+        Estimates are kept by batch size, with and without drafts. rows: requests in the step that begins.
         """
         began, self._began = self._began, self.clock()
         works, self._finished = self._finished, []

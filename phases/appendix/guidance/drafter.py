@@ -67,10 +67,7 @@ class GrammarDrafter(WaitingDrafter):
         return needs_finished_step(self.inner) or (self.in_turn and self._jumping)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Return True if this step may have drafts: of the inner drafter, or tokens that a grammar forces.
-
-        running: the requests that run.
-        """
+        """Return True if a step of the `running` requests may have drafts: inner ones, or forced tokens."""
         guessing = self.inner.begin(running)
         worth = self.jump_forward and (not self.in_turn or len(running) <= MOST_SEQUENTIAL)
         self._jumping = worth and any(one.constraint is not None for one in running)
