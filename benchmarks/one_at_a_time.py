@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.events import Streams, TokenEvent
 from common.models.hub import model_folder
 from common.request import Request
-from common.rules import check_prompt, output_limit
+from common.rules import NO_GRAMMARS, check_prompt, output_limit
 from common.sampling.params import SamplingParams
 from common.sockets import listen
 from common.text.tokenizer import Tokenizer
@@ -69,6 +69,8 @@ class OneAtATime:
             UserError: the prompt cannot be served, for example because it is too long.
         """
         check_prompt(prompt, self.config.vocab_size, self.max_len, params)
+        if params.grammar is not None:
+            raise UserError(NO_GRAMMARS)
         if params.n > 1:
             raise UserError(f"n is {params.n}, but phase 02 makes 1 sample of a prompt")
         limit = len(prompt) + output_limit(len(prompt), params, self.max_len)

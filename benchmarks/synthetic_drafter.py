@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.request import Request
-from speculative.speculation import Proposer
+from speculative.proposer import Proposer
 
 
 class Synthetic(Proposer):

@@ -25,13 +25,11 @@ def check_prompt(
     params: SamplingParams,
     *,
     has_tokenizer: bool = True,
-    continuous: bool = False,
 ) -> NDArray[np.int64]:
     """Return a prompt's token ids, int64 `[P]`; raise `UserError` for a request that no phase can serve.
 
-    params: the request's, checked as far as they depend on the prompt or the engine.
+    params: the request's, checked as far as they depend on the prompt or the engine, but for the grammar.
     has_tokenizer: False for an engine that sees only token ids and so cannot look for stop strings.
-    continuous: True for the engine of phase 04 and later, which checks grammars itself.
 
     Every phase calls this before it computes. The rule for lengths is vLLM's: prompt and output together
     never exceed `max_context` tokens, and a prompt must leave room for one, so a prompt has at most
@@ -74,8 +72,6 @@ def check_prompt(
         raise UserError(
             f"stop is {params.stop!r}, but must be empty for an engine that has no tokenizer"
         )
-    if params.grammar is not None and not continuous:
-        raise UserError(NO_GRAMMARS)
     return numbers
 
 
@@ -101,12 +97,12 @@ def finish_reason(
     output_len: int,
     params: SamplingParams,
     eos_ids: Collection[int],
-    limit: int | None = None,
+    limit: int,
 ) -> FinishReason | None:
     """Return why `token` ends its request, "stop" or "length"; None: it does not.
 
     token: the newest generated token, number `output_len` of the output (counted from 1).
-    limit: most output tokens; None: `params.max_tokens`. eos_ids: the model's end-of-sequence tokens.
+    limit: most output tokens. eos_ids: the model's end-of-sequence tokens.
 
     A stop token beyond the first `min_tokens` tokens is "stop", even as the last one allowed; so is an
     end-of-sequence token, unless `ignore_eos`. (The sampler masks them before that; the rule is repeated
@@ -120,6 +116,6 @@ def finish_reason(
             return "stop"
         if not params.ignore_eos and token in eos_ids:
             return "stop"
-    if output_len >= (params.max_tokens if limit is None else limit):
+    if output_len >= limit:
         return "length"
     return None

@@ -35,16 +35,16 @@ def edits_of(
 
 
 def edits_of_batch(
-    edits: Mapping[int, Edits],
+    edits: Mapping[int, Edits | None],
     rows: Sequence[int],
     upload: Upload,
 ) -> Edits:
     """Return the edits of a batch as one list of additions on the device.
 
-    edits: of each row that has some. rows: of the request at each position in the batch. upload: copies an
-        array to the device.
+    edits: of each row, None where there are none. rows: of the request at each position in the batch.
+    upload: copies an array to the device.
     """
-    own = [(place, edits[row]) for place, row in enumerate(rows) if row in edits]
+    own = [(place, some) for place, row in enumerate(rows) if (some := edits.get(row))]
     positions = np.concatenate([np.full(len(some.tokens), place) for place, some in own])
     columns = zip(*(some[:3] for _, some in own), strict=True)
     tokens, values, until = (upload(np.concatenate(column)) for column in columns)

@@ -18,29 +18,21 @@ NOISE_UNIT = 2.0**-31 * (1 - 2.0**-24)
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
-"""The constants of SplitMix64, as int64."""
+"""The constants of SplitMix64, as int64: https://prng.di.unimi.it/splitmix64.c."""
 _MASK = (1 << 64) - 1
-
-
-def splitmix64(state: int) -> int:
-    """Return the first 64-bit output of SplitMix64 seeded with `state` (one step, then the mixing function).
-
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of
-        https://prng.di.unimi.it/splitmix64.c.
-    """
-    z = (state + _GOLDEN_GAMMA) & _MASK
-    z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
-    z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
-    return z ^ (z >> 31)
 
 
 def stream_key(seed: int) -> int:
     """Return the int64 key under which the random bits of a request with this seed are drawn.
 
-    Output i of SplitMix64 is a function of seed + i * gamma, so two seeds that differ by a multiple of gamma
-    share outputs; mixing the seed once makes that a coincidence of one in 2**64 a step.
+    It is the first output of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) with this seed. Output i is a
+    function of seed + i * gamma, so two seeds that differ by a multiple of gamma share outputs; mixing the
+    seed once makes that a coincidence of one in 2**64 a step.
     """
-    bits = splitmix64(seed & _MASK)
+    z = (seed + _GOLDEN_GAMMA) & _MASK
+    z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
+    z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
+    bits = z ^ (z >> 31)
     return bits - (1 << 64) if bits >> 63 else bits
 
 

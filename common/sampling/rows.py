@@ -44,18 +44,8 @@ class SamplerRows:
     history: tokens of the rows with penalties.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        vocab_size: int,
-        device: torch.device | str,
-        *,
-        seed: int | None = None,
-    ) -> None:
-        """Make rows 0 to rows - 1, all of them greedy.
-
-        seed: of the generator that draws seeds for requests without one; None: different in every process.
-        """
+    def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
+        """Make rows 0 to rows - 1, all of them greedy."""
         if vocab_size > MAX_VOCAB:
             raise UserError(
                 f"vocab_size is {vocab_size}, but must be at most {MAX_VOCAB} to be sampled from"
@@ -63,7 +53,6 @@ class SamplerRows:
         self.rows = rows
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._seeds = random.Random(seed)
         self.at_once = rows_at_once(vocab_size, self.device)
         self._features = np.zeros(rows, dtype=np.int64)
         self._wanted = np.full(rows, -1, dtype=np.int64)
@@ -72,7 +61,7 @@ class SamplerRows:
         self._ints = np.zeros((rows, 3), dtype=np.int64)
         self.floats = torch.from_numpy(self._floats).to(self.device, copy=True)  # [rows, 5]
         self.ints = torch.from_numpy(self._ints).to(self.device, copy=True)  # [rows, 3]
-        self._edits: dict[int, Edits] = {}
+        self._edits: dict[int, Edits | None] = {}
         self.history = TokenHistory(rows, vocab_size, self.device)
         self._changed: set[int] = set()
         self._planned: tuple[list[int], SamplingMetadata] | None = None  # the last: rows, plan
@@ -100,7 +89,7 @@ class SamplerRows:
         if seed is None:
             seed = params.seed_of(sample)
         if seed is None:
-            seed = self._seeds.getrandbits(64)
+            seed = random.getrandbits(64)
         edits = None
         if params.logit_bias or params.min_tokens:
             edits = edits_of(params, eos_ids, self.vocab_size)
@@ -116,9 +105,7 @@ class SamplerRows:
         floats[FREQUENCY] = params.frequency_penalty
         ints[KEY], ints[TOP_K] = stream_key(seed), top_k
         ints[TOP_P] = max(1, round(params.top_p * (1 << ops.FRACTION_BITS)))
-        self._edits.pop(row, None)
-        if edits is not None:
-            self._edits[row] = edits
+        self._edits[row] = edits
         if params.penalized:
             known = np.array(prompt_ids, np.int64), np.array(output_ids, np.int64)
             self.history.changed[row] = known
@@ -128,9 +115,7 @@ class SamplerRows:
     def plan(self, rows_host: Sequence[int]) -> SamplingMetadata:
         """Send changed settings to the device, and return the `SamplingMetadata` of a batch of these rows.
 
-        Never waits for the device.
-
-        rows_host: the row of the request at each position in the batch.
+        Never waits for the device. rows_host: the row of the request at each position in the batch.
         """
         wanted_rows = list(rows_host)
         if self._changed:

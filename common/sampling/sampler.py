@@ -6,7 +6,7 @@ docs/sampling.md lists the operations on a row of logits, in their order and wit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -94,7 +94,7 @@ class HostSampled:
             self._arrived.synchronize()
         sampled, tokens = self._sampled, self._sampled.tokens.tolist()
         if sampled.wanted is None:
-            return [(token, None) for token in tokens]
+            return list(zip(tokens, repeat(None)))
         return [(token, sampled.logprob(place)) for place, token in enumerate(tokens)]
 
 
@@ -165,8 +165,6 @@ class SamplerBackend:
 
         features: operations to apply, such as top-p.
 
-        features: operations to apply, such as top-p.
-
         The Gumbel-max trick takes the argmax of logit / temperature - log(E). This takes the argmax of its
         exponential, weight / E, as the largest -E / weight, which is minus infinity for a weight of 0.
         """
@@ -194,25 +192,21 @@ class Sampler(SamplerRows):
         self,
         logits: Tensor,
         rows: Tensor,
-        rows_host: Sequence[int],
         steps: Tensor,
-        plan: SamplingMetadata | None = None,
+        plan: SamplingMetadata,
         allowed: TokenBitmask | None = None,
     ) -> Sampled:
         """Return the next token of each row as a `Sampled`, and count it for the penalties.
 
         logits: float32 [B, V]; masked in place if there are masks and no request wants log-probabilities.
         rows: int64 [B] on the device, the row of the request at each position in the batch.
-        rows_host: the same on the host; not read if `plan` is given.
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
-        plan: `plan(rows_host)`; None: computed here. allowed: the masks; None: every token may be chosen.
+        plan: what `plan` returns for the same rows. allowed: the masks; None: every token may be chosen.
 
-        With `plan` given, this only queues work for the device. With `plan.for_any_rows()` a CUDA graph can
-        capture it. A row without penalties may stand at several positions of the batch, with different steps
-        (several tokens of one request): each is chosen with its own step.
+        This only queues work for the device, and with `plan.for_any_rows()` a CUDA graph can capture it. A
+        row without penalties may stand at several positions of the batch, with different steps (several
+        tokens of one request): each is chosen with its own step.
         """
-        if plan is None:
-            plan = self.plan(rows_host)
         backend, masked = self.sampler_backend, allowed is not None
         logits = backend.whole(self, logits, plan, masked)
         adjusted = self._adjust(logits, rows, steps, plan, allowed)

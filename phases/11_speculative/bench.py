@@ -30,7 +30,8 @@ from speculative import SpeculativeRunner
 from speculative.control import DraftController
 from speculative.head import WEIGHTS
 from speculative.ngram import NGrams
-from speculative.speculation import Proposer, Verifier, agreeing
+from speculative.proposer import Proposer
+from speculative.speculation import Verifier, agreeing
 from speculative.stats import SpeculationStats
 
 PHASE, BEFORE = "11_speculative", "09_cuda_graphs"

@@ -156,7 +156,8 @@ def test_the_finish_rule(
     reason: str | None,
 ) -> None:
     params = SamplingParams(**settings_)  # type: ignore[arg-type]
-    assert finish_reason(token, output_len, params, {EOS}, limit) == reason
+    most = params.max_tokens if limit is None else limit
+    assert finish_reason(token, output_len, params, {EOS}, most) == reason
 
 
 def first_stop(text: str, stops: Sequence[str], start: int = 0) -> int | None:

@@ -68,7 +68,7 @@ def sampled_margin(
     seed = sampler.set_row(0, params, prompt_ids, output_ids, seed=seed, eos_ids=eos_ids)
     rows, steps = (torch.tensor([number], device=logits.device) for number in (0, step))
     plan = sampler.plan([0])
-    x = sampler._adjust(logits[None].float(), rows, steps, plan, None, None)
+    x = sampler._adjust(logits[None].float(), rows, steps, plan, None)
     kept = torch.ones_like(x[0], dtype=torch.bool)
     scores, unit = x[0].double(), 1.0
     if plan.draws:

@@ -17,7 +17,8 @@ from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedEngine
 from speculative.control import RETRY, SAMPLES, DraftController
-from speculative.speculation import Proposer, SpeculativeRunner, Verifier
+from speculative.proposer import Proposer
+from speculative.speculation import SpeculativeRunner, Verifier
 
 SMALL = {
     "max_rows": 6,

@@ -43,7 +43,8 @@ from speculative.feature import draft_engine
 from speculative.head import WEIGHTS, HeadSource
 from speculative.hidden_state_hooks import HiddenStateHooks, hooked_layers, stream
 from speculative.ngram import NGramIndex, NGrams, follow
-from speculative.speculation import Proposer, SpeculativeRunner, Verifier
+from speculative.proposer import Proposer
+from speculative.speculation import SpeculativeRunner, Verifier
 from speculative.stats import SpeculationStats
 from speculative.verify_graph import VerifyGraphExecutor, verify_sizes
 from tests.equivalence.compare import assert_all_same, next_logits

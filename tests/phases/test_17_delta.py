@@ -31,7 +31,7 @@ from hybrid_cache import HybridCache, LayerGroups
 from hybrid_cache.states.delta_rule import DeltaTokens, causal_conv, recurrence, scan, unit
 from phases import phase_named
 from phases.registry import load_engine
-from speculative.speculation import Proposer
+from speculative.proposer import Proposer
 from tests.fakes import FakeRunner, fingerprint, must
 from tests.oracles import assert_same_logits, logits_of, written
 from tests.paged_batches import DEVICE

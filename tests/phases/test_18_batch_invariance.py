@@ -722,9 +722,10 @@ def test_a_draw_does_not_ask_how_many_rows_there_are(kernels: Any) -> None:
         sampler.set_row(row, SamplingParams(temperature=1.0, seed=row), [1])
     logits, rows = torch.randn(8, 3000, device=DEVICE), torch.arange(8, device=DEVICE)
     steps = torch.zeros(8, dtype=torch.int64, device=DEVICE)
-    whole = sampler.sample(logits, rows, list(range(8)), steps).tokens
+    whole = sampler.sample(logits, rows, steps, sampler.plan(range(8))).tokens
     for count in (1, 3, LEAST_ROWS):
-        part = sampler.sample(logits[:count], rows[:count], list(range(count)), steps[:count])
+        plan = sampler.plan(range(count))
+        part = sampler.sample(logits[:count], rows[:count], steps[:count], plan)
         assert torch.equal(part.tokens, whole[:count])
 
 

@@ -17,10 +17,10 @@ from tests.servers import Client
 from tests.serving_kit import make_with_grammars as make_with_grammars
 from tests.serving_kit import tokenizer as tokenizer
 
-MOST_FILES = 50
-MOST_LINES = 7_454
-MOST_FUNCTIONS = 302
-"""Of both processes; 40 of the files are of common and of phases 01 to 12.
+MOST_FILES = 49
+MOST_LINES = 7_150
+MOST_FUNCTIONS = 291
+"""Of both processes; 39 of the files are of common and of phases 01 to 12.
 
 They may only shrink: the aim is 55, 7,000 and 300.
 """

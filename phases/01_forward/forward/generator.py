@@ -10,8 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from common.errors import UserError
 from common.events import Params, TokenEvent, params_per_prompt
-from common.rules import check_prompt, finish_reason, output_limit
+from common.rules import NO_GRAMMARS, check_prompt, finish_reason, output_limit
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampled, Sampler
 from common.text.text_stream import TextStream
@@ -70,6 +71,8 @@ class Generator:
                 settings,
                 has_tokenizer=self.tokenizer is not None,
             )
+            if settings.grammar is not None:
+                raise UserError(NO_GRAMMARS)
         # Also numpy's arrays.
         return self._stream([list(map(int, prompt)) for prompt in prompts], each)
 
@@ -127,7 +130,8 @@ class Generator:
     def _next(self, tokens: list[int], step: int) -> Sampled:
         hidden = self.last_hidden(tokens)
         steps = torch.full_like(self.row, step)
-        return self.sampler.sample(self.model.logits(hidden), self.row, [0], steps)
+        plan = self.sampler.plan([0])
+        return self.sampler.sample(self.model.logits(hidden), self.row, steps, plan)
 
     def begin(self, prompt_len: int, limit: int) -> None:
         """Prepare for a request of ``prompt_len`` tokens and at most ``limit`` more."""

@@ -190,6 +190,6 @@ class BatchGenerator(Generator):
         hidden: Tensor = self.model(ids, positions, attention)  # [B, S, hidden]
         attention.cache.advance(count)
         at = torch.tensor(indices, device=ids.device)
-        return self.sampler.sample(
-            self.model.logits(hidden[:, -1]), at, indices, torch.full_like(at, step)
-        )
+        steps = torch.full_like(at, step)
+        plan = self.sampler.plan(indices)
+        return self.sampler.sample(self.model.logits(hidden[:, -1]), at, steps, plan)

@@ -92,12 +92,12 @@ class RowAttention:
         self._decodes = []
         for members in runs:
             rows = host.rows[members]
-            first, last = int(rows[0]), int(rows[-1])
+            first, end = int(rows[0]), int(rows[-1]) + 1
             # A row between that is not the group's repeats the member before it, so that the view has no gap.
-            place = np.searchsorted(rows, np.arange(first, last + 1), side="right") - 1
-            meant = np.isin(np.arange(first, last + 1), rows)
-            plan = Group.of(members[place], host, device, meant)
-            self._decodes.append((plan, slice(first, last + 1)))
+            every = np.arange(first, end)
+            place = np.searchsorted(rows, every, side="right") - 1
+            plan = Group.of(members[place], host, device, np.isin(every, rows))
+            self._decodes.append((plan, slice(first, end)))
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store `k` and `v [T, KH, D]` in the rows, and return attention of `q [T, H, D]`: `[T, H, D]`."""

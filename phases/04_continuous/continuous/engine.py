@@ -12,15 +12,9 @@ from functools import partial
 from itertools import count
 from typing import Any, final
 
+from common import events
 from common.errors import NotANumber, UserError, integer, text
-from common.events import (
-    Completion,
-    FinishReason,
-    Params,
-    TokenEvent,
-    generate,
-    params_per_prompt,
-)
+from common.events import FinishReason
 from common.interrupts import uninterrupted
 from common.request import Request
 from common.rules import check_prompt, finish_reason
@@ -28,6 +22,7 @@ from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
+from continuous import streams
 from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import NO_GRAMMAR_MANAGER, SEQUENTIAL_LOOP, GrammarManager, Loop
@@ -84,10 +79,8 @@ class Engine:
         self.max_len = scheduler.rows.max_len
         self.stats = Stats()
         self._ids = count()
-        self._seeds = random.Random()
         self.inbox: deque[Callable[[], None]] = deque()
-        # Their grammars are being compiled.
-        self._waiting_for_grammar: deque[list[Request]] = deque()
+        self._waiting_for_grammar: deque[list[Request]] = deque()  # until it is compiled
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()
@@ -119,11 +112,11 @@ class Engine:
         Raises:
             UserError: it can never be served.
         """
-        requests = self._prepare(prompt, params, index)
+        requests = self.prepare(prompt, params, index)
         for request in requests:
             request.priority = integer("priority", priority)
             request.salt = text("salt", salt)
-        self.inbox.append(partial(self._enqueue, requests))
+        self.inbox.append(partial(self.enqueue, requests))
         return requests
 
     def abort(self, request: Request) -> None:
@@ -134,7 +127,7 @@ class Engine:
         """
         self.inbox.append(partial(self._abort, request))
 
-    def _prepare(
+    def prepare(
         self, prompt: Sequence[int], params: SamplingParams, index: int
     ) -> list[Request]:
         """Return the `n` requests of one prompt (token ids), checked; `index` is the caller's number for it.
@@ -148,25 +141,22 @@ class Engine:
             self.max_len,
             params,
             has_tokenizer=self.tokenizer is not None,
-            continuous=True,
         )
         limit = min(len(prompt) + params.max_tokens, self.max_len)
-        requests = [
-            Request(
-                0, list(prompt), len(ids), limit, params, index=index, sample=n, numbers=ids
-            )
-            for n in range(params.n)
-        ]
-        self.scheduler.check(requests)
+        self.scheduler.check(len(prompt), limit)
         if params.grammar is not None:
             self.grammar_manager.check(params.grammar)
         now = time.perf_counter()
-        for request in requests:
-            request.id, request.arrival = next(self._ids), now
-            seed = params.seed_of(request.sample)
-            request.seed = self._seeds.getrandbits(63) if seed is None else seed
+        requests = []
+        for sample in range(params.n):
+            request = Request(next(self._ids), list(prompt), len(prompt), limit, params)
+            request.index, request.sample = index, sample
+            request.arrival, request.numbers = now, ids
+            seed = params.seed_of(sample)
+            request.seed = random.getrandbits(63) if seed is None else seed
             if self.tokenizer is not None and params.stop:
                 request.text = TextStream(self.tokenizer, params, prompt)
+            requests.append(request)
         return requests
 
     def process_inbox(self) -> None:
@@ -176,9 +166,9 @@ class Engine:
             command()
         for _ in range(min(len(self._waiting_for_grammar), MOST_LOOKS)):
             requests = self._waiting_for_grammar.popleft()
-            self._enqueue([request for request in requests if request.finish_reason is None])
+            self.enqueue([request for request in requests if request.finish_reason is None])
 
-    def _enqueue(self, requests: list[Request]) -> None:
+    def enqueue(self, requests: list[Request]) -> None:
         """Give requests to the scheduler, or keep them outside its queue until their grammar is compiled."""
         try:
             manager = self.grammar_manager
@@ -189,14 +179,11 @@ class Engine:
             return
         if not ready:
             self._waiting_for_grammar.append(requests)
-            return
-        if not requests:  # aborted meanwhile
-            return
-        if requests[0].limit > requests[0].prompt_len:
+        elif requests and requests[0].limit > requests[0].prompt_len:
             self.scheduler.add(requests)
-            return
-        for request in requests:  # max_tokens is 0
-            self.end(request, "length")
+        else:  # max_tokens is 0, or all were aborted meanwhile
+            for request in requests:
+                self.end(request, "length")
 
     def _abort(self, request: Request) -> None:
         """End a request, and the samples that wait for its prompt, with "abort", unless it has ended."""
@@ -284,10 +271,7 @@ class Engine:
         return None
 
     def append_tokens(self, pending: Pending, results: Results) -> None:
-        """Append the tokens of the step `pending` to their requests, and finish the step in the scheduler.
-
-        results: for each sampled request, the tokens that it gets.
-        """
+        """Append a step's tokens (`results`: some for each sampled request); finish it in the scheduler."""
         now = self._collected
         result = iter(results)
         for work in pending.works:
@@ -303,14 +287,12 @@ class Engine:
                     if missing and request.finish_reason is None:
                         error = RuntimeError("a token that was certain to come did not")
                         self.end(request, "error", error)
-            self.scheduler.finish_step(work, accepted=accepted if work.drafts else 0)
+            self.scheduler.finish_step(work, accepted=accepted)
             for request in ended:
                 self.scheduler.leave(request)
 
     def _receive(self, request: Request, tokens: Sequence[Token], now: float) -> bool:
-        """Append sampled tokens to a request until it finishes.
-
-        now: seconds of the engine's clock, for its events.
+        """Append sampled tokens to a request until it finishes, with the time `now` in seconds.
 
         Returns:
             True if the request finished and must release its row.
@@ -375,13 +357,12 @@ class Engine:
         self.on_step_failed(error)
 
     def take_outputs(self) -> list[Output]:
-        """Return the outputs since the last call, in order, and append each to its stream's queue as well."""
+        """Return the outputs since the last call, in order; those of a stream go to its queue instead."""
         outputs, self.outputs = self.outputs, []
+        rest = list[Output]()
         for output in outputs:
-            sink = self.sinks.get(output.request)
-            if sink is not None:
-                sink.append(output)
-        return outputs
+            self.sinks.get(output.request, rest).append(output)
+        return rest
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the counts of scheduler and cache contradict each other. Slow."""
@@ -400,54 +381,7 @@ class Engine:
         text = request.text.advance(None, reason)[1] if request.text is not None else None
         self.outputs.append(Output(request, None, reason, request.finished, None, text))
 
-    # Front.
+    # For a caller that has nothing else to do.
 
-    def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        """Generate for all prompts at once, and yield each token as it comes, with its prompt's index.
-
-        A consumer that leaves early aborts what is left of its requests. Streams may be interleaved.
-        params: for all prompts, or one for each.
-
-        Raises:
-            UserError: a prompt or its parameters cannot be served; before anything is computed.
-        """
-        each = params_per_prompt(prompts, params)
-        pairs = enumerate(zip(prompts, each, strict=True))
-        groups = [self._prepare(*pair, index) for index, pair in pairs]
-        for settings in each:
-            if settings.grammar is not None:  # this caller has nothing else to do
-                self.grammar_manager.wait_until_compiled(settings.grammar)
-        return self._stream(groups)
-
-    def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
-        """Add requests to the engine, run steps until they have ended, and yield their tokens."""
-        mine: deque[Output] = deque()
-        requests = [request for group in groups for request in group]
-        left, own = set(requests), set(requests)
-        try:
-            self.sinks.update((request, mine) for request in requests)
-            self.inbox.extend(partial(self._enqueue, group) for group in groups)
-            while left:
-                if not mine:
-                    outputs = self.step()
-                    # What belongs to no stream is for the next caller of `step`.
-                    self.outputs = [o for o in outputs if o.request not in self.sinks]
-                while mine:
-                    request, token, reason, now, logprob, text = mine.popleft()
-                    if reason is not None:
-                        left.discard(request)
-                    yield TokenEvent(
-                        request.index, token, reason, now, logprob, request.sample, text
-                    )
-        finally:
-            for request in requests:
-                self.sinks.pop(request, None)
-                if request.finish_reason is None:
-                    self.abort(request)
-            self.process_inbox()  # this thread runs the steps: what is left can end at once
-            # This stream will not yield the rest of its outputs.
-            self.outputs = [o for o in self.outputs if o.request not in own]
-
-    def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
-        """Return the completions of all prompts (token ids), in (prompt, sample) order."""
-        return generate(self, prompts, params)
+    stream = streams.stream
+    generate = events.generate

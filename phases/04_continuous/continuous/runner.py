@@ -36,17 +36,11 @@ class OutputVerifier:
     """Decides which sampled tokens each request gets: here one each. Phase 11's verifies draft tokens."""
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write the draft tokens of a step into their requests' rows, before it runs; here there are none.
-
-        works: the step's requests and tokens.
-        """
+        """Write the drafts of a step's works into their requests' rows, before it runs; here are none."""
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return, for each sampled request in order, the list of sampled tokens that it keeps.
-
-        works: the step's requests and tokens. tokens: all that the step has sampled.
-        """
-        return [[token] for token in tokens]
+        """Return, for each sampled request of the works, those of the step's tokens that it keeps."""
+        return list(zip(tokens))
 
 
 ONE_TOKEN_EACH = OutputVerifier()
@@ -117,9 +111,9 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """Run the first half of a step, from tokens to hidden states, and return these.
+        """Run the first half of a step of these works, from tokens to hidden states, and return these.
 
-        works: the step's requests and tokens. masked: True if the second half will be given bit masks.
+        masked: True if the second half will be given bit masks.
         """
         # In the order of their rows, so that neighbours in the cache are neighbours in the batch.
         works = sorted(works, key=_by_row)
@@ -146,7 +140,7 @@ class Runner:
         if logits is None:  # of the sampled rows only: [S, V], not [T, V]
             logits = self.logits(step.hidden[batch.sample_at], plan)
         sampled = self.sampler.sample(
-            logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed
+            logits, batch.sample_rows, batch.sample_steps, plan, allowed
         )
         self.rows.tokens[batch.sample_rows, batch.sample_positions] = sampled.tokens
         return Pending(step.works, HostSampled(sampled), self.verifier)
@@ -156,10 +150,7 @@ class Runner:
         return self.model.logits(hidden)
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Upload tokens and sampling settings of the requests that got a row since the last step.
-
-        The drafts of this step's works are written to their rows as well.
-        """
+        """Upload the tokens and settings of requests with new rows, and the drafts of this step's works."""
         for request in self.rows.upload():
             self.sampler.set_row(
                 request.row,
@@ -172,8 +163,5 @@ class Runner:
         self.verifier.write(works)
 
     def prepare(self, works: Sequence[Work]) -> Batch:
-        """Return the inputs of a step on the device.
-
-        works: the step's requests and tokens.
-        """
+        """Return the inputs on the device of a step of these works."""
         return Batch.of(HostBatch.of(works, self.rows.prompt_lens), self.rows)

@@ -52,24 +52,24 @@ class Scheduler:
         self.running: list[Request] = []  # by rank
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # a heap by rank
 
-    def check(self, requests: list[Request]) -> None:
-        """Raise `UserError` if `requests`, the samples of one prompt, would wait for ever.
+    def check(self, prompt_len: int, limit: int) -> None:
+        """Raise `UserError` if a request of `prompt_len` and at most `limit` tokens would wait for ever.
 
-        The message names the memory that they need and that there is.
+        The message names the memory that it needs.
         """
-        self.check_step(requests[0])
-        most = requests[0].limit - 1  # the last token is never computed
+        self.check_step(prompt_len, limit)
+        most = limit - 1  # the last token is never computed
         if not self.cache.holds(most):
             raise UserError(
                 f"the request may need {most} tokens of cache, but the cache cannot hold as many for one "
                 "request; lower max_tokens or enlarge the cache"
             )
 
-    def check_step(self, request: Request) -> None:
-        """Raise `UserError` if the request needs more tokens in one step than a step has."""
-        if request.prompt_len > self.step_tokens:
+    def check_step(self, prompt_len: int, limit: int) -> None:
+        """Raise `UserError` if such a request needs more tokens in one step than a step has."""
+        if prompt_len > self.step_tokens:
             raise UserError(
-                f"the prompt has {request.prompt_len} tokens, but a step computes a whole prompt and at most "
+                f"the prompt has {prompt_len} tokens, but a step computes a whole prompt and at most "
                 f"step_tokens, {self.step_tokens}"
             )
 
@@ -220,10 +220,7 @@ class Scheduler:
         return running.copy()
 
     def reserved_for_decodes(self, later: int) -> int:
-        """Return the tokens of the budget that drafts may not use: one for each request to be scheduled.
-
-        later: how many running requests this step has still to schedule.
-        """
+        """Return the tokens that drafts may not use: one for each of `later` requests to be scheduled."""
         return later
 
     def should_yield(self, request: Request) -> bool:
@@ -239,8 +236,6 @@ class Scheduler:
         """
         known = len(request.tokens) + request.placeholders
         count = known - request.num_computed_tokens
-        # A request whose last allowed token is on its way has nothing left to compute, and while its drafts
-        # are on their way it is not behind.
         return count if 0 < count <= budget and known < request.limit else 0
 
     def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
@@ -268,9 +263,8 @@ class Scheduler:
         """Start the siblings of `request`, whose prompt this step completes.
 
         Returns:
-            The sampled requests of the step: `request` and its siblings, but for those that have ended
-            meanwhile. Each has a row, stands in `running` by its rank, counts as many computed tokens as
-            `request`, and
+            The sampled requests of the step: `request` and its siblings, but for those that have ended. Each
+            has a row, stands in `running` by its rank, counts as many computed tokens as `request`, and
             shares its cache. `request` has no siblings left.
         """
         raise NotImplementedError("this cache does not share prompts")
@@ -288,9 +282,10 @@ class Scheduler:
         computed: False if the step failed.
         """
         end = work.start + work.count - len(work.drafts) + accepted
+        gained = len(work.drafts) + 1 if work.drafts_forced else bool(work.sampled_requests)
         for request in work.sampled_requests or (work.request,):
             request.in_flight -= 1
-            request.placeholders -= work.placeholders
+            request.placeholders -= gained
             if computed and request.row >= 0:  # not finished, aborted or preempted meanwhile
                 if work.drafts and not work.drafts_forced:
                     request.num_computed_tokens = end

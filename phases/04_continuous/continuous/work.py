@@ -26,14 +26,6 @@ class Work(NamedTuple):
     sampled_requests: tuple[Request, ...] = ()
     drafts_forced: bool = False
 
-    @property
-    def placeholders(self) -> int:
-        """Return the number of tokens that each sampled request is certain to gain in this step.
-
-        Drafts count only if they are certain to be accepted.
-        """
-        return len(self.drafts) + 1 if self.drafts_forced else bool(self.sampled_requests)
-
 
 class Output(NamedTuple):
     """One token of one request, or its end.

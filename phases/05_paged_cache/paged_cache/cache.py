@@ -81,7 +81,7 @@ class PagedCache:
     def grow(self, request: Request, upto: int) -> bool:
         """Take blocks for a request's first `upto` tokens, and copy a shared block that will be written.
 
-        The slow path of `reserve`. The device makes the copy before the step's writes.
+        The device makes the copy before the step's writes.
 
         Returns:
             False, with nothing changed, if there are not enough blocks.
@@ -135,17 +135,14 @@ class PagedCache:
         return copies
 
     def take_fresh(self) -> list[int]:
-        """Return the blocks that have got a new owner since the last call.
-
-        Called before the next step and its copies.
-        """
+        """Return the blocks that have got a new owner since the last call, before a step and its copies."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
     def take_moves(self, works: Sequence[Work]) -> Any:
-        """Return which blocks move between groups of layers before a step: None, with one block table.
+        """Return which blocks move between groups of layers before a step of these works: here none.
 
-        Phase 17 overrides it. works: the step's requests and tokens.
+        Phase 17 overrides it.
         """
 
     def lookup(self, request: Request) -> int:

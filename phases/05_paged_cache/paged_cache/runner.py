@@ -25,9 +25,9 @@ def run_by_first(
     masked: bool,
     eager: Callable[[Sequence[Work]], Forwarded],
 ) -> Forwarded:
-    """Return a step's hidden states, computed by the first executor that supports it, or by `eager`.
+    """Return the hidden states of a step's works, by the first executor that supports it, or by `eager`.
 
-    works: the step's requests and tokens. masked: True if its samples get bit masks.
+    masked: True if its samples get bit masks.
     """
     for executor in executors:
         if (ticket := executor.supports(works, masked)) is not None:
@@ -101,28 +101,19 @@ class PagedRunner(Runner):
             self.attention.pool.copy(copies)
 
     def prepare(self, works: Sequence[Work]) -> Batch:
-        """Return the inputs of a step on the device, with block tables and slots.
-
-        works: the step's requests and tokens.
-        """
+        """Return the inputs on the device of a step of these works, with block tables and slots."""
         host = HostBatch.of(works, self.rows.prompt_lens)
         return PagedBatch.of(
             host, self.rows, block_tables=self.block_tables(host), slots=self.slots(host)
         )
 
     def block_tables(self, host: HostBatch) -> NDArray[np.int32]:
-        """Return the block tables `[B, max_blocks]` of a batch, no wider than the longest context needs.
-
-        host: the batch's rows and lengths.
-        """
+        """Return the block tables `[B, max_blocks]` of a batch; its longest context needs that many."""
         width = self.cache.blocks_for(int(host.context_lens.max()))
         return self.cache.tables[host.rows, :width]
 
     def slots(self, host: HostBatch) -> Ints:
-        """Return where each new token's key and value go: `[T]`, `block * P + offset`.
-
-        host: the batch's rows and positions.
-        """
+        """Return where the key and value of each new token of a batch go: `[T]`, `block * P + offset`."""
         size = self.cache.block_size
         blocks = self.cache.tables[host.token_rows, host.positions // size]
         return blocks.astype(np.int64) * size + host.positions % size

@@ -19,14 +19,14 @@ class PagedScheduler(Scheduler):
 
     cache: PagedCache
 
-    def check_step(self, request: Request) -> None:
-        """Raise `UserError` if the request's prompt and output could exceed the tokens of one step.
+    def check_step(self, prompt_len: int, limit: int) -> None:
+        """Raise `UserError` if a request's prompt and output could exceed the tokens of one step.
 
         A preempted request computes its prompt and its output so far in one step.
         """
-        if request.limit - 1 > self.step_tokens:
+        if limit - 1 > self.step_tokens:
             raise UserError(
-                f"the request may have to compute {request.limit - 1} tokens at once after a preemption, but "
+                f"the request may have to compute {limit - 1} tokens at once after a preemption, but "
                 f"a step computes at most step_tokens, {self.step_tokens}"
             )
 
@@ -79,13 +79,10 @@ class PagedScheduler(Scheduler):
             self.rows.acquire(sibling)
 
     def fork(self, request: Request) -> tuple[Request, ...]:
-        """Start the siblings of `request`, whose prompt this step completes; they share its blocks.
+        """Start the siblings of `request`, whose prompt this step completes, on its blocks; return all.
 
         Its last logits are sampled once for each. All earlier chunks of the prompt have finished: if one
         failed after the fork, the siblings would go on with what was never computed.
-
-        Returns:
-            The sampled requests: `request` and its siblings.
         """
         siblings = [sibling for sibling in request.siblings if sibling.finish_reason is None]
         request.siblings = []

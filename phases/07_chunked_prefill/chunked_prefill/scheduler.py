@@ -48,7 +48,7 @@ class ChunkedScheduler(PagedScheduler):
         self._decodes_left = self._kept = 0
         self._last_decode: tuple[float, ...] = ()
 
-    def check_step(self, request: Request) -> None:
+    def check_step(self, prompt_len: int, limit: int) -> None:
         """Accept a prompt of any length: it takes as many steps as it needs."""
 
     def order(self, running: list[Request]) -> list[Request]:
@@ -71,10 +71,7 @@ class ChunkedScheduler(PagedScheduler):
         return decodes + prompts
 
     def reserved_for_decodes(self, later: int) -> int:
-        """Return the tokens of the budget that drafts may not use: `later`, and the quarter for prompts.
-
-        later: how many running requests this step has still to schedule.
-        """
+        """Return the tokens that drafts may not use: `later` for decodes, and the quarter for prompts."""
         return later + self._kept
 
     def _newcomer(self) -> bool:
@@ -90,10 +87,7 @@ class ChunkedScheduler(PagedScheduler):
         return head is not None and head.rank < request.rank
 
     def num_new_tokens(self, request: Request, budget: int) -> int:
-        """Return how many tokens of a request to schedule: one of a decode, or a chunk of a prompt.
-
-        budget: tokens of the step that are left.
-        """
+        """Return the number of tokens to schedule of a request, within `budget`: one, or a prompt's chunk."""
         known = len(request.tokens) + request.placeholders
         behind = known - request.num_computed_tokens
         # Drafts in flight may make it negative.

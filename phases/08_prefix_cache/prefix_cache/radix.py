@@ -101,8 +101,9 @@ class RadixIndex:
                 node.keys += keys[at:]  # no other node or request stands here
                 node.blocks += new
             else:
-                node = self._grow(node, keys[at:], new)
-                self._pin_one(node)
+                leaf = Node(keys[at:], new, node, node.salt, pins=1)
+                node.children[keys[at]] = leaf
+                node = leaf
         return node, held + new, new
 
     def fork(self, cursor: object) -> Node:
@@ -169,12 +170,6 @@ class RadixIndex:
             if length < len(node.keys):
                 break
         return path
-
-    def _grow(self, parent: Node, keys: list[Key], blocks: list[int]) -> Node:
-        node = parent.children[keys[0]] = Node(keys, blocks, parent, parent.salt)
-        self.evictable += len(blocks)  # until it is pinned, in a moment
-        self._offer(node)
-        return node
 
     def _split(self, node: Node, length: int) -> Node:
         """Split `node` after `length` blocks; return the new upper node. Cursors stay at the lower one."""

@@ -124,7 +124,7 @@ class DecodeGraph:
         # They are not kept: a tensor that outlives the capture takes memory of its own, and logits of every
         # size would be more than a gigabyte.
         logits = narrow_logits(on.model, self.hidden)
-        sampled = on.sampler.sample(logits, self.rows, (), self.steps, self.plan)
+        sampled = on.sampler.sample(logits, self.rows, self.steps, self.plan)
         self.tokens, self.for_host = sampled.tokens, sampled.for_host
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from common.request import Request
 from continuous.engine import Engine
-from continuous.runner import Forwarded, Pending, Results
+from continuous.runner import Forwarded, Pending
 from continuous.seams import Drafter
 from continuous.work import Work
+from cuda_graphs.masked_steps import begin_masks, unfinished
 
 
 class WaitingDrafter(Drafter):
@@ -64,7 +64,7 @@ class OverlappedLoop:
         step = engine.forward(self._schedule(engine))
         previous, self.in_flight_step = self.in_flight_step, None
         if step and previous and engine.needs_mask(step.works):
-            self._begin_masks(engine, step, previous)
+            self.half, self.in_flight_step = begin_masks(engine, step, previous)
             return
         self.in_flight_step = engine.sample(step)
         if previous is not None:
@@ -87,30 +87,6 @@ class OverlappedLoop:
         self._sample_half(engine)
         return unfinished(engine, works)
 
-    def _begin_masks(self, engine: Engine, step: Forwarded, previous: Pending) -> None:
-        """Start to compute the masks of a step, and append the tokens of the step before meanwhile.
-
-        step: launched up to its hidden states. previous: results of the step before. The step's sampling
-            is launched with the next step, or at once if the masks are ready.
-        """
-        results = engine.wait(previous)
-        sampled = {} if results is None else by_request(previous, results)
-        begun: bool | BaseException
-        try:
-            begun = engine.grammar_manager.begin(step.works, sampled)
-        except BaseException as error:  # the step before is collected all the same
-            begun = error
-        self.half = step
-        if results is not None:
-            engine.append_tokens(previous, results)
-        if isinstance(begun, BaseException):
-            self.half = None
-            engine.fail(step.works, begun)
-            if not isinstance(begun, Exception):
-                raise begun
-        elif begun:
-            self._sample_half(engine)
-
     def _sample_half(self, engine: Engine) -> None:
         """Launch the sampling of a step that waits for its masks, if there is one."""
         if self.half is not None:
@@ -121,28 +97,3 @@ class OverlappedLoop:
 def needs_finished_step(drafter: Drafter) -> bool:
     """Return True while a drafter has to see every token before a step is scheduled."""
     return isinstance(drafter, WaitingDrafter) and drafter.needs_finished_step
-
-
-def unfinished(engine: Engine, works: list[Work]) -> list[Work]:
-    """Return the works whose requests have not ended since they were scheduled; finish the others in
-    the scheduler.
-    """
-    left = []
-    for work in works:
-        if any(
-            request.finish_reason is None
-            for request in work.sampled_requests or (work.request,)
-        ):
-            left.append(work)
-        else:
-            engine.scheduler.finish_step(work, computed=False)
-    return works if len(left) == len(works) else left
-
-
-def by_request(pending: Pending, results: Results) -> dict[Request, list[int]]:
-    """Return the sampled token ids (`results`) of the step `pending` by request; tokens of NaN logits are
-    left out.
-    """
-    sampled_requests = (request for work in pending.works for request in work.sampled_requests)
-    pairs = zip(sampled_requests, results, strict=True)
-    return {request: [token for token, _ in given if token >= 0] for request, given in pairs}

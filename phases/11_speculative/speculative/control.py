@@ -63,10 +63,7 @@ def draft_length(rate: float, each: float, most: int) -> int:
 
 
 def gain(rate: float, each: float, drafts: int) -> float:
-    """Return the tokens that a request gains by `drafts` drafts, less what they cost: `each` tokens a draft.
-
-    rate: the chance that a draft is accepted.
-    """
+    """Return the tokens that drafts of chance `rate` gain a request, less `each` tokens of cost a draft."""
     return expected_tokens(rate, drafts) - 1 - each * drafts
 
 
@@ -84,8 +81,12 @@ def choose_lengths(
         each: what each draft costs besides, in tokens, above 0.
         most: drafts of a request that are allowed.
     """
-    lengths = [draft_length(rate, each, most) for rate in rates]
-    gained = sum(gain(rate, each, length) for rate, length in zip(rates, lengths, strict=True))
+    lengths = list[int]()
+    gained = 0.0
+    for rate in rates:
+        length = draft_length(rate, each, most)
+        lengths.append(length)
+        gained += gain(rate, each, length)
     return lengths if gained > fixed * len(rates) else None
 
 
@@ -136,7 +137,7 @@ class StepCost:
 
     def add_drafts(self, seconds: float, drafts: float) -> None:
         """Update the estimates from the seconds of a step with drafts; drafts: per request, on average."""
-        if not self.plain:
+        if not (self.plain and drafts):
             return
         expected = self.fixed + self.each * drafts
         longest = 1 + 2 * expected  # beyond that the step was interrupted
@@ -272,8 +273,10 @@ class DraftController:
         if self.watches:
             ready = known if newcomer else self.on
         else:
+            rests = cost.drafting % REFRESH >= REFRESH - REST
+            cost.drafting += known and (self.on or rests)
             waits = not self.on and self.steps % (1 + rows // DECIDED)
-            ready = known and not self._rests(cost) and not waits
+            ready = known and not (rests or waits)
         if not ready:
             return None
         if self.on:
@@ -287,18 +290,10 @@ class DraftController:
         lengths = choose_lengths(rates, fixed, cost.each, min(self.most, cost.most))
         return None if lengths is None else lengths[:rows]
 
-    def _rests(self, cost: StepCost) -> bool:
-        """Return True if the next step has no drafts, to measure such steps' time; cost: of the batch."""
-        resting = cost.drafting % REFRESH >= REFRESH - REST
-        cost.drafting += self.on or resting
-        return resting
-
     def _measure(self, rows: int) -> None:
         """Update the estimated cost of a step from how long the last step took, if it had only decodes.
 
-        Estimates are kept by batch size, with and without drafts.
-
-        rows: requests in the step that begins.
+        Estimates are kept by batch size, with and without drafts. rows: requests in the step that begins.
         """
         began, self._began = self._began, self.clock()
         works, self._finished = self._finished, []
@@ -309,10 +304,10 @@ class DraftController:
         if began is None or stats.steps != before[0] + 1:
             return
         seconds = self._began - began
-        drafts = sum(len(work.drafts) for work in works)
         if not self.on and stats.decode_steps == before[1] + 1:
             self.cost(rows).add_plain(seconds)
-        elif drafts and all(map(is_decode, works)):
+        elif works and all(map(is_decode, works)):
+            drafts = sum(len(work.drafts) for work in works)
             self.cost(len(works)).add_drafts(seconds, drafts / len(works))
 
 

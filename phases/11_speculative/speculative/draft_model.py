@@ -15,7 +15,7 @@ from continuous.rows import write
 from continuous.runner import Pending
 from continuous.work import Work
 from paged_cache import PagedEngine
-from speculative.speculation import Proposer
+from speculative.proposer import Proposer
 
 
 @dataclass(eq=False, slots=True)

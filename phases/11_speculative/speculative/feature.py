@@ -20,7 +20,8 @@ from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, HeadSource, load
 from speculative.hidden_state_hooks import HiddenStateHooks
 from speculative.ngram import NGrams
-from speculative.speculation import Proposer, SpeculativeRunner, Verifier
+from speculative.proposer import Proposer
+from speculative.speculation import SpeculativeRunner, Verifier
 
 MOST_DRAFTS = 32
 STEP_TOKENS = 2048

@@ -94,11 +94,11 @@ class Head(Model):
         self.embed_tokens = large.embed_tokens
         self.rope = Rope(config.rope, config.head_dim)
         self.layers = nn.ModuleList(LlamaBlock(config, spec) for spec in self.layer_specs)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        hidden, eps = config.hidden_size, config.norm_eps
+        self.norm = RMSNorm(hidden, eps)
         tied = large.embed_tokens.weight
         weight = tied if config.tie_word_embeddings else head_weight(large)
         self.lm_head = ReducedHead(weight, ids, config.vocab_size)
-        hidden, eps = self.config.hidden_size, self.config.norm_eps
         self.hooks = hooked_layers(large.config.num_layers)
         self.state_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in self.hooks)
         self.mix_states = nn.Linear((len(self.hooks) + 1) * hidden, hidden, bias=False)
@@ -182,9 +182,9 @@ def load(path: Path, large: Model) -> Head:
         ) from None
     if not isinstance(shape, dict) or shape.get("kind") != KIND:
         raise UserError(f"draft_model is {str(path)!r}, but that holds no drafter")
-    count = sum(name.endswith("input_layernorm.weight") for name in own)
+    layers = max(1, sum(name.endswith("input_layernorm.weight") for name in own))
     width = len(own.get("layers.0.mlp.gate_proj.weight", ()))
-    config, layers = large.config, max(1, count)
+    config = large.config
     sizes = {
         "layers": layers,
         "width": width,

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from common.request import Request
-from speculative.speculation import Proposer
+from speculative.proposer import Proposer
 
 NGRAM_SIZES = (4, 3, 2)
 """Lengths of the n-grams, the longest first: what more tokens agree on is right more often."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -24,6 +26,9 @@ from continuous.work import Work
 from cuda_graphs.overlap import WaitingDrafter
 from speculative.control import DraftController, is_drafted
 from speculative.stats import SpeculationStats
+
+if TYPE_CHECKING:
+    from speculative.proposer import Proposer
 
 # Propose.
 
@@ -37,46 +42,6 @@ def agreeing(sampled: Sequence[int], drafts: Sequence[int]) -> int:
     while right < len(drafts) and sampled[right] == drafts[right]:
         right += 1
     return right
-
-
-class Proposer:
-    """Guesses draft tokens; one object for all requests of an engine.
-
-    watches: it has to see every step of a request, from the prompt on, or guesses badly.
-    rehearses: a guess costs the device nothing, so it is first compared with tokens that come without it.
-    """
-
-    watches = False
-    rehearses = False
-
-    def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
-        """Return the number of accepted drafts, given the tokens sampled at their positions.
-
-        Another rule than `agreeing` (those before the first difference) changes the text.
-        """
-        return agreeing(sampled, drafts)
-
-    def guess(
-        self, requests: Sequence[Request], lengths: Sequence[int]
-    ) -> Sequence[Sequence[int] | None]:
-        """Return for each request the draft tokens that may follow its `tokens`; None: too early to say.
-
-        None does not change the acceptance rate; an empty list counts as a wrong draft. lengths: the number
-            of drafts wanted for each of the `requests`; drafts beyond it are dropped.
-        """
-        raise NotImplementedError
-
-    def attach(self, engine: Engine) -> None:
-        """Store the engine whose tokens are guessed."""
-
-    def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Learn from a finished step; its hidden states are in `runner.last` until the next step.
-
-        work: one request's tokens in it. accepted: its drafts that the model confirmed.
-        """
-
-    def leave(self, request: Request) -> None:
-        """Forget a request that has ended (it has a finish reason) or is preempted."""
 
 
 REHEARSED = 8
@@ -143,9 +108,10 @@ class SpeculativeRunner(WaitingDrafter):
         requests, wanted = zip(*asked, strict=True)
         guesses = self.source.guess(requests, wanted)
         for request, most, made in zip(requests, wanted, guesses, strict=True):
-            self.guesses[request] = (made or ())[:most]
-            if made is not None and not made:
-                self.control.add_tries(request, 0, 0)
+            if made is not None:
+                self.guesses[request] = made[:most]
+                if not made:
+                    self.control.add_tries(request, 0, 0)
         if not self.control.is_gain(self.guesses, len(running)):
             self.guesses = {}
         return any(self.guesses.values())
@@ -203,10 +169,7 @@ class Verifier(OutputVerifier):
         self.tokens, self.agree = tokens, agree
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write a step's drafts after the newest tokens in their requests' rows on the device, its inputs.
-
-        works: the step's requests and tokens.
-        """
+        """Write the drafts of a step's works, its inputs, after the newest tokens of the requests' rows."""
         lines = []
         for work in works:
             if drafts := work.drafts:
@@ -217,11 +180,11 @@ class Verifier(OutputVerifier):
     # Accept.
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return for each sampled request its accepted drafts, and the token sampled after them.
+        """Return for each sampled request of the works its accepted drafts, and the token sampled after them.
 
-        works: the step's requests and tokens. tokens: all samples, at each draft and after the last.
+        tokens: all samples of the step, at each draft and after the last.
         """
-        if not any(work.drafts for work in works):
+        if not any(map(attrgetter("drafts"), works)):
             return super().accepted(works, tokens)
         return list(self._accepted(works, iter(tokens)))
 

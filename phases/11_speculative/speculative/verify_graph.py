@@ -61,7 +61,7 @@ class VerifyGraph(ChunkGraph):
         hidden = self.hidden[given["sample_at"]]  # [tokens, hidden]
         logits = narrow_logits(on.model, hidden)
         rows, steps = given["sample_rows"], given["sample_steps"]
-        sampled = on.sampler.sample(logits, rows, (), steps, self.plan)
+        sampled = on.sampler.sample(logits, rows, steps, self.plan)
         self.for_host = sampled.for_host
         # A padded sample's position is 0, so that it would be written behind position -1: nowhere.
         scatter_tokens(rows, given["sample_positions"] - 1, sampled.tokens, on.rows.tokens)

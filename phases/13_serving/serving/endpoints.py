@@ -94,9 +94,7 @@ class ServedModel:
         try:
             request.params = SamplingParams(**given)
             for prompt in request.prompts:
-                check_prompt(
-                    prompt, ready.vocab_size, ready.max_len, request.params, continuous=True
-                )
+                check_prompt(prompt, ready.vocab_size, ready.max_len, request.params)
         except UserError as error:
             raise request.refusal(str(error)) from None
 

@@ -9,6 +9,7 @@ from common.request import Request
 from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
 from cuda_graphs.overlap import WaitingDrafter, needs_finished_step
+from speculative.speculation import SpeculativeRunner
 from speculative.stats import SpeculationStats
 from structured.constraint import Constraint
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:  # the library is imported when the first grammar comes
 MOST_SEQUENTIAL = 2
 """Most running requests with drafts of forced tokens while steps do not overlap. With more, a step saved
 is worth little, and drafts cost one more call of attention a layer, since they make queries longer."""
-
-
 MOST_OVERLAPPED = 4
 """Most running requests for which steps that overlap draft what is forced: such a step has no graph, so with
 more requests drafts cost more than they save."""
@@ -28,8 +27,7 @@ more requests drafts cost more than they save."""
 class GrammarDrafter(WaitingDrafter):
     """A `Drafter` that adds tokens which a grammar forces to the drafts of another drafter.
 
-    inner: proposes drafts for requests with and without a grammar. jump_forward: whether to draft forced
-        tokens.
+    inner: proposes drafts for all requests. jump_forward: whether to draft forced tokens.
     in_turn: whether steps do not overlap while a request has a grammar and at most `MOST_SEQUENTIAL` run.
         On a CPU overlapping hides nothing, and fewer forced tokens would be known in time.
 
@@ -43,8 +41,7 @@ class GrammarDrafter(WaitingDrafter):
     are drafted one step later.
 
     drafts_overlapped: whether overlapped steps have drafts now.
-    forced: number of tokens that were drafted because they were forced.
-    refused: number of the inner drafter's drafts that a grammar has cut off.
+    forced, refused: numbers of forced tokens that were drafted, and of inner drafts that were cut off.
     stats: counts of all drafts; the inner drafter's, if it has any.
     """
 
@@ -59,36 +56,27 @@ class GrammarDrafter(WaitingDrafter):
         self.jump_forward = jump_forward
         self.in_turn = in_turn
         self.forced = self.refused = 0
-        self.stats: SpeculationStats = getattr(self.inner, "stats", None) or SpeculationStats()
+        self.stats = SpeculationStats()
+        if isinstance(inner, SpeculativeRunner):
+            self.stats = inner.stats
         self._jumping = self.drafts_overlapped = False
 
     @property
     def needs_finished_step(self) -> bool:
-        """True if steps must not overlap now: the inner drafter needs it, or requests with a grammar run
-        (on a CPU).
-        """
+        """Return True if steps must not overlap now: for the inner drafter, or for forced tokens on a CPU."""
         return needs_finished_step(self.inner) or (self.in_turn and self._jumping)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Return True if this step may have drafts: of the inner drafter, or tokens that a grammar forces.
-
-        running: the requests that run.
-        """
+        """Return True if a step of the `running` requests may have drafts: inner ones, or forced tokens."""
         guessing = self.inner.begin(running)
-        most = MOST_SEQUENTIAL if self.in_turn else len(running)
-        self._jumping = (
-            self.jump_forward
-            and len(running) <= most
-            and any(one.constraint is not None for one in running)
-        )
+        worth = self.jump_forward and (not self.in_turn or len(running) <= MOST_SEQUENTIAL)
+        self._jumping = worth and any(one.constraint is not None for one in running)
         self.drafts_overlapped = self._jumping and len(running) <= MOST_OVERLAPPED
         return guessing or self._jumping
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Count the drafts of one request in a finished step in `stats`; the inner drafter counts if it
-        must see it.
-
-        work: the request's tokens in the step. accepted: how many of its drafts the model confirmed.
+        """Count the drafts of a finished step, of which the model `accepted` some; the inner drafter counts
+        them if it must see the step.
         """
         if needs_finished_step(self.inner):
             self.inner.on_step_finished(work, accepted)
@@ -112,10 +100,7 @@ class GrammarDrafter(WaitingDrafter):
         if request.placeholders:
             # The newest token is in flight, and forced. Threads may be using the matcher, so the tokens come
             # from `certain`, which was noted before they began.
-            known = (
-                self.drafts_overlapped
-                and constraint.accepted == len(request.tokens) - request.prompt_len
-            )
+            known = self.drafts_overlapped and not constraint.unseen(request)
             drafts = matcher.certain[request.placeholders :][:most] if known else ()
             self.forced += len(drafts)
             return drafts

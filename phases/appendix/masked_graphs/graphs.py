@@ -111,7 +111,7 @@ class MaskedGraph:
         """
         on, (rows, at, steps) = self.first.half.machine, self.first.inputs
         logits = self.first.logits
-        sampled = on.sampler.sample(logits, rows, (), steps, self.plan, allowed=self._allowed)
+        sampled = on.sampler.sample(logits, rows, steps, self.plan, allowed=self._allowed)
         self.for_host = sampled.for_host
         scatter_tokens(rows, at, sampled.tokens, on.rows.tokens)
 

@@ -1,0 +1,66 @@
+"""Streams: the tokens of several prompts as they come, for a caller that has nothing else to do.
+
+A server runs the engine's steps itself, for requests that come at any time. Here the steps are run by who
+asks for the next token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from common.events import Params, TokenEvent, params_per_prompt
+from common.request import Request
+from continuous.work import Output
+
+if TYPE_CHECKING:
+    from continuous.engine import Engine
+
+
+def stream(engine: Engine, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
+    """Generate for all prompts at once, and yield each token as it comes, with its prompt's index.
+
+    A consumer that leaves early aborts what is left of its requests. Streams may be interleaved.
+    params: for all prompts, or one for each.
+
+    Raises:
+        UserError: a prompt or its parameters cannot be served; before anything is computed.
+    """
+    each = params_per_prompt(prompts, params)
+    pairs = enumerate(zip(prompts, each, strict=True))
+    groups = [engine.prepare(*pair, index) for index, pair in pairs]
+    for settings in each:
+        if settings.grammar is not None:
+            engine.grammar_manager.wait_until_compiled(settings.grammar)
+    return _events(engine, groups)
+
+
+def _events(engine: Engine, groups: list[list[Request]]) -> Iterator[TokenEvent]:
+    """Add the samples of each prompt to the engine, run steps until they have ended; yield their tokens."""
+    mine: deque[Output] = deque()
+    requests = [request for group in groups for request in group]
+    left = len(requests)
+    try:
+        engine.sinks.update((request, mine) for request in requests)
+        engine.inbox.extend(partial(engine.enqueue, group) for group in groups)
+        while left:
+            if not mine:
+                others = engine.step()
+                engine.outputs.extend(others)  # for the next caller of `step`
+            while mine:
+                request, token, reason, now, logprob, text = mine.popleft()
+                left -= reason is not None
+                yield TokenEvent(
+                    request.index, token, reason, now, logprob, request.sample, text
+                )
+    finally:
+        for request in requests:
+            if request.finish_reason is None:
+                engine.abort(request)
+        engine.process_inbox()  # this thread runs the steps: what is left can end at once
+        others = engine.take_outputs()
+        engine.outputs.extend(others)
+        for request in requests:
+            engine.sinks.pop(request, None)
