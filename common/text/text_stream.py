@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from common.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from common.events import FinishReason, TokenEvent
+    from common.events import FinishReason
     from common.sampling.params import SamplingParams
     from common.text.tokenizer import Tokenizer
 
@@ -51,21 +51,8 @@ class TextStream:
         self.begins = self._detokenizer.begins
         self._stops, self._exempt = params.stop, params.min_tokens
         self._held = ""
-        self._shown: list[str] = []
         self.sizes: list[int] = []
         self._answer = answer
-
-    @property
-    def text(self) -> str:
-        """Return all text returned so far, joined anew at each call."""
-        return "".join(self._shown)
-
-    def push(self, event: TokenEvent) -> str:
-        """Append the next event of the completion; return the text that it adds."""
-        if event.text is None:
-            return self.advance(event.token_id, event.finish_reason)[1]
-        self._shown.append(event.text)
-        return event.text
 
     def advance(
         self, token_id: int | None, reason: FinishReason | None
@@ -86,7 +73,6 @@ class TextStream:
             reason = "stop"
         if reason is not None:
             new, self._held = new + self._held, ""
-        self._shown.append(new)
         return reason, new
 
     def _search(self, piece: str) -> tuple[str, bool]:
