@@ -38,8 +38,7 @@ class Piece(NamedTuple):
 class Choice:
     """One of a request's completions: a `Sink` that makes text of tokens and looks for stop strings.
 
-    group: all completions of the request. index: among them. number: the engine's, -1 before it has one.
-    prompt: token ids of the prompt that it continues.
+    group: all completions of the request. index: among them. prompt: token ids that it continues.
     tokens, texts: each token id, and what it adds to the text; perhaps one more text at the end.
     times, logprobs: when each token came, and log-probabilities of each if they were asked for.
     notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
@@ -53,7 +52,6 @@ class Choice:
         self.index = index
         self.request = request = group.request
         self.prompt = request.prompts[index // request.params.n]
-        self.number = -1
         self.tokens = list[int]()
         self.texts = list[str]()
         self.logprobs = list[Logprob]()
@@ -90,7 +88,7 @@ class Choice:
         if ended is not None:
             self.reason = ended
             if reason is None:  # a stop string, which the engine does not look for
-                group.engine.abort([self.number])
+                group.engine.abort([group.numbers[self.index]])
         if group.streamed and len(self.texts) - self.sent > group.most_unsent:
             group.give_up("slow", "the reader is too slow")
         else:
@@ -120,6 +118,7 @@ class Choice:
 class ChoiceGroup:
     """The completions (`choices`) of one HTTP request.
 
+    numbers: the engine's, of each choice, once they are submitted.
     most_unsent: unsent texts of a stream after which its reader counts as too slow.
     failure: why they cannot be completed (of `STATUS`, "slow", "left"), and a sentence; None until then.
     unsent: those of a stream whose end has not been sent. prompt_tokens: of all prompts.
@@ -136,6 +135,7 @@ class ChoiceGroup:
             Choice(self, index, app.model.tokenizer)
             for index in range(len(request.prompts) * request.params.n)
         ]
+        self.numbers = list[int]()
         self.left = len(self.choices)
         self.unsent = self.choices
         self.prompt_tokens = sum(map(len, request.prompts))
@@ -147,9 +147,7 @@ class ChoiceGroup:
         params = replace(request.params, stop=()) if request.params.stop else request.params
         for place, prompt in enumerate(request.prompts):
             mine = self.choices[place * params.n : (place + 1) * params.n]
-            numbers = self.engine.submit(prompt, params, mine, **request.options)
-            for choice, number in zip(mine, numbers, strict=True):
-                choice.number = number
+            self.numbers += self.engine.submit(prompt, params, mine, **request.options)
 
     def hear(self, ended: bool) -> None:
         """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
@@ -164,9 +162,14 @@ class ChoiceGroup:
         self.close()
         self.updated.set()
 
+    async def listen_for_disconnect(self, http: HttpRequest) -> None:
+        """Wait until the client of `http` has closed the connection, and give up then."""
+        await http.disconnected()
+        self.give_up("left", "the client has left")
+
     def close(self) -> None:
         """Abort the completions that have not ended; does nothing once all have."""
-        self.engine.abort(choice.number for choice in self.choices if choice.reason is None)
+        self.engine.abort(self.numbers)
 
     def events(self) -> bytes:
         """Return the server-sent events for all unsent text and ends; these count as sent from now on."""
@@ -213,8 +216,7 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     if request.ignored:
         http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
     group = http.group = ChoiceGroup(app, request)
-    leaving = asyncio.ensure_future(http.disconnected())
-    leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
+    leaving = asyncio.ensure_future(group.listen_for_disconnect(http))
     passed = time.perf_counter() - http.started
     try:
         async with asyncio.timeout(min(request.seconds, limits.max_seconds) - passed):

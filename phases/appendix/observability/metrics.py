@@ -74,9 +74,10 @@ class Metrics:
         if group is None:
             return
         firsts = list[float]()
-        for choice in group.choices:  # one whose engine has died has no end
+        for number in group.numbers:  # one whose engine has died has no end
+            self._last.pop(number, None)
+        for choice in group.choices:
             firsts += choice.times[:1]
-            self._last.pop(choice.number, None)
             if choice.reason is not None:
                 self.finished[choice.reason] += 1
         failure = group.failure[0] if group.failure is not None else None
