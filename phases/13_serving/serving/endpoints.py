@@ -136,13 +136,7 @@ class TextEndpoint:
         return request
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return what `parse` does, with fields and prompts, but without sampling settings yet."""
-        request = self.model.begin(fields, ready, self.source)
-        self.fill(request, convert_fields(self.kind, fields))
-        return request
-
-    def fill(self, request: ParsedRequest, given: Any) -> None:
-        """Read `given`, an instance of `kind`, and the handlers' fields into a request; set its prompts."""
+        """Return a request for tokens with its prompts, but without sampling settings yet. See `parse`."""
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
@@ -161,8 +155,10 @@ class ChatEndpoint(TextEndpoint):
     kind = ChatFields
     source, prefix = "messages", "chatcmpl"
 
-    def fill(self, request: ParsedRequest, given: ChatFields) -> None:
-        """Fill in `request` from the fields `given`: the chat template makes the prompt of `messages`."""
+    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """Return a chat request whose prompt the chat template has made of `messages`. See `parse`."""
+        request = self.model.begin(fields, ready, self.source)
+        given = convert_fields(ChatFields, fields)
         request.messages = [
             message | {"role": "system"} if message.get("role") == "developer" else message
             for message in given.messages  # OpenAI's newer name, which templates do not know
@@ -184,3 +180,4 @@ class ChatEndpoint(TextEndpoint):
         ignored, chat = set[str](), self.model.tokenizer.chat
         request.prompts = [chat(request.messages, ignored=ignored, **request.variables)]
         request.ignored += map("messages.{}".format, sorted(ignored))
+        return request

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from common.http.errors import check_count, wrong
+from common.json_text import convert_fields
 from serving.completion import Choice, Piece
 from serving.endpoints import ServedModel, TextEndpoint
 from serving.formatter import ResponseFormatter
 from serving.http.schema import CompletionFields
+from serving.messages import Ready
 from serving.parsed import ParsedRequest
 
 
@@ -35,11 +38,14 @@ class CompletionEndpoint(TextEndpoint):
     default_tokens = 16  # OpenAI's
     formatter = CompletionFormatter
 
-    def fill(self, request: ParsedRequest, given: CompletionFields) -> None:
-        """Fill in `request` from the fields `given`; `prompt` is one or several, as text or token ids."""
+    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """Return a request whose `prompt` is one or several, as text or token ids. See `parse`."""
+        request = self.model.begin(fields, ready, self.source)
+        given = convert_fields(CompletionFields, fields)
         self.read_fields(request)
         special = request.generation.add_special_tokens is not False
         encode_prompts(self.model, request, given.prompt, special)
+        return request
 
 
 def encode_prompts(
