@@ -137,7 +137,7 @@ class ChoiceGroup:
         ]
         self.numbers = list[int]()
         self.left = len(self.choices)
-        self.unsent = self.choices
+        self.unsent = [*self.choices]
         self.prompt_tokens = sum(map(len, request.prompts))
         self.updated = asyncio.Event()
 
@@ -174,15 +174,13 @@ class ChoiceGroup:
     def events(self) -> bytes:
         """Return the server-sent events for all unsent text and ends; these count as sent from now on."""
         formatter, data = self.request.formatter, b""
-        unsent = list[Choice]()
-        for choice in self.unsent:
+        for choice in [*self.unsent]:
             last = choice.reason is not None
             if last or len(choice.texts) > choice.sent:
                 data += formatter.chunk(choice, choice.take(), last)
-            if not last:
-                unsent.append(choice)
-        self.unsent = unsent
-        return data if unsent else data + formatter.end(self)
+            if last:
+                self.unsent.remove(choice)
+        return data if self.unsent else data + formatter.end(self)
 
     @property
     def output_tokens(self) -> int:
