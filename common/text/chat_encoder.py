@@ -103,7 +103,7 @@ class ChatEncoder:
                 for key, item in value.items()
             }
         if isinstance(value, (list, tuple)):
-            return type(value)(self.hide(item, whole=whole) for item in value)
+            return type(value)(map(partial(self.hide, whole=whole), value))
         return value
 
     @cached_property

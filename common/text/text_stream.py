@@ -68,29 +68,27 @@ class TextStream:
             self.sizes.append(len(piece))
         if self._answer is not None:
             piece = self._answer(piece, reason is not None)
-        new, stopped = self._search(piece)
-        if stopped:
+        new = self._search(piece)
+        if self.stop is not None:
             reason = "stop"
         if reason is not None:
             new, self._held = new + self._held, ""
         return reason, new
 
-    def _search(self, piece: str) -> tuple[str, bool]:
-        """Append decoded text; return what of it can be shown, and True if a stop string is complete."""
-        if self._exempt > 0:
-            self._exempt -= 1
-            return piece, False
-        if not self._stops:
-            return piece, False
+    def _search(self, piece: str) -> str:
+        """Append decoded text, and set `stop` once a stop string is complete; return what can be shown."""
+        self._exempt -= 1
+        if self._exempt >= 0 or not self._stops:
+            return piece
         text = self._held + piece
         starts = ((text.find(stop), len(stop)) for stop in self._stops)
         found = [(at + length, -length) for at, length in starts if at >= 0]
         if found:
             end, size = min(found)
             self._held, self.stop = "", text[end + size : end]
-            return text[: end + size], True
+            return text[: end + size]
         safe = 0
         while not any(stop.startswith(text[safe:]) for stop in self._stops):
             safe += 1  # at the latest at the end, where nothing is left
         self._held = text[safe:]
-        return text[:safe], False
+        return text[:safe]
