@@ -20,6 +20,8 @@ _CONTEXT_FREE = {"Replace", "ByteFallback", "Fuse"}
 """Steps of decoders that treat a token in the middle of a text as they treat the first."""
 _LARGEST_ID = 2**32 - 1
 MOST_TOKENS_OF_A_CHARACTER = 4
+LOOKED_AT = 64
+"""Tokens at the end of a prompt in which the text is sought that a completion goes on from."""
 
 # SentencePiece shows each invalid byte as U+FFFD; by UTF-8's own rule several that belong together are one.
 codecs.register_error(
@@ -123,7 +125,7 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         self._space = b""  # behind a word: shown with the next token
         self.begins = not middle
-        for token in last_visible(after, self._bytes, self._skipped):
+        for token in last_visible(after[-LOOKED_AT:], self._bytes, self._skipped):
             self.push(token)
 
     def push(self, token_id: int) -> str:

@@ -185,7 +185,8 @@ def test_the_cut_into_tokens_does_not_matter(
         tokens += tokenizer.encode(rest[:size])
         rest = rest[size:]
     params = SamplingParams(stop=tuple(stops), min_tokens=exempt)
-    stream, reason, shown = TextStream(tokenizer, params), None, ""
+    stream, shown = TextStream(tokenizer, params), ""
+    reason = None
     for read, token in enumerate(tokens, 1):
         reason, piece = stream.advance(token, None)
         shown += piece

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,6 +25,7 @@ from serving.messages import Ready
 from serving.parsed import ParsedRequest
 from serving.prompts import CompletionEndpoint
 from serving.seams import Endpoint, FieldHandler
+from serving.status import send_models, send_state
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +61,13 @@ class App:
         self.draining = self.closing = False
         self.before = list[Callable[[HttpRequest], Awaitable[bool]]]()
         self.on_end = list[Callable[[HttpRequest], None]]()
-        self.created = int(time.time())
         self.endpoints = dict[str, Endpoint]()
         self.forms = dict[str, ErrorForm]()
         self.routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": lambda http: http.json({"status": "alive"})},
-            "/ready": {"GET": self._ready},
-            "/v1/models": {"GET": self._models},
-            f"/v1/models/{model.name}": {"GET": self._models},
+            "/ready": {"GET": partial(send_state, self)},
+            "/v1/models": {"GET": partial(send_models, self)},
+            f"/v1/models/{model.name}": {"GET": partial(send_models, self)},
         }
         self.chat = ChatEndpoint(model, chat_handlers)
         self.add("/v1/completions", CompletionEndpoint(model, completion_handlers))
@@ -129,23 +128,6 @@ class App:
         if self.engine.ready is None or self.engine.state != "ready" or self.draining:
             raise ApiError(503, f"the engine is {self.state}; try again", code=self.state)
         return self.engine.ready
-
-    async def _ready(self, http: HttpRequest) -> None:
-        await http.json({"status": self.state}, 200 if self.state == "ready" else 503)
-
-    async def _models(self, http: HttpRequest) -> None:
-        """Send the model's description, alone or in a list; raise `ApiError` (503) before it is ready."""
-        card = {
-            "id": self.model.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "inference-ladder",
-            "max_model_len": self.ready().max_len,
-        }
-        if self.model.defaults:
-            card["default_sampling_params"] = dict(self.model.defaults)
-        every = {"object": "list", "data": [card]}
-        await http.json(every if http.path == "/v1/models" else card)
 
     # Requests for tokens.
 

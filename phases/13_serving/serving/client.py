@@ -31,9 +31,9 @@ class EngineClient:
 
     state: of the engine; only at "ready" it takes completions.
     ready, stats: the engine's sizes, and its statistics after the last step.
-    now: `time.perf_counter()` when the step arrived whose tokens are being given to sinks.
+    now: `time.perf_counter()` when the newest report arrived, whose tokens are being given to sinks.
     on_step: hooks that are called with each step's report once its tokens have been given to sinks.
-    on_ready: hooks that are called when the first engine takes requests.
+    on_ready: hooks that are called once, when the first engine takes requests.
     """
 
     def __init__(self) -> None:

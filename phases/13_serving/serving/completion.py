@@ -23,8 +23,6 @@ LONG_ANSWER = 250
 """Tokens of a prompt and its whole answer above which a thread writes it, so that no stream waits."""
 
 OVERDUE = "the request was not done by its deadline, or within the server's --max-seconds"
-LOOKED_AT = 64
-"""Tokens at the end of a prompt in which the text is sought that a completion goes on from."""
 
 
 class Piece(NamedTuple):
@@ -61,8 +59,7 @@ class Choice:
         self.reason: str | None = None
         self.reader = request.reader and request.reader()
         answer = self.reader.answer if self.reader else None
-        last = self.prompt[-LOOKED_AT:]
-        self.stream = TextStream(tokenizer, request.params, last, request.shown, answer)
+        self.stream = TextStream(tokenizer, request.params, self.prompt, request.shown, answer)
 
     @property
     def finish_reason(self) -> str | None:
@@ -116,9 +113,9 @@ class Choice:
 
 
 class ChoiceGroup:
-    """The completions (`choices`) of one HTTP request.
+    """The completions (`choices`) of one HTTP request, which are sent to the engine as they are made.
 
-    numbers: the engine's, of each choice, once they are submitted.
+    numbers: the engine's, of each choice.
     most_unsent: unsent texts of a stream after which its reader counts as too slow.
     failure: why they cannot be completed (of `STATUS`, "slow", "left"), and a sentence; None until then.
     unsent: those of a stream whose end has not been sent. prompt_tokens: of all prompts.
@@ -131,23 +128,20 @@ class ChoiceGroup:
         self.streamed = bool(request.generation.stream)
         self.most_unsent = app.limits.max_unsent
         self.failure: tuple[str, str] | None = None
-        self.choices = [
-            Choice(self, index, app.model.tokenizer)
-            for index in range(len(request.prompts) * request.params.n)
-        ]
-        self.numbers = list[int]()
-        self.left = len(self.choices)
-        self.unsent = [*self.choices]
         self.prompt_tokens = sum(map(len, request.prompts))
         self.updated = asyncio.Event()
-
-    def submit(self) -> None:
-        """Send all completions to the engine, without their stop strings, which are looked for here."""
-        request = self.request
-        params = replace(request.params, stop=()) if request.params.stop else request.params
+        self.choices = list[Choice]()
+        self.numbers = list[int]()
+        params = request.params
+        if params.stop:  # which is looked for here
+            params = replace(params, stop=())
         for place, prompt in enumerate(request.prompts):
-            mine = self.choices[place * params.n : (place + 1) * params.n]
+            indices = range(place * params.n, (place + 1) * params.n)
+            mine = [Choice(self, index, app.model.tokenizer) for index in indices]
+            self.choices += mine
             self.numbers += self.engine.submit(prompt, params, mine, **request.options)
+        self.left = len(self.choices)
+        self.unsent = [*self.choices]
 
     def hear(self, ended: bool) -> None:
         """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
@@ -159,17 +153,13 @@ class ChoiceGroup:
         """Set `self.failure` to its kind and a sentence, and abort the completions that have not ended."""
         if self.failure is None and (self.left or failure == "slow"):
             self.failure = failure, message
-        self.close()
+        self.engine.abort(self.numbers)
         self.updated.set()
 
     async def listen_for_disconnect(self, http: HttpRequest) -> None:
         """Wait until the client of `http` has closed the connection, and give up then."""
         await http.disconnected()
         self.give_up("left", "the client has left")
-
-    def close(self) -> None:
-        """Abort the completions that have not ended; does nothing once all have."""
-        self.engine.abort(self.numbers)
 
     def events(self) -> bytes:
         """Return the server-sent events for all unsent text and ends; these count as sent from now on."""
@@ -218,13 +208,12 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     passed = time.perf_counter() - http.started
     try:
         async with asyncio.timeout(min(request.seconds, limits.max_seconds) - passed):
-            group.submit()
             await (_stream(http, group) if group.streamed else _answer(http, group))
     except TimeoutError:
         group.give_up("deadline", OVERDUE)
     finally:
         leaving.cancel()
-        group.close()
+        app.engine.abort(group.numbers)
     if group.failure is None:
         return
     kind, message = group.failure

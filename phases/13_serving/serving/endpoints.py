@@ -78,11 +78,8 @@ class ServedModel:
             context = f"more than a context of {most} tokens holds"
             raise wrong(source, f"{source} has {characters:,} characters, {context}")
 
-    def finish(self, request: ParsedRequest, default_tokens: int = MAX_INT) -> None:
-        """Set a request's sampling settings, once its prompts are known; `ApiError` if it cannot be served.
-
-        default_tokens: `max_tokens` where the request does not say, if there is room for so many.
-        """
+    def finish(self, request: ParsedRequest) -> None:
+        """Set a request's sampling settings once its prompts are known; `ApiError` if it cannot be served."""
         ready = request.ready
         for call in request.on_prompt:
             call()
@@ -90,7 +87,8 @@ class ServedModel:
         if "max_tokens" not in given:
             cache = ready.blocks * ready.block_size + 1 if ready.blocks else MAX_INT
             room = max(1, min(ready.max_len, cache) - max(map(len, request.prompts)))
-            given["max_tokens"] = max(min(room, default_tokens), given.get("min_tokens", 0))
+            most = min(room, request.default_tokens)
+            given["max_tokens"] = max(most, given.get("min_tokens", 0))
         try:
             request.params = SamplingParams(**given)
             for prompt in request.prompts:
@@ -107,13 +105,11 @@ class TextEndpoint:
     model: the served one. handlers: read further fields of its requests.
     kind: the struct of its own fields. formatter: makes its responses.
     prefix: the beginning of the ids of responses.
-    default_tokens: `max_tokens` where a request does not set it, if there is room for so many.
     """
 
     kind: type[Struct]
     source: str
     prefix: str
-    default_tokens = MAX_INT
     formatter = ResponseFormatter
     form = ErrorForm()
     threaded = False
@@ -129,7 +125,7 @@ class TextEndpoint:
     ) -> ParsedRequest:
         """Return a request for tokens, parsed from its decoded body `fields` and checked."""
         request = self.read(fields, ready)
-        self.model.finish(request, self.default_tokens)
+        self.model.finish(request)
         request.formatter = self.formatter(
             f"{self.prefix}-{http.id}", self.model.name, request
         )

@@ -143,14 +143,14 @@ class EngineProcess(EngineClient):
             undo.callback(self._kill)
             reading = asyncio.ensure_future(self._read(socket))
             undo.callback(reading.cancel)
-            self._heard = time.monotonic()
+            self.now = time.perf_counter()
             alive = True
             while alive and not reading.done():
                 alive = child.is_alive()  # one more look at what it has said before it ended
                 await asyncio.wait({reading}, timeout=0.05)
                 if not self._sinks:
-                    self._heard = time.monotonic()  # it has no reason to speak
-                silence = time.monotonic() - self._heard
+                    self.now = time.perf_counter()  # it has no reason to speak
+                silence = time.perf_counter() - self.now
                 if self.state == "ready" and silence > self.silence:
                     words = f"the engine has said nothing for {silence:.0f} s, and is ended"
                     return StartupError(words)
@@ -167,16 +167,15 @@ class EngineProcess(EngineClient):
         """
         while True:
             message = report(await socket.recv())
-            self._heard, self.now = time.monotonic(), time.perf_counter()
+            self.now = time.perf_counter()
             match message:
                 case StepReport():
                     self._route_tokens(message)
                 case Ready():
-                    first = self.ready is None
                     self.ready, self.stats = message, StepStats(free_blocks=message.blocks)
                     self.state = "stopped" if self._stopping else "ready"
-                    for hook in self.on_ready if first else ():
-                        hook()
+                    while self.on_ready:
+                        self.on_ready.pop(0)()
                 case Failed():
                     return (UserError if message.wrong_input else StartupError)(message.reason)
 

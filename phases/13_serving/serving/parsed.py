@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from common.http.errors import ApiError, wrong
-from common.sampling.params import SamplingParams
+from common.sampling.params import MAX_INT, SamplingParams
 from serving.http.schema import GenerationFields
 from serving.messages import Ready
 
@@ -30,6 +30,7 @@ class ParsedRequest:
     fields, generation: all fields as the client has sent them, and those that every request may have.
     prompts: token ids of each.
     ready: the engine's sizes. source: the name of the field with the prompt.
+    default_tokens: `max_tokens` where the request does not say, if there is room for so many.
     options: further fields of the command `AddRequest` by which the engine gets each prompt.
     seconds: time limit of the whole request.
     names: the client's name of a setting or of `grammar`, where it differs.
@@ -52,6 +53,7 @@ class ParsedRequest:
     variables: dict[str, Any] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
     params: SamplingParams = DEFAULTS
+    default_tokens: int = MAX_INT
     options: dict[str, Any] = field(default_factory=dict)
     seconds: float = inf
     names: dict[str, str] = field(default_factory=dict)

@@ -35,12 +35,12 @@ class CompletionEndpoint(TextEndpoint):
 
     kind = CompletionFields
     source, prefix = "prompt", "cmpl"
-    default_tokens = 16  # OpenAI's
     formatter = CompletionFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
         """Return a request whose `prompt` is one or several, as text or token ids. See `parse`."""
         request = self.model.begin(fields, ready, self.source)
+        request.default_tokens = 16  # OpenAI's
         given = convert_fields(CompletionFields, fields)
         self.read_fields(request)
         special = request.generation.add_special_tokens is not False
