@@ -80,11 +80,10 @@ class Metrics:
             firsts += choice.times[:1]
             if choice.reason is not None:
                 self.finished[choice.reason] += 1
-        failure = group.failure[0] if group.failure is not None else None
-        if failure is not None:
-            self.failures[failure] += 1
-        if failure == "refused":  # no tokens of it were counted
-            return
+        if group.failure is not None:
+            self.failures[group.failure[0]] += 1
+            if group.failure[0] == "refused":  # no tokens of it were counted
+                return
         self.prompted += group.prompt_tokens
         if firsts:
             self.first.observe(min(firsts) - http.started)
