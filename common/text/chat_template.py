@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import UserError, choice, shown, text
-from common.text.template_sandbox import TemplateError, TemplateSandbox
+from common.text.template_sandbox import TemplateError, ask_child
 
 Message = Mapping[str, Any]
 """One turn: `role` (`system`, `user`, `assistant`, ...), `content`, and what else the template reads."""
@@ -28,7 +28,6 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 """Types of content parts that are texts -> the field that holds the text."""
 _NOTHING: tuple[Any, ...] = (None, [], {})
 """Values of a field that mean the same as its absence."""
-_SANDBOX = TemplateSandbox()
 
 
 class ChatTemplate:
@@ -42,7 +41,7 @@ class ChatTemplate:
         """
         self.source, self._special_tokens = source, special_tokens
         try:
-            found = _SANDBOX.ask(source)
+            found = ask_child(source)
         except TemplateError as error:
             raise UserError(f"the model's chat template is not valid ({error})") from error
         self.variables = frozenset(found["variables"])
@@ -67,10 +66,10 @@ class ChatTemplate:
         if not messages:
             raise UserError("messages is empty, but a chat needs at least one message")
         unread = set[str]() if ignored is None else ignored
-        return [
-            self._message(f"messages[{index}]", message, unread)
-            for index, message in enumerate(messages)
-        ]
+        checked = list[dict[str, Any]]()
+        for index, message in enumerate(messages):
+            checked.append(self._message(f"messages[{index}]", message, unread))
+        return checked
 
     def render(
         self,
@@ -90,7 +89,7 @@ class ChatTemplate:
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return str(_SANDBOX.ask(self.source, given)["text"])
+            return str(ask_child(self.source, given)["text"])
         except (TemplateError, TypeError, ValueError) as error:  # or what is given is no JSON
             words = f"the model's chat template does not take these messages ({error})"
             raise UserError(words) from error

@@ -29,6 +29,7 @@ from serving.status import send_models, send_state
 
 log = logging.getLogger(__name__)
 
+Fields = dict[str, Any]
 Route = Callable[[HttpRequest], Awaitable[None]]
 T = TypeVar("T")
 
@@ -138,12 +139,11 @@ class App:
         self.routes[path] = {"POST": partial(self._tokens, endpoint)}
 
     async def _tokens(self, endpoint: Endpoint, http: HttpRequest) -> None:
-        parse = partial(self.parse, endpoint, http)
-        request = await self.read(http, parse, endpoint.source, endpoint.threaded)
+        request = await self.read(http, endpoint, partial(self.parse, endpoint, http))
         await serve(self, http, request)
 
     def parse(
-        self, endpoint: Endpoint, http: HttpRequest, fields: dict[str, Any], ready: Ready
+        self, endpoint: Endpoint, http: HttpRequest, fields: Fields, ready: Ready
     ) -> ParsedRequest:
         """Return an HTTP request for tokens, parsed and checked by its route; `ignored` names all fields
         that nothing reads. See `Endpoint.parse`.
@@ -156,17 +156,12 @@ class App:
         return request
 
     async def read(
-        self,
-        http: HttpRequest,
-        parse: Callable[[dict[str, Any], Ready], T],
-        source: str | None = None,
-        threaded: bool = False,
+        self, http: HttpRequest, endpoint: Endpoint, parse: Callable[[Fields, Ready], T]
     ) -> T:
         """Return what `parse` makes of the body of `http`, in a thread unless it is short, so that no stream
         waits. Raises `ApiError` if the request cannot be taken now, or never.
 
-        parse: gets the decoded fields and the engine's sizes.
-        source: the field that an error is about unless it names one. threaded: always use a thread.
+        endpoint: its route. parse: gets the decoded fields and the engine's sizes.
         """
         ready = self.ready()
         body = await http.body()
@@ -175,9 +170,9 @@ class App:
             try:
                 return parse(decode_object(body, self.limits.max_parts), ready)
             except UserError as error:
-                field = error.field if isinstance(error, FieldError) else source
+                field = error.field if isinstance(error, FieldError) else endpoint.source
                 raise wrong(field, str(error)) from None
 
-        if len(body) <= LONG and not threaded:
+        if len(body) <= LONG and not endpoint.threaded:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._threads, make)
