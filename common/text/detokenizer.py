@@ -19,8 +19,7 @@ _EACH_BYTE = "replace_each_byte"
 _CONTEXT_FREE = {"Replace", "ByteFallback", "Fuse"}
 """Steps of decoders that treat a token in the middle of a text as they treat the first."""
 _LARGEST_ID = 2**32 - 1
-MOST_TOKENS_OF_A_CHARACTER = 4
-LOOKED_AT = 64
+LOOKED_AT = 16
 """Tokens at the end of a prompt in which the text is sought that a completion goes on from."""
 
 _PRINTABLE = {char: ord(char) for char in ByteLevel.alphabet() if ord(char) < 256}
@@ -113,23 +112,22 @@ class Detokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        skip_special_tokens: bool = True,
         shown: frozenset[int] = frozenset(),
         after: Sequence[int] = (),
         middle: bool = False,
     ) -> None:
         """Start an empty text, or continue a prompt of the tokens `after`.
 
-        skip_special_tokens: leave special tokens out of the text, but for those that are `shown`.
+        shown: ids of special tokens that belong to the text; others are left out.
         middle: continue the prompt even if it has no text, so that a first space is kept.
         """
         self._bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - shown
         errors = _EACH_BYTE if self._bytes.byte_fallback else "replace"
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         self._space = b""  # behind a word: shown with the next token
         self.begins = not middle
-        for token in last_visible(after[-LOOKED_AT:], self._bytes, self._skipped):
+        for token in map(int, after[-LOOKED_AT:]):
             self.push(token)
 
     def push(self, token_id: int) -> str:
@@ -150,19 +148,3 @@ class Detokenizer:
     def incomplete(self) -> str:
         """Drop the bytes of an incomplete character; return what `Tokenizer.decode` shows for it."""
         return self._utf8.decode(b"", final=True)
-
-
-def last_visible(
-    tokens: Sequence[int], known: TokenBytes, skipped: frozenset[int]
-) -> list[int]:
-    """Return the last tokens that have a text, in order: as many as one character may be spread over.
-
-    known: the bytes of each token. skipped: ids of tokens that are left out of texts.
-    """
-    found = list[int]()
-    for token in map(int, reversed(tokens)):
-        if token not in skipped and known[token]:
-            found.append(token)
-        if len(found) == MOST_TOKENS_OF_A_CHARACTER:
-            break
-    return found[::-1]
