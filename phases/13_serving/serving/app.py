@@ -22,7 +22,7 @@ from serving.completion import serve
 from serving.endpoints import ChatEndpoint, ServedModel
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 from serving.messages import Ready
-from serving.parsed import ParsedRequest
+from serving.parsed import ParsedRequest, listed
 from serving.prompts import CompletionEndpoint
 from serving.seams import Endpoint, FieldHandler
 from serving.status import send_models, send_state
@@ -130,8 +130,6 @@ class App:
             raise ApiError(503, f"the engine is {self.state}; try again", code=self.state)
         return self.engine.ready
 
-    # Requests for tokens.
-
     def add(self, path: str, endpoint: Endpoint) -> None:
         """Serve POST requests at `path` by `endpoint`, a route that generates tokens."""
         self.endpoints[path] = endpoint
@@ -145,14 +143,15 @@ class App:
     def parse(
         self, endpoint: Endpoint, http: HttpRequest, fields: Fields, ready: Ready
     ) -> ParsedRequest:
-        """Return an HTTP request for tokens, parsed and checked by its route; `ignored` names all fields
-        that nothing reads. See `Endpoint.parse`.
+        """Return an HTTP request for tokens, parsed and checked by its route; a header names all fields that
+        nothing reads. See `Endpoint.parse`.
         """
         request = endpoint.parse(http, fields, ready)
         unknown = set(fields)
         for kind in endpoint.kinds:
             unknown.difference_update(kind.__struct_fields__)
-        request.ignored += sorted(unknown)
+        if ignored := request.ignored + sorted(unknown):
+            request.headers.append((b"x-ladder-ignored", listed(ignored)))
         return request
 
     async def read(

@@ -69,8 +69,6 @@ class EngineClient:
         """Return how many completions have not ended."""
         return len(self._sinks)
 
-    # What callers do.
-
     def submit(
         self,
         prompt: list[int],
@@ -106,8 +104,6 @@ class EngineClient:
             self.transmit(encode(outbox))
         elif self._sinks:  # the engine has gone since they were admitted
             self._lose()
-
-    # What the engine says.
 
     def _route_tokens(self, step: StepReport) -> None:
         """Give each completion's sink the notes, then the tokens, then the end that a step's report has.

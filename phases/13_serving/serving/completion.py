@@ -12,7 +12,7 @@ from common.events import FinishReason, Logprob
 from common.http.errors import STATUS, ApiError, too_many
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
-from serving.http.request import ClientDisconnected, HttpRequest, listed
+from serving.http.request import ClientDisconnected, HttpRequest
 from serving.parsed import ParsedRequest
 from serving.seams import Delta
 
@@ -179,13 +179,10 @@ class ChoiceGroup:
         return sum(len(choice.tokens) for choice in seen)
 
 
-# The life of a request.
-
-
 async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     """Run a request for tokens in the engine, and send its whole response, from admission to the last byte.
 
-    A header names ignored fields. However this function is left, the engine drops what is not finished.
+    However this function is left, the engine drops what is not finished.
 
     Raises:
         ApiError: the request cannot be answered, or not in full.
@@ -201,8 +198,6 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
         words = f"{in_flight} completions are in flight, and the server takes at most {most}"
         raise ApiError(429, words, code="queue_full")
     http.extra += request.headers
-    if request.ignored:
-        http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
     group = http.group = ChoiceGroup(app, request)
     leaving = asyncio.ensure_future(group.listen_for_disconnect(http))
     passed = time.perf_counter() - http.started

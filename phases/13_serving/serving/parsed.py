@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     from serving.seams import Formatter, MessageReader
 
 DEFAULTS = SamplingParams()
+
+
+def listed(names: list[str]) -> bytes:
+    """Return the value of a header: these names with commas between them, as many as fit."""
+    text = ", ".join(name[:100] for name in names[:16])
+    return re.sub("[^ -~]", "?", text).encode()
 
 
 @dataclass
@@ -36,7 +43,7 @@ class ParsedRequest:
     names: the client's name of a setting or of `grammar`, where it differs.
     constrained: whether the output follows a grammar from its first token, so that it has no reasoning.
     explain: puts the engine's refusal of a grammar into the client's words.
-    headers: of the response.
+    headers: of the response. ignored: names of fields without effect, of which one header tells.
     shown: ids of special tokens that belong to the text.
     prompt_only: whether only the prompts matter; the one token made of each is then not shown.
     reader: makes the `MessageReader` of each completion, if a chat message has more than content; else None.
