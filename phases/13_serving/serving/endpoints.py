@@ -23,11 +23,7 @@ from serving.messages import Ready
 from serving.parsed import ParsedRequest
 from serving.seams import FieldHandler
 
-COPIED = [
-    name
-    for name in GenerationFields.__struct_fields__
-    if name in SamplingParams.__dataclass_fields__
-]
+COPIED = sorted({*GenerationFields.__struct_fields__} & {*SamplingParams.__dataclass_fields__})
 """Fields that are settings of the sampler."""
 RESERVED = {
     "messages",
@@ -126,9 +122,8 @@ class TextEndpoint:
         """Return a request for tokens, parsed from its decoded body `fields` and checked."""
         request = self.read(fields, ready)
         self.model.finish(request)
-        request.formatter = self.formatter(
-            f"{self.prefix}-{http.id}", self.model.name, request
-        )
+        id = f"{self.prefix}-{http.id}"
+        request.formatter = self.formatter(id, self.model.name, request)
         return request
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
@@ -161,9 +156,8 @@ class ChatEndpoint(TextEndpoint):
         ]
         request.variables = dict(given.chat_template_kwargs or {})
         if reserved := RESERVED & request.variables.keys():
-            raise wrong(
-                "chat_template_kwargs", f"chat_template_kwargs may not hold {min(reserved)!r}"
-            )
+            name = "chat_template_kwargs"
+            raise wrong(name, f"{name} may not hold {min(reserved)!r}")
         if given.max_completion_tokens is not None:
             request.sampling["max_tokens"] = given.max_completion_tokens
             request.names["max_tokens"] = "max_completion_tokens"
