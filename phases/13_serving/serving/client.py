@@ -31,7 +31,7 @@ class EngineClient:
 
     state: of the engine; only at "ready" it takes completions.
     ready, stats: the engine's sizes, and its statistics after the last step.
-    now: `time.perf_counter()` when the newest report arrived, whose tokens are being given to sinks.
+    now: `time.perf_counter()` when the step arrived whose tokens are being given to sinks.
     on_step: hooks that are called with each step's report once its tokens have been given to sinks.
     on_ready: hooks that are called once, when the first engine takes requests.
     """
@@ -47,16 +47,10 @@ class EngineClient:
         self._sinks = dict[int, Sink]()
         self._next = 0
         self._outbox = list[Command]()
-        self._life: asyncio.Future[None] | None = None
 
     def transmit(self, data: bytes) -> None:
         """Send an encoded message to the engine; a message that cannot be sent is lost with the engine."""
         raise NotImplementedError
-
-    def start(self) -> asyncio.Future[None]:
-        """Start the task of `run` at the first call, and return that task; the engine loads meanwhile."""
-        self._life = self._life or asyncio.ensure_future(self.run())
-        return self._life
 
     async def run(self) -> None:
         """Start the engine, and start it again whenever it ends, until `stop`."""

@@ -143,14 +143,14 @@ class EngineProcess(EngineClient):
             undo.callback(self._kill)
             reading = asyncio.ensure_future(self._read(socket))
             undo.callback(reading.cancel)
-            self.now = time.perf_counter()
+            self._heard = time.monotonic()
             alive = True
             while alive and not reading.done():
                 alive = child.is_alive()  # one more look at what it has said before it ended
                 await asyncio.wait({reading}, timeout=0.05)
                 if not self._sinks:
-                    self.now = time.perf_counter()  # it has no reason to speak
-                silence = time.perf_counter() - self.now
+                    self._heard = time.monotonic()  # it has no reason to speak
+                silence = time.monotonic() - self._heard
                 if self.state == "ready" and silence > self.silence:
                     words = f"the engine has said nothing for {silence:.0f} s, and is ended"
                     return StartupError(words)
@@ -167,7 +167,7 @@ class EngineProcess(EngineClient):
         """
         while True:
             message = report(await socket.recv())
-            self.now = time.perf_counter()
+            self._heard, self.now = time.monotonic(), time.perf_counter()
             match message:
                 case StepReport():
                     self._route_tokens(message)
@@ -233,7 +233,8 @@ def main(
             collector_paused()
         ):  # imports make many objects to look at, and hardly any garbage
             engine = make()
-            from serving.worker import Worker, ready
+            from serving.sizes import ready
+            from serving.worker import Worker
 
             observing = observer and observer(engine)
     except UserError as error:
