@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import SupportsFloat, SupportsIndex
 
 
@@ -95,21 +94,6 @@ def number(
     if not (low < found <= high if above_low else low <= found <= high):
         raise UserError(f"{name} is {found!r}, but must be {limit}")
     return found
-
-
-def near(value: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'x'?)` for the known text nearest to `value`, or "" if none is near."""
-    found = get_close_matches(value[:100], list(known), n=1)
-    return f" (did you mean {found[0]!r}?)" if found else ""
-
-
-def choice(name: str, value: object, allowed: Iterable[str]) -> str:
-    """Return `value` if it is one of `allowed`. Raises `UserError` with the list and the nearest of them."""
-    names = list(allowed)
-    if isinstance(value, str) and value in names:
-        return value
-    hint = near(value, names) if isinstance(value, str) else ""
-    raise UserError(f"{name} is {shown(value)}, but must be one of {', '.join(names)}{hint}")
 
 
 def boolean(name: str, value: object) -> bool:

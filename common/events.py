@@ -6,6 +6,7 @@ A phase's engine has a method `stream` that yields events; `generate` collects t
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -171,18 +172,24 @@ def follow(
         for index, (prompt, settings) in enumerate(zip(ids, each, strict=True))
         for sample in range(settings.n)
     }
-    texts = (
+    streams = (
         {key: TextStream(tokenizer, each[key[0]], ids[key[0]]) for key in completions}
         if tokenizer
         else {}
     )
+    pieces = defaultdict[tuple[int, int], list[str]](list)
     for event in events:
         key = event.index, event.sample
         completion = completions[key]
         completion.add(event)
-        new = texts[key].push(event) if key in texts else ""
-        if key in texts and event.finish_reason is not None:
-            completion.text = texts[key].text
+        new = ""
+        if key in streams:
+            new = event.text or ""
+            if event.text is None:
+                _, new = streams[key].advance(event.token_id, event.finish_reason)
+        pieces[key].append(new)
+        if event.finish_reason is not None:
+            completion.text = "".join(pieces[key])
         yield completion, new
 
 

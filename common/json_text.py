@@ -6,20 +6,13 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from common.error_lines import type_error
 from common.errors import UserError
+from common.json_measure import measure_json
 
 MAX_DEPTH = 128
 """Deepest nesting that is taken: what looks through a value recurses."""
-PIECE = 1 << 16
-"""Bytes that are looked through at once: no other thread runs meanwhile."""
-_QUOTE = ord('"')
-_PARTS = np.isin(np.arange(256), list(b"{[:"))
-_STEPS = np.isin(np.arange(256), list(b"{[")).astype(np.int32) - np.isin(
-    np.arange(256), list(b"}]")
-)
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 _LINE_ENDS = {"\u2028": b"\\u2028", "\u2029": b"\\u2029", "\x85": b"\\u0085"}
@@ -40,28 +33,19 @@ class FieldError(UserError):
 def check_json(data: bytes, most_parts: int) -> None:
     """Raise `FieldError` for JSON (`data`, UTF-8) of too many parts, or nested too deeply; decode nothing.
 
-    most_parts: values and names allowed in all. Each part costs a microsecond or more in which a server does
-    nothing else. What stands in strings does not count.
+    most_parts: objects, lists and names allowed in all. Each costs a microsecond or more in which a server
+    does nothing else. What stands in strings does not count.
     """
     opened = data.count(b"{") + data.count(b"[")
     if opened <= MAX_DEPTH and opened + data.count(b":") <= most_parts:
         return
-    text = np.frombuffer(data.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    inside = np.False_
-    parts = depth = 0
-    for start in range(0, len(text), PIECE):
-        piece = text[start : start + PIECE]
-        outside = ~(np.bitwise_xor.accumulate(piece == _QUOTE) ^ inside)
-        inside = ~outside[-1]
-        parts += int(np.count_nonzero(_PARTS[piece] & outside))
-        depths = depth + np.cumsum(_STEPS[piece] * outside)
-        depth = int(depths[-1])
-        if parts > most_parts:
-            what = f"has more than {most_parts:,} objects, lists and keys"
-            raise FieldError(None, f"the body {what}, which is the limit")
-        if depths.max() > MAX_DEPTH:
-            what = f"nests deeper than {MAX_DEPTH} levels"
-            raise FieldError(None, f"the body {what}, which is the limit")
+    parts, depth = measure_json(data)
+    if parts > most_parts:
+        what = f"has more than {most_parts:,} objects, lists and keys"
+        raise FieldError(None, f"the body {what}, which is the limit")
+    if depth > MAX_DEPTH:
+        what = f"nests deeper than {MAX_DEPTH} levels"
+        raise FieldError(None, f"the body {what}, which is the limit")
 
 
 def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
-from difflib import get_close_matches
 from typing import Any
 
-from common.errors import UserError, boolean, choice, integer, number
+from common.errors import UserError, boolean, integer, number
+from common.names import choice, unknown
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
@@ -81,16 +81,3 @@ def route(
         elif name not in others:
             raise UserError(unknown(name, [*owner, *others]))
     return dealt
-
-
-def unknown(name: str, known: Sequence[str]) -> str:
-    """Return the error message for the option `name`, which does not exist; it suggests the nearest of
-    `known`.
-    """
-    near = get_close_matches(name, known, n=3)
-    what = (
-        f"did you mean {' or '.join(near)}?"
-        if near
-        else f"the options are {', '.join(sorted(known))}"
-    )
-    return f"{name!r} is no option here: {what}"

@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import UserError, near
+from common.errors import UserError
+from common.names import near
 
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout, or the package `inference_ladder` of a wheel, without benchmarks, exercises and figures."""

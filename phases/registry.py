@@ -15,7 +15,8 @@ import torch
 from common.device import pick_device
 from common.errors import UserError
 from common.events import Streams
-from common.options import route, unknown
+from common.names import unknown
+from common.options import route
 from common.text.tokenizer import Tokenizer
 from forward.loading import facts_of
 from forward.model import Model

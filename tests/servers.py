@@ -34,7 +34,8 @@ from serving.app import App
 from serving.client import EngineClient
 from serving.http.request import HttpRequest
 from serving.messages import Command, Report
-from serving.worker import Worker, ready
+from serving.sizes import ready
+from serving.worker import Worker
 
 JSON = {"content-type": "application/json"}
 

@@ -91,11 +91,13 @@ def texts(
     )
     found = []
     for completion in done:
-        stream = TextStream(tokenizer, params)
+        stream, text = TextStream(tokenizer, params), ""
         last = len(completion.token_ids) - 1
         for place, token in enumerate(completion.token_ids):
-            stream.advance(token, completion.finish_reason if place == last else None)
-        found.append(stream.text)
+            text += stream.advance(token, completion.finish_reason if place == last else None)[
+                1
+            ]
+        found.append(text)
     return found
 
 

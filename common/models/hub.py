@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from common.errors import UserError, near, shown
+from common.errors import UserError, shown
 from common.models.bundled import BUNDLED, damage, fetch_bundled
+from common.names import near
 from common.paths import expand
 
 RANDOM = "random:"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.errors import UserError, choice
+from common.errors import UserError
 from common.models.fields import read_object
+from common.names import choice
 from common.sampling.params import NUMBERS, SamplingParams
 
 MODEL, NEUTRAL = "model", "neutral"

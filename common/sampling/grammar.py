@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from common.errors import UserError, choice, shown, text
+from common.errors import UserError, shown, text
+from common.names import choice
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, library_errors
 from common.errors import text as valid_text
 from common.text.blind_tokenizer import BlindTokenizer, StandIns
-from common.text.chat_template import ChatTemplate, Message
+from common.text.chat_template import Message
 from common.text.continued import render_continued
 from common.text.turns import join_turns
 
@@ -57,28 +57,26 @@ class ChatEncoder:
         templates = self._tokenizer.templates
         template = templates.tools if variables.get("tools") else templates.plain
         conversation = template.conversation(messages, ignored)
-        continued = variables.get("continue_final_message", False)
+        continued = variables.pop("continue_final_message", False)
+        render = partial(render_continued, template) if continued else template.render
         variables["add_generation_prompt"] = add_generation_prompt and not continued
         try:
-            ids = self._encode(template, conversation, variables)
+            ids = self._encode(render, conversation, variables)
         except UserError:
             joined = join_turns(conversation)
             if joined == conversation:
                 raise
-            ids = self._encode(template, joined, variables)
+            ids = self._encode(render, joined, variables)
         return self._tokenizer.begun(ids) if add_special_tokens else ids
 
     def _encode(
         self,
-        template: ChatTemplate,
+        render: Callable[..., str],
         conversation: list[dict[str, Any]],
         variables: dict[str, Any],
     ) -> list[int]:
         guarded, given = self.hide([conversation, variables])
         hidden = guarded != conversation or given != variables
-        render = template.render
-        if given.pop("continue_final_message", False):
-            render = partial(render_continued, template)
         text = valid_text("the conversation", render(guarded, **given))
         with library_errors("the conversation"):
             if hidden:
@@ -103,7 +101,7 @@ class ChatEncoder:
                 for key, item in value.items()
             }
         if isinstance(value, (list, tuple)):
-            return type(value)(self.hide(item, whole=whole) for item in value)
+            return type(value)(map(partial(self.hide, whole=whole), value))
         return value
 
     @cached_property

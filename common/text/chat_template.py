@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.errors import UserError, choice, shown, text
-from common.text.template_sandbox import TemplateError, TemplateSandbox
+from common.errors import UserError, shown, text
+from common.names import choice
+from common.text.content_parts import NOTHING, texts_of_parts
+from common.text.template_sandbox import TemplateError, ask_child
 
 Message = Mapping[str, Any]
 """One turn: `role` (`system`, `user`, `assistant`, ...), `content`, and what else the template reads."""
@@ -24,11 +26,6 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the field with an assistant's reasoning, as different servers and templates call it."""
 _OTHER_MEDIA = ("audio", "images", "function_call")
 """Fields that cannot be dropped without changing the message's meaning, and are therefore refused."""
-_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of content parts that are texts -> the field that holds the text."""
-_NOTHING: tuple[Any, ...] = (None, [], {})
-"""Values of a field that mean the same as its absence."""
-_SANDBOX = TemplateSandbox()
 
 
 class ChatTemplate:
@@ -42,7 +39,7 @@ class ChatTemplate:
         """
         self.source, self._special_tokens = source, special_tokens
         try:
-            found = _SANDBOX.ask(source)
+            found = ask_child(source)
         except TemplateError as error:
             raise UserError(f"the model's chat template is not valid ({error})") from error
         self.variables = frozenset(found["variables"])
@@ -67,10 +64,10 @@ class ChatTemplate:
         if not messages:
             raise UserError("messages is empty, but a chat needs at least one message")
         unread = set[str]() if ignored is None else ignored
-        return [
-            self._message(f"messages[{index}]", message, unread)
-            for index, message in enumerate(messages)
-        ]
+        checked = list[dict[str, Any]]()
+        for index, message in enumerate(messages):
+            checked.append(self._message(f"messages[{index}]", message, unread))
+        return checked
 
     def render(
         self,
@@ -90,7 +87,7 @@ class ChatTemplate:
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return str(_SANDBOX.ask(self.source, given)["text"])
+            return str(ask_child(self.source, given)["text"])
         except (TemplateError, TypeError, ValueError) as error:  # or what is given is no JSON
             words = f"the model's chat template does not take these messages ({error})"
             raise UserError(words) from error
@@ -106,7 +103,7 @@ class ChatTemplate:
             choice(f"{name}.role", role, ROLES)
         checked: dict[str, Any] = {"role": role}
         for field, value in message.items():
-            if value in _NOTHING:
+            if value in NOTHING:
                 continue
             if field in _OTHER_MEDIA:
                 words = "but this model takes texts and tool_calls alone"
@@ -127,8 +124,7 @@ class ChatTemplate:
         if content is None and said is not None:
             content = text(f"{name}.refusal", said)
         if isinstance(content, list):
-            named = ((f"{name}.content[{place}]", part) for place, part in enumerate(content))
-            texts = [_part(place, part, ignored) for place, part in named]
+            texts = texts_of_parts(f"{name}.content", content, ignored)
             parts = [{"type": "text", "text": each} for each in texts]
             checked["content"] = parts if self._takes_parts else "\n".join(texts)
         elif content is not None:
@@ -147,17 +143,3 @@ def count_characters(value: Any) -> int:
     if isinstance(value, dict):
         return sum(map(count_characters, value.values()))
     return sum(map(count_characters, value)) if isinstance(value, list) else 0
-
-
-def _part(name: str, part: Any, ignored: set[str]) -> str:
-    """Return the text of the part `name` of a message's content. ignored: gets names of other fields."""
-    if not isinstance(part, Mapping):
-        form = "must be an object with a type and a text"
-        raise UserError(f"{name} is {shown(part)}, but {form}")
-    kind = part.get("type")
-    if not isinstance(kind, str) or kind not in _TEXTS:
-        raise UserError(f"{name}.type is {shown(kind)}, but must be 'text'")
-    others = part.keys() - {"type", *_TEXTS.values()}
-    ignored |= {other for other in others if part[other] not in _NOTHING}
-    field = _TEXTS[kind]
-    return text(f"{name}.{field}", part.get(field, None))

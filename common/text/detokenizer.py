@@ -19,7 +19,15 @@ _EACH_BYTE = "replace_each_byte"
 _CONTEXT_FREE = {"Replace", "ByteFallback", "Fuse"}
 """Steps of decoders that treat a token in the middle of a text as they treat the first."""
 _LARGEST_ID = 2**32 - 1
-MOST_TOKENS_OF_A_CHARACTER = 4
+LOOKED_AT = 16
+"""Tokens at the end of a prompt in which the text is sought that a completion goes on from."""
+
+_PRINTABLE = {char: ord(char) for char in ByteLevel.alphabet() if ord(char) < 256}
+_OTHERS = sorted(set(range(256)) - set(_PRINTABLE.values()))
+_BYTE_OF = _PRINTABLE | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
+"""Characters of byte-level BPE, and the byte that each stands for: those that cannot be printed have others
+(https://github.com/openai/gpt-2/blob/master/src/encoder.py).
+"""
 
 # SentencePiece shows each invalid byte as U+FFFD; by UTF-8's own rule several that belong together are one.
 codecs.register_error(
@@ -55,7 +63,20 @@ class TokenBytes(dict[int, bytes]):
         token = self._backend.id_to_token(token_id) if 0 <= token_id <= _LARGEST_ID else None
         if token is None:
             return b""  # not kept: there is no end of such ids
-        self[token_id] = found = self._bytes(token_id, token)
+        if self.byte_level and _BYTE_OF.keys() >= set(token):
+            found = bytes(map(_BYTE_OF.__getitem__, token))
+        elif self.byte_level:  # an added token that is written as it is
+            found = token.encode()
+        elif self.suffix:
+            found = token.replace(self.suffix, " ").encode()
+        elif self.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+            found = bytes.fromhex(byte[1])
+        else:
+            begins = self._decode(token_id)
+            if not self._context_free:
+                begins = self._decode(token_id, token_id)[len(begins) :]
+            found = begins.encode()
+        self[token_id] = found
         return found
 
     def first(self, token_id: int) -> bytes:
@@ -65,22 +86,6 @@ class TokenBytes(dict[int, bytes]):
         found = self[token_id]
         same = self.byte_level or self.suffix or (self.byte_fallback and b" " not in found)
         return found if same else self._decode(token_id).encode()
-
-    def _bytes(self, token_id: int, token: str) -> bytes:
-        if self.byte_level:
-            try:
-                return bytes(map(_BYTE_OF.__getitem__, token))
-            except KeyError:  # an added token that is written as it is
-                return token.encode()
-        if self.suffix:
-            return token.replace(self.suffix, " ").encode()
-        byte = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
-        if byte is not None:
-            return bytes.fromhex(byte[1])
-        begins = self._decode(token_id)
-        if not self._context_free:
-            begins = self._decode(token_id, token_id)[len(begins) :]
-        return begins.encode()
 
     def _decode(self, *ids: int) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
@@ -107,23 +112,22 @@ class Detokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        skip_special_tokens: bool = True,
         shown: frozenset[int] = frozenset(),
         after: Sequence[int] = (),
         middle: bool = False,
     ) -> None:
         """Start an empty text, or continue a prompt of the tokens `after`.
 
-        skip_special_tokens: leave special tokens out of the text, but for those that are `shown`.
+        shown: ids of special tokens that belong to the text; others are left out.
         middle: continue the prompt even if it has no text, so that a first space is kept.
         """
         self._bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - shown
         errors = _EACH_BYTE if self._bytes.byte_fallback else "replace"
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         self._space = b""  # behind a word: shown with the next token
         self.begins = not middle
-        for token in last_visible(after, self._bytes, self._skipped):
+        for token in map(int, after[-LOOKED_AT:]):
             self.push(token)
 
     def push(self, token_id: int) -> str:
@@ -144,34 +148,3 @@ class Detokenizer:
     def incomplete(self) -> str:
         """Drop the bytes of an incomplete character; return what `Tokenizer.decode` shows for it."""
         return self._utf8.decode(b"", final=True)
-
-
-def last_visible(
-    tokens: Sequence[int], known: TokenBytes, skipped: frozenset[int]
-) -> list[int]:
-    """Return the last tokens that have a text, in order: as many as one character may be spread over.
-
-    known: the bytes of each token. skipped: ids of tokens that are left out of texts.
-    """
-    found = list[int]()
-    for token in map(int, reversed(tokens)):
-        if token not in skipped and known[token]:
-            found.append(token)
-        if len(found) == MOST_TOKENS_OF_A_CHARACTER:
-            break
-    return found[::-1]
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return by character of byte-level BPE the byte that it stands for.
-
-    Printable bytes stand for themselves; the others follow from U+0100 on, in order
-    (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
-    """
-    alphabet = ByteLevel.alphabet()
-    printable = {char: ord(char) for char in alphabet if ord(char) < 256}
-    others = sorted(set(range(256)) - set(printable.values()))
-    return printable | dict(zip(sorted(set(alphabet) - set(printable)), others, strict=True))
-
-
-_BYTE_OF = _byte_alphabet()

@@ -31,65 +31,61 @@ _ENDS = {
     -signal.SIGPROF: f"it takes more than {SECONDS:g} s of processor time",
     _OUT_OF_MEMORY: f"it takes more than {MEMORY_BYTES >> 20} MiB of memory",
 }
+_IDLE = list[subprocess.Popen[bytes]]()
+"""Child processes that wait for a template; they end with this process, which closes their pipes."""
 
 
 class TemplateError(Exception):
     """Raised for a template that is not valid, fails, or exceeds a limit; the message says which."""
 
 
-class TemplateSandbox:
-    """Renders templates in child processes: one for each thread that renders, started on demand."""
+def ask_child(source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Send a template to a child process, to be rendered or described; return the response.
 
-    def __init__(self) -> None:
-        """Start without a child process; children end with this process, which closes their pipes."""
-        self._idle: list[subprocess.Popen[bytes]] = []
+    variables: values for rendering, which returns `{"text": ...}`; None: describe it, which returns
+        `variables` and `names` that it reads, and `takes_parts`.
 
-    def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a template to a child process, to be rendered or described; return the response.
+    Raises:
+        TemplateError: the template is not valid, fails, or exceeds a limit.
+    """
+    if len(source) > SOURCE_CHARACTERS:
+        limit = f"{SOURCE_CHARACTERS:,}"
+        raise TemplateError(f"it has {len(source):,} characters, but may have {limit}")
+    data = json.dumps({"source": source, "variables": variables}).encode() + b"\n"
+    child = _child()
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        with suppress(BrokenPipeError):
+            child.stdin.write(data)
+            child.stdin.flush()
+        line = child.stdout.readline()
+    except BaseException:  # the next request would read this one's answer
+        _end(child)
+        raise
+    if not line.endswith(b"\n"):
+        raise TemplateError(_ENDS.get(_end(child), "its process has died"))
+    _IDLE.append(child)
+    found: dict[str, Any] = json.loads(line)
+    if "error" in found:
+        raise TemplateError(found["error"])
+    return found
 
-        variables: values for rendering, which returns `{"text": ...}`; None: describe it, which returns
-            `variables` and `names` that it reads, and `takes_parts`.
 
-        Raises:
-            TemplateError: the template is not valid, fails, or exceeds a limit.
-        """
-        if len(source) > SOURCE_CHARACTERS:
-            limit = f"{SOURCE_CHARACTERS:,}"
-            raise TemplateError(f"it has {len(source):,} characters, but may have {limit}")
-        data = json.dumps({"source": source, "variables": variables}).encode() + b"\n"
-        child = self._child()
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            with suppress(BrokenPipeError):
-                child.stdin.write(data)
-                child.stdin.flush()
-            line = child.stdout.readline()
-        except BaseException:  # the next request would read this one's answer
+def _child() -> subprocess.Popen[bytes]:
+    while _IDLE:
+        with suppress(IndexError):  # another thread has taken it
+            child = _IDLE.pop()
+            if child.poll() is None:
+                return child
             _end(child)
-            raise
-        if not line.endswith(b"\n"):
-            raise TemplateError(_ENDS.get(_end(child), "its process has died"))
-        self._idle.append(child)
-        found: dict[str, Any] = json.loads(line)
-        if "error" in found:
-            raise TemplateError(found["error"])
-        return found
-
-    def _child(self) -> subprocess.Popen[bytes]:
-        while self._idle:
-            with suppress(IndexError):  # another thread has taken it
-                child = self._idle.pop()
-                if child.poll() is None:
-                    return child
-                _end(child)
-        limits = (SECONDS, MEMORY_BYTES, OUTPUT_CHARACTERS, _OUT_OF_MEMORY)
-        return subprocess.Popen(
-            [sys.executable, "-P", CHILD, *map(str, limits)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C is the parent's
-        )
+    limits = (SECONDS, MEMORY_BYTES, OUTPUT_CHARACTERS, _OUT_OF_MEMORY)
+    return subprocess.Popen(
+        [sys.executable, "-P", CHILD, *map(str, limits)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        process_group=0,  # Ctrl-C is the parent's
+    )
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:

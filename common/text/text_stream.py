@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from common.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from common.events import FinishReason, TokenEvent
+    from common.events import FinishReason
     from common.sampling.params import SamplingParams
     from common.text.tokenizer import Tokenizer
 
@@ -51,21 +51,8 @@ class TextStream:
         self.begins = self._detokenizer.begins
         self._stops, self._exempt = params.stop, params.min_tokens
         self._held = ""
-        self._shown: list[str] = []
         self.sizes: list[int] = []
         self._answer = answer
-
-    @property
-    def text(self) -> str:
-        """Return all text returned so far, joined anew at each call."""
-        return "".join(self._shown)
-
-    def push(self, event: TokenEvent) -> str:
-        """Append the next event of the completion; return the text that it adds."""
-        if event.text is None:
-            return self.advance(event.token_id, event.finish_reason)[1]
-        self._shown.append(event.text)
-        return event.text
 
     def advance(
         self, token_id: int | None, reason: FinishReason | None
@@ -81,30 +68,27 @@ class TextStream:
             self.sizes.append(len(piece))
         if self._answer is not None:
             piece = self._answer(piece, reason is not None)
-        new, stopped = self._search(piece)
-        if stopped:
+        new = self._search(piece)
+        if self.stop is not None:
             reason = "stop"
         if reason is not None:
             new, self._held = new + self._held, ""
-        self._shown.append(new)
         return reason, new
 
-    def _search(self, piece: str) -> tuple[str, bool]:
-        """Append decoded text; return what of it can be shown, and True if a stop string is complete."""
-        if self._exempt > 0:
-            self._exempt -= 1
-            return piece, False
-        if not self._stops:
-            return piece, False
+    def _search(self, piece: str) -> str:
+        """Append decoded text, and set `stop` once a stop string is complete; return what can be shown."""
+        self._exempt -= 1
+        if self._exempt >= 0 or not self._stops:
+            return piece
         text = self._held + piece
         starts = ((text.find(stop), len(stop)) for stop in self._stops)
         found = [(at + length, -length) for at, length in starts if at >= 0]
         if found:
             end, size = min(found)
             self._held, self.stop = "", text[end + size : end]
-            return text[: end + size], True
+            return text[: end + size]
         safe = 0
         while not any(stop.startswith(text[safe:]) for stop in self._stops):
             safe += 1  # at the latest at the end, where nothing is left
         self._held = text[safe:]
-        return text[:safe], False
+        return text[:safe]

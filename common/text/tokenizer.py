@@ -74,7 +74,8 @@ class Tokenizer:
         if self.token_bytes.byte_fallback and "\ufffd" in text:
             # One invalid byte spoils the whole run of bytes around it for the library. SentencePiece itself
             # keeps the run's characters, and a stream has to: it has shown them before the byte arrives.
-            detokenizer = Detokenizer(self, skip_special_tokens)
+            shown = frozenset[int]() if skip_special_tokens else self.special_ids
+            detokenizer = Detokenizer(self, shown)
             text = "".join(map(detokenizer.push, ids)) + detokenizer.incomplete()
         return text
 

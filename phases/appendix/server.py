@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from common.http.limits import Limits
 from common.text.tokenizer import Tokenizer
+from phases.appendix.access.keys import ApiKeys
 from phases.appendix.access.options import ANY
 from phases.appendix.access.policy import AccessPolicy
 from phases.appendix.api.extension import Document, chat_handlers, completion_handlers
@@ -50,7 +51,9 @@ def whole_app(
         chat_handlers=chat_handlers(tokenizer, checked),
     )
     metrics = Metrics(app)
-    AccessPolicy(app, hosts, allowed_origins, keys)
+    AccessPolicy(app, hosts, allowed_origins)
+    if keys:
+        ApiKeys(app, keys)
     AccessLog(app, access_log, metrics)
     Live(app)
     add_protocols(app)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from common.device_names import check_device, check_dtype
-from common.errors import UserError, choice, integer
+from common.errors import UserError, integer
 from common.models.hub import RANDOM, local
+from common.names import choice
 from common.sampling.defaults import MODEL, NEUTRAL
 from common.sampling.params import SamplingParams
 from phases import check_phase, phase_named

@@ -81,11 +81,11 @@ async def _serve(
     given: the arguments of the command line. begun: counters of the processors when the command began.
     """
     engine = engine_process(given.model, folder, made, given.prefill_device)
-    engine.start()
+    running = asyncio.ensure_future(engine.run())
     await asyncio.sleep(0)  # until its process runs
     from phases.commands.served_app import serve
 
-    return await serve(engine, folder, given, listening, begun)
+    return await serve(engine, running, folder, given, listening, begun)
 
 
 def engine_process(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ def make_app(engine: EngineClient, folder: Path, given: SimpleNamespace) -> App:
 
 async def serve(
     engine: EngineClient,
+    running: asyncio.Future[None],
     folder: Path,
     given: SimpleNamespace,
     listening: socket.socket,
@@ -52,7 +54,8 @@ async def serve(
 ) -> int:
     """Serve at a socket until a signal, and return the exit code.
 
-    folder: of the tokenizer. given: the arguments of the command line, with `limits` and `keys` as objects.
+    running: the task that runs the engine. folder: of the tokenizer.
+    given: the arguments of the command line, with `limits` and `keys` as objects.
     listening: the socket. begun: counters of the processors when the command began.
 
     Raises:
@@ -61,7 +64,7 @@ async def serve(
     app = make_app(engine, folder, given)
     server = HttpServer(app, on_ready=partial(_greet, app, given, begun))
     try:
-        await server.serve([listening])
+        await server.serve([listening], running)
     except StartupError as error:
         raise EngineLost(f"the engine cannot be started: {error}") from None
     return server.code

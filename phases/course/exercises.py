@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, choice
+from common.errors import UserError
+from common.names import choice
 from phases import PHASES, ROOT, Phase
 
 FILE = "exercises.toml"

@@ -7,8 +7,8 @@ import hmac
 import pytest
 
 from common.errors import UserError
+from phases.appendix.access.keys import ApiKeys
 from phases.appendix.access.options import origins
-from phases.appendix.access.policy import AccessPolicy
 from tests.servers import Client
 from tests.serving_kit import engine as engine
 from tests.serving_kit import extension
@@ -139,6 +139,6 @@ async def test_every_key_is_compared_whichever_is_right(make, monkeypatch):
             .request("/version", b"", "GET", {"authorization": f"Bearer {key}"})
             .run()
         )
-        assert compared == extension(app, AccessPolicy).keys, (
+        assert compared == extension(app, ApiKeys).keys, (
             f"with {key!r} only {compared} were compared"
         )

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from common.error_lines import one_line
-from common.errors import UserError, choice, integer, number, shown, text
+from common.errors import UserError, integer, number, shown, text
+from common.names import choice
 from common.sampling.params import SamplingParams
 
 HUGE = 10**5000

@@ -186,14 +186,16 @@ def test_the_cut_into_tokens_does_not_matter(
         tokens += tokenizer.encode(rest[:size])
         rest = rest[size:]
     params = SamplingParams(stop=tuple(stops), min_tokens=exempt)
-    stream, reason = TextStream(tokenizer, params), None
+    stream, shown = TextStream(tokenizer, params), ""
+    reason = None
     for read, token in enumerate(tokens, 1):
-        reason, _ = stream.advance(token, None)
+        reason, piece = stream.advance(token, None)
+        shown += piece
         if reason is not None:
             break
         known = tokenizer.decode(tokens[:read]).rstrip("\ufffd")
-        held = known.removeprefix(stream.text)
-        assert stream.text + held == known
+        held = known.removeprefix(shown)
+        assert shown + held == known
         assert not held or any(stop.startswith(held) for stop in stops), (
             f"{held!r} is held back"
         )
@@ -202,8 +204,8 @@ def test_the_cut_into_tokens_does_not_matter(
     end = first_stop(text, stops, start)
     assert (reason == "stop") == (end is not None)
     if end is None:
-        stream.advance(None, "length")
-    assert stream.text == (text if end is None else text[:end])
+        shown += stream.advance(None, "length")[1]
+    assert shown == (text if end is None else text[:end])
 
 
 @pytest.mark.parametrize(
@@ -223,8 +225,8 @@ def test_cost_does_not_grow_with_the_text(
     token, count = tokenizer.encode(letter)[0], 30_000
     stream = TextStream(tokenizer, SamplingParams(stop=stops))
     start = time.process_time()  # of work: a busy machine is no fault
-    shown = [stream.push(event(token)) for _ in range(count - 1)]
-    shown.append(stream.push(event(token, "length")))
+    shown = [stream.advance(token, None)[1] for _ in range(count - 1)]
+    shown.append(stream.advance(token, "length")[1])
     seconds = time.process_time() - start
     assert sum(map(len, shown)) == count
     assert seconds < 4, f"{seconds / count * 1e6:.0f} us a token"
@@ -234,9 +236,7 @@ def collect(
     tokenizer: Tokenizer, params: SamplingParams, events: Sequence[TokenEvent]
 ) -> list[str]:
     stream = TextStream(tokenizer, params)
-    pieces = [stream.push(item) for item in events]
-    assert "".join(pieces) == stream.text
-    return pieces
+    return [stream.advance(item.token_id, item.finish_reason)[1] for item in events]
 
 
 def test_text_leaves_out_the_token_that_ended_it(tokenizer: Tokenizer) -> None:

@@ -9,9 +9,9 @@ import pytest
 from msgspec import Struct
 
 from common.errors import UserError
+from common.json_measure import PIECE
 from common.json_text import (
     MAX_DEPTH,
-    PIECE,
     FieldError,
     check_json,
     convert_fields,

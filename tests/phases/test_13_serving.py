@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import torch
 from common.http.limits import Limits
 from common.request import Request
 from common.sampling.params import SamplingParams
-from common.text import detokenizer
+from common.text.detokenizer import Detokenizer
 from forward.loading import random_model
 from forward.shapes import SHAPES
 from phases.appendix.server import whole_app
@@ -816,18 +817,18 @@ async def test_metrics_are_what_happened(make):
 
 async def test_the_end_of_a_prompt_is_what_a_text_goes_on_from(make, monkeypatch):
     """However long the prompt is: a completion must not look through one without text."""
-    app, seen = make(), []
-    last_visible = detokenizer.last_visible
+    app, seen = make(), Counter[Detokenizer]()
+    push = Detokenizer.push
 
-    def noted(tokens, *more):
-        seen.append(len(tokens))
-        return last_visible(tokens, *more)
+    def noted(self, token):
+        seen[self] += 1
+        return push(self, token)
 
-    monkeypatch.setattr(detokenizer, "last_visible", noted)
+    monkeypatch.setattr(Detokenizer, "push", noted)
     special = next(iter(app.model.tokenizer.special_ids))
     body = {"prompt": [[special] * 900, [65, special]], "n": 4, "max_tokens": 1}
     asked = await Client(app).request("/v1/completions", body).run()
-    assert asked.status == 200 and len(seen) >= 8 and max(seen) <= 64
+    assert asked.status == 200 and len(seen) >= 8 and max(seen.values()) <= 64
     begins = [choice["index"] for choice in asked.json()["choices"]]
     assert begins == [*range(8)]
 

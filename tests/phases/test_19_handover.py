@@ -321,7 +321,7 @@ async def processes(tmp_path: Path) -> AsyncIterator[SplitEngine]:
     options = OPTIONS | {"disk_folder": str(tmp_path / "blocks")}
     make = partial(make_engine, "random:tiny", str(tmp_path), "19", options, "cpu", "float32")
     engine = SplitEngine(make, EngineProcess(make), DecodeObserver)
-    life = engine.start()
+    life = asyncio.ensure_future(engine.run())
     await until(lambda: engine.state == engine.prefill.state == "ready" or life.done())
     try:
         yield engine

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from common.errors import UserError, choice
+from common.errors import UserError
+from common.names import choice
 from paged_cache import EngineBuilder, Feature
 
 Backend = Literal["torch", "triton"]

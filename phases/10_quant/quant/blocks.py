@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.errors import choice
+from common.names import choice
 from forward.model import Model
 
 METHOD = "gguf"

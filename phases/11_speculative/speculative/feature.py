@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from common.errors import UserError, choice
+from common.errors import UserError
+from common.names import choice
 from common.options import option
 from cuda_graphs import Graphs
 from forward.loading import load_model

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,12 +22,14 @@ from serving.completion import serve
 from serving.endpoints import ChatEndpoint, ServedModel
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 from serving.messages import Ready
-from serving.parsed import ParsedRequest
+from serving.parsed import ParsedRequest, listed
 from serving.prompts import CompletionEndpoint
 from serving.seams import Endpoint, FieldHandler
+from serving.status import send_models, send_state
 
 log = logging.getLogger(__name__)
 
+Fields = dict[str, Any]
 Route = Callable[[HttpRequest], Awaitable[None]]
 T = TypeVar("T")
 
@@ -61,14 +62,13 @@ class App:
         self.draining = self.closing = False
         self.before = list[Callable[[HttpRequest], Awaitable[bool]]]()
         self.on_end = list[Callable[[HttpRequest], None]]()
-        self.created = int(time.time())
         self.endpoints = dict[str, Endpoint]()
         self.forms = dict[str, ErrorForm]()
         self.routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": lambda http: http.json({"status": "alive"})},
-            "/ready": {"GET": self._ready},
-            "/v1/models": {"GET": self._models},
-            f"/v1/models/{model.name}": {"GET": self._models},
+            "/ready": {"GET": partial(send_state, self)},
+            "/v1/models": {"GET": partial(send_models, self)},
+            f"/v1/models/{model.name}": {"GET": partial(send_models, self)},
         }
         self.chat = ChatEndpoint(model, chat_handlers)
         self.add("/v1/completions", CompletionEndpoint(model, completion_handlers))
@@ -130,25 +130,6 @@ class App:
             raise ApiError(503, f"the engine is {self.state}; try again", code=self.state)
         return self.engine.ready
 
-    async def _ready(self, http: HttpRequest) -> None:
-        await http.json({"status": self.state}, 200 if self.state == "ready" else 503)
-
-    async def _models(self, http: HttpRequest) -> None:
-        """Send the model's description, alone or in a list; raise `ApiError` (503) before it is ready."""
-        card = {
-            "id": self.model.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "inference-ladder",
-            "max_model_len": self.ready().max_len,
-        }
-        if self.model.defaults:
-            card["default_sampling_params"] = dict(self.model.defaults)
-        every = {"object": "list", "data": [card]}
-        await http.json(every if http.path == "/v1/models" else card)
-
-    # Requests for tokens.
-
     def add(self, path: str, endpoint: Endpoint) -> None:
         """Serve POST requests at `path` by `endpoint`, a route that generates tokens."""
         self.endpoints[path] = endpoint
@@ -156,35 +137,30 @@ class App:
         self.routes[path] = {"POST": partial(self._tokens, endpoint)}
 
     async def _tokens(self, endpoint: Endpoint, http: HttpRequest) -> None:
-        parse = partial(self.parse, endpoint, http)
-        request = await self.read(http, parse, endpoint.source, endpoint.threaded)
+        request = await self.read(http, endpoint, partial(self.parse, endpoint, http))
         await serve(self, http, request)
 
     def parse(
-        self, endpoint: Endpoint, http: HttpRequest, fields: dict[str, Any], ready: Ready
+        self, endpoint: Endpoint, http: HttpRequest, fields: Fields, ready: Ready
     ) -> ParsedRequest:
-        """Return an HTTP request for tokens, parsed and checked by its route; `ignored` names all fields
-        that nothing reads. See `Endpoint.parse`.
+        """Return an HTTP request for tokens, parsed and checked by its route; a header names all fields that
+        nothing reads. See `Endpoint.parse`.
         """
         request = endpoint.parse(http, fields, ready)
         unknown = set(fields)
         for kind in endpoint.kinds:
             unknown.difference_update(kind.__struct_fields__)
-        request.ignored += sorted(unknown)
+        if ignored := request.ignored + sorted(unknown):
+            request.headers.append((b"x-ladder-ignored", listed(ignored)))
         return request
 
     async def read(
-        self,
-        http: HttpRequest,
-        parse: Callable[[dict[str, Any], Ready], T],
-        source: str | None = None,
-        threaded: bool = False,
+        self, http: HttpRequest, endpoint: Endpoint, parse: Callable[[Fields, Ready], T]
     ) -> T:
         """Return what `parse` makes of the body of `http`, in a thread unless it is short, so that no stream
         waits. Raises `ApiError` if the request cannot be taken now, or never.
 
-        parse: gets the decoded fields and the engine's sizes.
-        source: the field that an error is about unless it names one. threaded: always use a thread.
+        endpoint: its route. parse: gets the decoded fields and the engine's sizes.
         """
         ready = self.ready()
         body = await http.body()
@@ -193,9 +169,9 @@ class App:
             try:
                 return parse(decode_object(body, self.limits.max_parts), ready)
             except UserError as error:
-                field = error.field if isinstance(error, FieldError) else source
+                field = error.field if isinstance(error, FieldError) else endpoint.source
                 raise wrong(field, str(error)) from None
 
-        if len(body) <= LONG and not threaded:
+        if len(body) <= LONG and not endpoint.threaded:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._threads, make)

@@ -33,7 +33,7 @@ class EngineClient:
     ready, stats: the engine's sizes, and its statistics after the last step.
     now: `time.perf_counter()` when the step arrived whose tokens are being given to sinks.
     on_step: hooks that are called with each step's report once its tokens have been given to sinks.
-    on_ready: hooks that are called when the first engine takes requests.
+    on_ready: hooks that are called once, when the first engine takes requests.
     """
 
     def __init__(self) -> None:
@@ -47,16 +47,10 @@ class EngineClient:
         self._sinks = dict[int, Sink]()
         self._next = 0
         self._outbox = list[Command]()
-        self._life: asyncio.Future[None] | None = None
 
     def transmit(self, data: bytes) -> None:
         """Send an encoded message to the engine; a message that cannot be sent is lost with the engine."""
         raise NotImplementedError
-
-    def start(self) -> asyncio.Future[None]:
-        """Start the task of `run` at the first call, and return that task; the engine loads meanwhile."""
-        self._life = self._life or asyncio.ensure_future(self.run())
-        return self._life
 
     async def run(self) -> None:
         """Start the engine, and start it again whenever it ends, until `stop`."""
@@ -68,8 +62,6 @@ class EngineClient:
     def in_flight(self) -> int:
         """Return how many completions have not ended."""
         return len(self._sinks)
-
-    # What callers do.
 
     def submit(
         self,
@@ -106,8 +98,6 @@ class EngineClient:
             self.transmit(encode(outbox))
         elif self._sinks:  # the engine has gone since they were admitted
             self._lose()
-
-    # What the engine says.
 
     def _route_tokens(self, step: StepReport) -> None:
         """Give each completion's sink the notes, then the tokens, then the end that a step's report has.

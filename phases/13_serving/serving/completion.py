@@ -12,7 +12,7 @@ from common.events import FinishReason, Logprob
 from common.http.errors import STATUS, ApiError, too_many
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
-from serving.http.request import ClientDisconnected, HttpRequest, listed
+from serving.http.request import ClientDisconnected, HttpRequest
 from serving.parsed import ParsedRequest
 from serving.seams import Delta
 
@@ -23,8 +23,6 @@ LONG_ANSWER = 250
 """Tokens of a prompt and its whole answer above which a thread writes it, so that no stream waits."""
 
 OVERDUE = "the request was not done by its deadline, or within the server's --max-seconds"
-LOOKED_AT = 64
-"""Tokens at the end of a prompt in which the text is sought that a completion goes on from."""
 
 
 class Piece(NamedTuple):
@@ -38,8 +36,7 @@ class Piece(NamedTuple):
 class Choice:
     """One of a request's completions: a `Sink` that makes text of tokens and looks for stop strings.
 
-    group: all completions of the request. index: among them. number: the engine's, -1 before it has one.
-    prompt: token ids of the prompt that it continues.
+    group: all completions of the request. index: among them. prompt: token ids that it continues.
     tokens, texts: each token id, and what it adds to the text; perhaps one more text at the end.
     times, logprobs: when each token came, and log-probabilities of each if they were asked for.
     notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
@@ -53,7 +50,6 @@ class Choice:
         self.index = index
         self.request = request = group.request
         self.prompt = request.prompts[index // request.params.n]
-        self.number = -1
         self.tokens = list[int]()
         self.texts = list[str]()
         self.logprobs = list[Logprob]()
@@ -63,8 +59,7 @@ class Choice:
         self.reason: str | None = None
         self.reader = request.reader and request.reader()
         answer = self.reader.answer if self.reader else None
-        last = self.prompt[-LOOKED_AT:]
-        self.stream = TextStream(tokenizer, request.params, last, request.shown, answer)
+        self.stream = TextStream(tokenizer, request.params, self.prompt, request.shown, answer)
 
     @property
     def finish_reason(self) -> str | None:
@@ -90,7 +85,7 @@ class Choice:
         if ended is not None:
             self.reason = ended
             if reason is None:  # a stop string, which the engine does not look for
-                group.engine.abort([self.number])
+                group.engine.abort([group.numbers[self.index]])
         if group.streamed and len(self.texts) - self.sent > group.most_unsent:
             group.give_up("slow", "the reader is too slow")
         else:
@@ -118,8 +113,9 @@ class Choice:
 
 
 class ChoiceGroup:
-    """The completions (`choices`) of one HTTP request.
+    """The completions (`choices`) of one HTTP request, which are sent to the engine as they are made.
 
+    numbers: the engine's, of each choice.
     most_unsent: unsent texts of a stream after which its reader counts as too slow.
     failure: why they cannot be completed (of `STATUS`, "slow", "left"), and a sentence; None until then.
     unsent: those of a stream whose end has not been sent. prompt_tokens: of all prompts.
@@ -132,24 +128,20 @@ class ChoiceGroup:
         self.streamed = bool(request.generation.stream)
         self.most_unsent = app.limits.max_unsent
         self.failure: tuple[str, str] | None = None
-        self.choices = [
-            Choice(self, index, app.model.tokenizer)
-            for index in range(len(request.prompts) * request.params.n)
-        ]
-        self.left = len(self.choices)
-        self.unsent = self.choices
         self.prompt_tokens = sum(map(len, request.prompts))
         self.updated = asyncio.Event()
-
-    def submit(self) -> None:
-        """Send all completions to the engine, without their stop strings, which are looked for here."""
-        request = self.request
-        params = replace(request.params, stop=()) if request.params.stop else request.params
+        self.choices = list[Choice]()
+        self.numbers = list[int]()
+        params = request.params
+        if params.stop:  # which is looked for here
+            params = replace(params, stop=())
         for place, prompt in enumerate(request.prompts):
-            mine = self.choices[place * params.n : (place + 1) * params.n]
-            numbers = self.engine.submit(prompt, params, mine, **request.options)
-            for choice, number in zip(mine, numbers, strict=True):
-                choice.number = number
+            indices = range(place * params.n, (place + 1) * params.n)
+            mine = [Choice(self, index, app.model.tokenizer) for index in indices]
+            self.choices += mine
+            self.numbers += self.engine.submit(prompt, params, mine, **request.options)
+        self.left = len(self.choices)
+        self.unsent = [*self.choices]
 
     def hear(self, ended: bool) -> None:
         """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
@@ -161,25 +153,24 @@ class ChoiceGroup:
         """Set `self.failure` to its kind and a sentence, and abort the completions that have not ended."""
         if self.failure is None and (self.left or failure == "slow"):
             self.failure = failure, message
-        self.close()
+        self.engine.abort(self.numbers)
         self.updated.set()
 
-    def close(self) -> None:
-        """Abort the completions that have not ended; does nothing once all have."""
-        self.engine.abort(choice.number for choice in self.choices if choice.reason is None)
+    async def listen_for_disconnect(self, http: HttpRequest) -> None:
+        """Wait until the client of `http` has closed the connection, and give up then."""
+        await http.disconnected()
+        self.give_up("left", "the client has left")
 
     def events(self) -> bytes:
         """Return the server-sent events for all unsent text and ends; these count as sent from now on."""
         formatter, data = self.request.formatter, b""
-        unsent = list[Choice]()
-        for choice in self.unsent:
+        for choice in [*self.unsent]:
             last = choice.reason is not None
             if last or len(choice.texts) > choice.sent:
                 data += formatter.chunk(choice, choice.take(), last)
-            if not last:
-                unsent.append(choice)
-        self.unsent = unsent
-        return data if unsent else data + formatter.end(self)
+            if last:
+                self.unsent.remove(choice)
+        return data if self.unsent else data + formatter.end(self)
 
     @property
     def output_tokens(self) -> int:
@@ -188,13 +179,10 @@ class ChoiceGroup:
         return sum(len(choice.tokens) for choice in seen)
 
 
-# The life of a request.
-
-
 async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     """Run a request for tokens in the engine, and send its whole response, from admission to the last byte.
 
-    A header names ignored fields. However this function is left, the engine drops what is not finished.
+    However this function is left, the engine drops what is not finished.
 
     Raises:
         ApiError: the request cannot be answered, or not in full.
@@ -210,21 +198,17 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
         words = f"{in_flight} completions are in flight, and the server takes at most {most}"
         raise ApiError(429, words, code="queue_full")
     http.extra += request.headers
-    if request.ignored:
-        http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
     group = http.group = ChoiceGroup(app, request)
-    leaving = asyncio.ensure_future(http.disconnected())
-    leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
+    leaving = asyncio.ensure_future(group.listen_for_disconnect(http))
     passed = time.perf_counter() - http.started
     try:
         async with asyncio.timeout(min(request.seconds, limits.max_seconds) - passed):
-            group.submit()
             await (_stream(http, group) if group.streamed else _answer(http, group))
     except TimeoutError:
         group.give_up("deadline", OVERDUE)
     finally:
         leaving.cancel()
-        group.close()
+        app.engine.abort(group.numbers)
     if group.failure is None:
         return
     kind, message = group.failure

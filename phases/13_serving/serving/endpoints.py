@@ -23,11 +23,7 @@ from serving.messages import Ready
 from serving.parsed import ParsedRequest
 from serving.seams import FieldHandler
 
-COPIED = [
-    name
-    for name in GenerationFields.__struct_fields__
-    if name in SamplingParams.__dataclass_fields__
-]
+COPIED = sorted({*GenerationFields.__struct_fields__} & {*SamplingParams.__dataclass_fields__})
 """Fields that are settings of the sampler."""
 RESERVED = {
     "messages",
@@ -78,11 +74,8 @@ class ServedModel:
             context = f"more than a context of {most} tokens holds"
             raise wrong(source, f"{source} has {characters:,} characters, {context}")
 
-    def finish(self, request: ParsedRequest, default_tokens: int = MAX_INT) -> None:
-        """Set a request's sampling settings, once its prompts are known; `ApiError` if it cannot be served.
-
-        default_tokens: `max_tokens` where the request does not say, if there is room for so many.
-        """
+    def finish(self, request: ParsedRequest) -> None:
+        """Set a request's sampling settings once its prompts are known; `ApiError` if it cannot be served."""
         ready = request.ready
         for call in request.on_prompt:
             call()
@@ -90,7 +83,8 @@ class ServedModel:
         if "max_tokens" not in given:
             cache = ready.blocks * ready.block_size + 1 if ready.blocks else MAX_INT
             room = max(1, min(ready.max_len, cache) - max(map(len, request.prompts)))
-            given["max_tokens"] = max(min(room, default_tokens), given.get("min_tokens", 0))
+            most = min(room, request.default_tokens)
+            given["max_tokens"] = max(most, given.get("min_tokens", 0))
         try:
             request.params = SamplingParams(**given)
             for prompt in request.prompts:
@@ -105,13 +99,11 @@ class TextEndpoint:
     model: the served one. handlers: read further fields of its requests.
     kind: the struct of its own fields. formatter: makes its responses.
     prefix: the beginning of the ids of responses.
-    default_tokens: `max_tokens` where a request does not set it, if there is room for so many.
     """
 
     kind: type[Struct]
     source: str
     prefix: str
-    default_tokens = MAX_INT
     formatter = ResponseFormatter
     form = ErrorForm()
     threaded = False
@@ -127,20 +119,13 @@ class TextEndpoint:
     ) -> ParsedRequest:
         """Return a request for tokens, parsed from its decoded body `fields` and checked."""
         request = self.read(fields, ready)
-        self.model.finish(request, self.default_tokens)
-        request.formatter = self.formatter(
-            f"{self.prefix}-{http.id}", self.model.name, request
-        )
+        self.model.finish(request)
+        id = f"{self.prefix}-{http.id}"
+        request.formatter = self.formatter(id, self.model.name, request)
         return request
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return what `parse` does, with fields and prompts, but without sampling settings yet."""
-        request = self.model.begin(fields, ready, self.source)
-        self.fill(request, convert_fields(self.kind, fields))
-        return request
-
-    def fill(self, request: ParsedRequest, given: Any) -> None:
-        """Read `given`, an instance of `kind`, and the handlers' fields into a request; set its prompts."""
+        """Return a request for tokens with its prompts, but without sampling settings yet. See `parse`."""
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
@@ -159,17 +144,18 @@ class ChatEndpoint(TextEndpoint):
     kind = ChatFields
     source, prefix = "messages", "chatcmpl"
 
-    def fill(self, request: ParsedRequest, given: ChatFields) -> None:
-        """Fill in `request` from the fields `given`: the chat template makes the prompt of `messages`."""
+    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """Return a chat request whose prompt the chat template has made of `messages`. See `parse`."""
+        request = self.model.begin(fields, ready, self.source)
+        given = convert_fields(ChatFields, fields)
         request.messages = [
             message | {"role": "system"} if message.get("role") == "developer" else message
             for message in given.messages  # OpenAI's newer name, which templates do not know
         ]
         request.variables = dict(given.chat_template_kwargs or {})
         if reserved := RESERVED & request.variables.keys():
-            raise wrong(
-                "chat_template_kwargs", f"chat_template_kwargs may not hold {min(reserved)!r}"
-            )
+            name = "chat_template_kwargs"
+            raise wrong(name, f"{name} may not hold {min(reserved)!r}")
         if given.max_completion_tokens is not None:
             request.sampling["max_tokens"] = given.max_completion_tokens
             request.names["max_tokens"] = "max_completion_tokens"
@@ -182,3 +168,4 @@ class ChatEndpoint(TextEndpoint):
         ignored, chat = set[str](), self.model.tokenizer.chat
         request.prompts = [chat(request.messages, ignored=ignored, **request.variables)]
         request.ignored += map("messages.{}".format, sorted(ignored))
+        return request

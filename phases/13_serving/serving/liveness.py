@@ -172,11 +172,10 @@ class EngineProcess(EngineClient):
                 case StepReport():
                     self._route_tokens(message)
                 case Ready():
-                    first = self.ready is None
                     self.ready, self.stats = message, StepStats(free_blocks=message.blocks)
                     self.state = "stopped" if self._stopping else "ready"
-                    for hook in self.on_ready if first else ():
-                        hook()
+                    while self.on_ready:
+                        self.on_ready.pop(0)()
                 case Failed():
                     return (UserError if message.wrong_input else StartupError)(message.reason)
 
@@ -234,7 +233,8 @@ def main(
             collector_paused()
         ):  # imports make many objects to look at, and hardly any garbage
             engine = make()
-            from serving.worker import Worker, ready
+            from serving.sizes import ready
+            from serving.worker import Worker
 
             observing = observer and observer(engine)
     except UserError as error:

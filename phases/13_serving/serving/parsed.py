@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from common.http.errors import ApiError, wrong
-from common.sampling.params import SamplingParams
+from common.sampling.params import MAX_INT, SamplingParams
 from serving.http.schema import GenerationFields
 from serving.messages import Ready
 
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     from serving.seams import Formatter, MessageReader
 
 DEFAULTS = SamplingParams()
+
+
+def listed(names: list[str]) -> bytes:
+    """Return the value of a header: these names with commas between them, as many as fit."""
+    text = ", ".join(name[:100] for name in names[:16])
+    return re.sub("[^ -~]", "?", text).encode()
 
 
 @dataclass
@@ -30,12 +37,13 @@ class ParsedRequest:
     fields, generation: all fields as the client has sent them, and those that every request may have.
     prompts: token ids of each.
     ready: the engine's sizes. source: the name of the field with the prompt.
+    default_tokens: `max_tokens` where the request does not say, if there is room for so many.
     options: further fields of the command `AddRequest` by which the engine gets each prompt.
     seconds: time limit of the whole request.
     names: the client's name of a setting or of `grammar`, where it differs.
     constrained: whether the output follows a grammar from its first token, so that it has no reasoning.
     explain: puts the engine's refusal of a grammar into the client's words.
-    headers: of the response.
+    headers: of the response. ignored: names of fields without effect, of which one header tells.
     shown: ids of special tokens that belong to the text.
     prompt_only: whether only the prompts matter; the one token made of each is then not shown.
     reader: makes the `MessageReader` of each completion, if a chat message has more than content; else None.
@@ -52,6 +60,7 @@ class ParsedRequest:
     variables: dict[str, Any] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
     params: SamplingParams = DEFAULTS
+    default_tokens: int = MAX_INT
     options: dict[str, Any] = field(default_factory=dict)
     seconds: float = inf
     names: dict[str, str] = field(default_factory=dict)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from common.http.errors import check_count, wrong
+from common.json_text import convert_fields
 from serving.completion import Choice, Piece
 from serving.endpoints import ServedModel, TextEndpoint
 from serving.formatter import ResponseFormatter
 from serving.http.schema import CompletionFields
+from serving.messages import Ready
 from serving.parsed import ParsedRequest
 
 
@@ -32,14 +35,17 @@ class CompletionEndpoint(TextEndpoint):
 
     kind = CompletionFields
     source, prefix = "prompt", "cmpl"
-    default_tokens = 16  # OpenAI's
     formatter = CompletionFormatter
 
-    def fill(self, request: ParsedRequest, given: CompletionFields) -> None:
-        """Fill in `request` from the fields `given`; `prompt` is one or several, as text or token ids."""
+    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """Return a request whose `prompt` is one or several, as text or token ids. See `parse`."""
+        request = self.model.begin(fields, ready, self.source)
+        request.default_tokens = 16  # OpenAI's
+        given = convert_fields(CompletionFields, fields)
         self.read_fields(request)
         special = request.generation.add_special_tokens is not False
         encode_prompts(self.model, request, given.prompt, special)
+        return request
 
 
 def encode_prompts(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from common.errors import NotANumber, UserError
 from common.request import Request
 from continuous.engine import Engine
-from continuous.policies import POLICY_NAMES
 from continuous.work import Output
 from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
@@ -24,7 +23,6 @@ from serving.messages import (
     Command,
     DrawEngine,
     End,
-    Ready,
     StepReport,
     StepStats,
     Stop,
@@ -39,19 +37,6 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0
 """How long an idle engine sleeps at most before it looks around."""
 FAILED = "the step that computed this request failed; the server's log says why"
-
-
-def ready(engine: Engine) -> Ready:
-    """Return the report of the engine's sizes, with which its process says that it is ready."""
-    found = Ready(engine.max_len, engine.config.vocab_size)
-    if isinstance(engine.cache, PagedCache):
-        found.max_rows = engine.scheduler.rows.count
-        found.memory_plan = str(engine.memory_plan)
-        found.blocks = engine.cache.allocator.count
-        found.block_size = engine.cache.block_size
-        found.device = engine.runner.model.device.type
-        found.policy = POLICY_NAMES[engine.scheduler.policy]
-    return found
 
 
 def ending(

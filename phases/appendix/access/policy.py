@@ -1,4 +1,4 @@
-"""Access policy of a server: its host names, keys, bodies without a type, and what web pages may read.
+"""Access policy of a server: its host names, bodies without a type, and what web pages may read.
 
 A web page can make its own name point at this machine after it was loaded (DNS rebinding). To the browser the
 page and the server are then of one origin, so nothing but the name in `Host` tells them apart. An address in
@@ -10,7 +10,6 @@ but its browser says so in a header; `curl -d` does not.
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import re
 from contextlib import suppress
@@ -21,32 +20,22 @@ from phases.appendix.access.pages import allow_pages
 from serving.app import App
 from serving.http.request import HttpRequest
 
-OPEN = ("/health", "/ready", "/ping", "/", "/docs")
-"""Routes that need no key. Pages are the same files for every client; what they ask for needs one."""
 FORMS = (b"", b"application/x-www-form-urlencoded")
 WEB_PAGE = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"referer"})
 """Headers of which a browser sends one with the body of a page, which may be another site's."""
 
 
 class AccessPolicy:
-    """Refuse HTTP requests with a wrong host, origin, content type or API key, before all routes of `app`.
+    """Refuse HTTP requests with a wrong host, origin or content type, before all routes of `app`.
 
     hosts: names in the Host header that are accepted; `*`: any.
     origins: web origins whose pages may read responses; empty: no response allows a page to read it.
-    keys: API keys of which a client must send one; empty: no key is needed.
     """
 
-    def __init__(
-        self,
-        app: App,
-        hosts: frozenset[str],
-        origins: tuple[str, ...] = (),
-        keys: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, app: App, hosts: frozenset[str], origins: tuple[str, ...] = ()) -> None:
         self.app = app
         self.hosts = hosts
         self.origins = origins
-        self.keys = [key.encode() for key in keys]
         app.before.append(self.before)
 
     async def before(self, http: HttpRequest) -> bool:
@@ -60,8 +49,6 @@ class AccessPolicy:
             await http.start(204, [])
             await http.write(b"", more=False)
             return True
-        if self.keys and http.path not in OPEN:
-            self.check_key(http)
         if http.method == "POST":
             self.check_type(http)
         return False
@@ -95,15 +82,3 @@ class AccessPolicy:
             f"host is {given[:100]!r}, which is no name of this server: see --allowed-hosts"
         )
         raise ApiError(421, words, code="host")
-
-    def check_key(self, http: HttpRequest) -> None:
-        """Raise `ApiError` for a request without one of the keys; all are compared, in constant time."""
-        # As older clients of Anthropic send it.
-        other = b"bearer " + http.headers.get(b"x-api-key", b"")
-        given = http.headers.get(b"authorization") or other
-        scheme, _, value = given.partition(b" ")
-        if scheme.lower() != b"bearer":
-            value = b""
-        if not sum(hmac.compare_digest(value.strip(), key) for key in self.keys):
-            http.extra.append((b"www-authenticate", b'Bearer realm="ladder"'))
-            raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")

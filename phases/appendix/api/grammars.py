@@ -15,8 +15,7 @@ from common.http.errors import check_count, wrong
 from common.http.limits import Limits
 from common.sampling.grammar import Grammar
 from phases.appendix.guidance.exact import exact
-from serving.http.request import listed
-from serving.parsed import ParsedRequest
+from serving.parsed import ParsedRequest, listed
 
 MAKERS = {
     "json": Grammar.json_schema,

@@ -85,15 +85,17 @@ class HttpServer(uvicorn.Server):
             group.give_up("died", "the server is shutting down")
         self.app.closing = self.should_exit = True
 
-    async def serve(self, sockets: Any = None) -> None:
+    async def serve(
+        self, sockets: Any = None, engine: asyncio.Future[None] | None = None
+    ) -> None:
         """Serve until a signal comes, or the engine is no longer kept alive. sockets: uvicorn's; None: it
-        opens its own.
+        opens its own. engine: the task that runs the engine; None: it is started here.
 
         Raises:
             StartupError, UserError: the engine cannot be started.
         """
         self._loop = asyncio.get_running_loop()
-        engine = self.app.engine.start()
+        engine = engine or asyncio.ensure_future(self.app.engine.run())
         serving = asyncio.ensure_future(super().serve(sockets))
         try:
             await asyncio.wait({engine, serving}, return_when=asyncio.FIRST_COMPLETED)

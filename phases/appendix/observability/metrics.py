@@ -74,16 +74,16 @@ class Metrics:
         if group is None:
             return
         firsts = list[float]()
-        for choice in group.choices:  # one whose engine has died has no end
+        for number in group.numbers:  # one whose engine has died has no end
+            self._last.pop(number, None)
+        for choice in group.choices:
             firsts += choice.times[:1]
-            self._last.pop(choice.number, None)
             if choice.reason is not None:
                 self.finished[choice.reason] += 1
-        failure = group.failure[0] if group.failure is not None else None
-        if failure is not None:
-            self.failures[failure] += 1
-        if failure == "refused":  # no tokens of it were counted
-            return
+        if group.failure is not None:
+            self.failures[group.failure[0]] += 1
+            if group.failure[0] == "refused":  # no tokens of it were counted
+                return
         self.prompted += group.prompt_tokens
         if firsts:
             self.first.observe(min(firsts) - http.started)

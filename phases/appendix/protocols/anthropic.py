@@ -162,7 +162,7 @@ async def count(app: App, messages: Messages, http: HttpRequest) -> None:
             call()
         return len(request.prompts[0])
 
-    await http.json({"input_tokens": await app.read(http, parse, messages.source)})
+    await http.json({"input_tokens": await app.read(http, messages, parse)})
 
 
 class MessageEvents(Events):

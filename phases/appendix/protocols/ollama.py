@@ -270,7 +270,7 @@ async def show(app: App, http: HttpRequest) -> None:
             "capabilities": capabilities(app.model),
         }
 
-    await http.json(await app.read(http, parse))
+    await http.json(await app.read(http, app.chat, parse))
 
 
 def capabilities(model: ServedModel) -> list[str]:
@@ -290,7 +290,7 @@ async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
     def parse(fields: dict[str, Any], ready: Ready) -> ParsedRequest | dict[str, Any]:
         return ollama.loads(fields) or app.parse(ollama, http, fields, ready)
 
-    request = await app.read(http, parse, ollama.source)
+    request = await app.read(http, ollama, parse)
     if isinstance(request, dict):
         await http.json(request)
     else:

@@ -33,12 +33,6 @@ DRAINED_BYTES, DRAIN_SECONDS = 64 << 10, 1.0
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def listed(names: list[str]) -> bytes:
-    """Return the value of a header: these names with commas between them, as many as fit."""
-    text = ", ".join(name[:100] for name in names[:16])
-    return re.sub("[^ -~]", "?", text).encode()
-
-
 class ClientDisconnected(Exception):
     """Raised when the client has closed the connection before its request was complete."""
 
