@@ -237,6 +237,17 @@ async def test_a_prompt_is_scored(make, model, tokenizer, most):
     await settle(app)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_the_token_that_scores_a_prompt_nothing_is_shown(make, stream):
+    """Not even that it would have ended the text."""
+    body = {"prompt": "ab", "echo": True, "max_tokens": 0, "logit_bias": {"0": 100}}
+    body |= {"return_token_ids": True, "stream": stream}
+    asked = await Client(make()).request("/v1/completions", body).run()
+    (choice,) = (asked.events()[0] if stream else asked.json())["choices"]
+    assert (choice["text"], choice["token_ids"]) == ("ab", []), choice
+    assert choice["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("id", [-1, 257, 1 << 31, 1 << 32, 1 << 63, 10**30])
 async def test_an_echo_of_no_token_is_refused(make, id):
     body = {"prompt": [[1], [id]], "echo": True, "max_tokens": 1}
