@@ -259,6 +259,14 @@ async def test_an_echo_of_no_token_is_refused(make, id):
     assert (status, found["error"]["param"]) == (400, "prompt"), found
 
 
+@pytest.mark.parametrize("prompt", [[1, "a"], [1, [2]], [[1], "a"], ["a", 1]])
+async def test_an_echo_of_a_mixed_list_is_refused(make, prompt):
+    body = {"prompt": prompt, "echo": True, "max_tokens": 1}
+    status, found = await Client(make()).post("/v1/completions", body)
+    assert (status, found["error"]["param"]) == (400, "prompt"), found
+    assert "mixed list" in found["error"]["message"]
+
+
 async def test_an_echo_is_the_same_in_a_stream(make):
     body = {
         "prompt": ["ab", "cde"],
