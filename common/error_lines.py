@@ -43,19 +43,21 @@ def type_error(message: str) -> tuple[str | None, str]:
     """Return the field in msgspec's error message (None: the whole object), and the complaint as a
     sentence.
     """
-    found = re.search(r"`\$\.?([^`]*)`$", message)
+    words, _, where = message.rpartition(" - at ")
+    found = re.search(r"`\$\.?([^`]*)`$", where)
     path = found[1] if found else ""
     if missing := re.search(r"required field `(\w+)`", message):
         path = f"{path}.{missing[1]}".lstrip(".")
         return re.split(r"[.[]", path)[0], f"{path} is missing"
     field = re.split(r"[.[]", path)[0] or None
-    if value := re.match(r"Invalid enum value (.{1,60})", message.partition(" - at ")[0]):
+    if value := re.match(r"Invalid enum value (.{1,60})", words):
         return field, f"{path} is not supported with the value {value[1]}"
     if message.startswith("Expected `null`"):
         return field, f"{path} is not supported"
-    kinds = re.match(r"Expected `([^`]+)`(?:, got `(\w+)`)?(.*?) - at", message)
+    kinds = re.match(r"Expected `([^`]+)`(?:, got `(\w+)`)?(.*)", words)
     if kinds is None:
-        return field, f"{path}: {message}"
+        return field, f"{path}: {words or message}"
     names = [_TYPES.get(name, name) for name in kinds[1].split(" | ") if name != "null"]
     got = f", but is {_TYPES.get(kinds[2], kinds[2])}" if kinds[2] else kinds[3]
+    path = f"each key of {path}" if where.startswith("`key`") else path
     return field, f"{path} must be {' or '.join(names)}{got}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,20 @@ def wrong(param: str | None, message: str) -> ApiError:
 def too_large(limit: int) -> ApiError:
     """Return the error (413) of a body with more than `limit` bytes."""
     return ApiError(413, f"the body has more than {limit:,} bytes, which is the limit")
+
+
+def not_found(path: str, routes: Iterable[str]) -> ApiError:
+    """Return an `ApiError` (404): `path` is none of `routes`.
+
+    It names the route that ends with the path, or that the path ends with: such is one of a client whose
+    base URL lacks `/v1` or has it twice.
+    """
+    words, asked = f"there is no {path[:100]!r} here", "/" + path.strip("/")
+    for route in sorted(routes, key=len):
+        if "/" not in (asked, route) and (route.endswith(asked) or asked.endswith(route)):
+            words += f" (did you mean {route!r}?)"
+            break
+    return ApiError(404, words, code="not_found")
 
 
 def too_many(field: str, count: int, limit: int, what: str) -> ApiError:

@@ -79,7 +79,7 @@ def check_logit_bias(value: Mapping[int, float]) -> dict[int, float]:
         )
     checked: dict[int, float] = {}
     for key, bias in value.items():
-        token = integer("a token id in logit_bias", key, low=0, high=MAX_INT)
+        token = integer("logit_bias (a token id)", key, low=0, high=MAX_INT)
         checked[token] = number(
             f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS
         )

@@ -37,8 +37,8 @@ MAX_N = 128
 """Most completions of one prompt: each is a request of its own, made at once."""
 
 INTEGERS = {
-    "max_tokens": (0, MAX_INT),
     "min_tokens": (0, MAX_INT),
+    "max_tokens": (0, MAX_INT),
     "top_k": (-1, MAX_INT),
     "n": (1, MAX_N),
 }

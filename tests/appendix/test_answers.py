@@ -381,10 +381,28 @@ async def test_the_effort_reaches_the_template_or_is_named(
     await ask(app, path, **fields)
     assert "Reasoning: low" in app.model.tokenizer.decode(app.engine.prompts[0].prompt)
     other = await Client(scripted(tmp_path, "x")).request(path, BODIES[path] | fields).run()
-    if "chat_template_kwargs" not in fields:
-        (name, value), *_ = fields.items()
-        nested = f"{name}.effort" if isinstance(value, dict) else name
-        assert other.headers["x-ladder-ignored"] == nested
+    (name, value), *_ = fields.items()
+    nested = f".{next(iter(value))}" if isinstance(value, dict) else ""
+    assert other.headers["x-ladder-ignored"] == name + nested
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        (OLLAMA, {"think": True}, "think"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        (
+            CHAT,
+            {"chat_template_kwargs": {"enable_thinkng": False}},
+            "chat_template_kwargs.enable_thinkng",
+        ),
+    ],
+)
+async def test_a_variable_that_the_template_does_not_read_is_named(
+    tmp_path: Path, path: str, fields: dict[str, Any], named: str
+) -> None:
+    asked = await Client(scripted(tmp_path, "x")).request(path, BODIES[path] | fields).run()
+    assert (asked.status, asked.headers["x-ladder-ignored"]) == (200, named)
 
 
 async def test_no_effort_switches_thinking_off(tmp_path: Path) -> None:
@@ -422,6 +440,53 @@ async def test_tools_of_other_types_are_left_out_and_named(
     asked = await Client(app).request(path, BODIES[path] | {"tools": tools}).run()
     assert asked.status == 200, asked.chunks
     assert left in asked.headers["x-ladder-ignored"] and b"weather" in b"".join(asked.chunks)
+
+
+async def test_a_tool_without_a_type_is_a_function(tmp_path: Path) -> None:
+    """As with vLLM, and with Anthropic; without a function it is refused."""
+    app = scripted(tmp_path, CALL, TOOLS + TEMPLATE)
+    found = await ask(app, CHAT, tools=[{"function": WEATHER["function"]}])
+    assert found["choices"][0]["finish_reason"] == "tool_calls"
+    assert "weather" in app.model.tokenizer.decode(app.engine.prompts[0].prompt)
+    status, found = await Client(app).post(CHAT, BODIES[CHAT] | {"tools": [{"name": "f"}]})
+    assert (status, found["error"]["param"]) == (400, "tools"), found
+
+
+FORM = {"type": "json_schema", "name": "n", "schema": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": FORM}},
+            "response_format",
+        ),
+        (RESPONSES, {"text": {"format": FORM}}, "text.format"),
+    ],
+)
+async def test_a_format_beside_a_call_that_must_be_made_is_named(
+    tmp_path: Path, path: str, fields: dict[str, Any], named: str
+) -> None:
+    """Instructor's mode for responses sends the same schema as a function and as the format."""
+    app = scripted(tmp_path, CALL, TOOLS + TEMPLATE)
+    tool = WEATHER if path == CHAT else WEATHER["function"] | {"type": "function"}
+    body = BODIES[path] | fields | {"tools": [tool], "tool_choice": "required"}
+    asked = await Client(app).request(path, body).run()
+    assert (asked.status, asked.headers["x-ladder-ignored"]) == (200, named)
+    assert "weather" in app.engine.prompts[0].params.grammar.source
+
+
+async def test_either_of_two_formats_that_begin_alike_is_refused(tmp_path: Path) -> None:
+    """A call of Llama 3 is JSON without a mark, so it cannot be told from JSON that is no call."""
+    llama = '{# "parameters": ipython #}{{ tools }}' + TEMPLATE
+    body = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+    status, found = await Client(scripted(tmp_path, "x", llama)).post(
+        CHAT, BODIES[CHAT] | body
+    )
+    assert (status, found["error"]["param"]) == (400, "response_format"), found
+    assert "only one" in found["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,10 @@ def schema_of(schema: Any) -> dict[str, Any]:
             "max_completion_tokens is -1, but must",
         ),
         ({"max_tokens": -1}, "max_tokens", "max_tokens is -1, but must"),
+        ({"logit_bias": {"5": 200}}, "logit_bias", "logit_bias[5] is 200.0, but must"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "logit_bias (a token id) is -1, but"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "each key of logit_bias must be an int"),
+        ({"min_tokens": 10**12}, "min_tokens", "min_tokens is 1000000000000, but must"),
         (
             {"temperature": 101},
             "temperature",
@@ -237,11 +241,30 @@ async def test_a_prompt_is_scored(make, model, tokenizer, most):
     await settle(app)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_the_token_that_scores_a_prompt_nothing_is_shown(make, stream):
+    """Not even that it would have ended the text."""
+    body = {"prompt": "ab", "echo": True, "max_tokens": 0, "logit_bias": {"0": 100}}
+    body |= {"return_token_ids": True, "stream": stream}
+    asked = await Client(make()).request("/v1/completions", body).run()
+    (choice,) = (asked.events()[0] if stream else asked.json())["choices"]
+    assert (choice["text"], choice["token_ids"]) == ("ab", []), choice
+    assert choice["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("id", [-1, 257, 1 << 31, 1 << 32, 1 << 63, 10**30])
 async def test_an_echo_of_no_token_is_refused(make, id):
     body = {"prompt": [[1], [id]], "echo": True, "max_tokens": 1}
     status, found = await Client(make()).post("/v1/completions", body)
     assert (status, found["error"]["param"]) == (400, "prompt"), found
+
+
+@pytest.mark.parametrize("prompt", [[1, "a"], [1, [2]], [[1], "a"], ["a", 1]])
+async def test_an_echo_of_a_mixed_list_is_refused(make, prompt):
+    body = {"prompt": prompt, "echo": True, "max_tokens": 1}
+    status, found = await Client(make()).post("/v1/completions", body)
+    assert (status, found["error"]["param"]) == (400, "prompt"), found
+    assert "mixed list" in found["error"]["message"]
 
 
 async def test_an_echo_is_the_same_in_a_stream(make):

@@ -167,6 +167,23 @@ def test_dates_are_those_of_the_calendar(year: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("clock", "there"),
+    [
+        ("23:59:59Z", True),
+        ("10:00:00.5+02:30", True),
+        ("10:00:60Z", False),
+        ("24:00:00Z", False),
+    ],
+)
+def test_a_time_has_no_leap_second_alone_or_behind_a_date(clock: str, there: bool) -> None:
+    """Python's `datetime` has none, so an answer with one would not be read."""
+    assert takes({"type": "string", "format": "time"}, f'"{clock}"') == there
+    assert takes({"type": "string", "format": "date-time"}, f'"2024-02-29T{clock}"') == there
+    both = {"type": "string", "format": "time", "pattern": "^1"}
+    assert takes(both, f'"{clock}"') == (there and clock.startswith("1"))
+
+
+@pytest.mark.parametrize(
     "schema",
     [
         {

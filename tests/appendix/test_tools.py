@@ -207,8 +207,6 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "choice without tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     "a choice of no tool": ({"tools": [NOW], "tool_choice": {"type": "function",
         "function": {"name": "gone"}}}, "tool_choice", "'gone'"),
-    "a call and a format": ({"tools": [NOW], "tool_choice": "required",
-        "response_format": {"type": "json_object"}}, "response_format", "only one"),
 }  # fmt: skip
 
 

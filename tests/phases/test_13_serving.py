@@ -412,11 +412,35 @@ async def test_routes_and_methods(make):
         .run()
     )
     assert packed.status == 415 and "compressed" in packed.json()["error"]["message"]
+    plain = {"content-encoding": "Identity"}
+    same = await Client(app).request("/v1/completions", b"{}", headers=plain).run()
+    assert same.json()["error"]["param"] == "prompt", "names of codings have no case"
     assert len(form.headers["x-request-id"]) == 24
     mine = await Client(app).get("/version", x_request_id="abc")
     assert mine.headers["x-request-id"] == "abc"
     bad = await Client(app).get("/version", x_request_id="a b")
     assert bad.headers["x-request-id"] != "a b"
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/completions", "/v1/completions"),
+        ("/models/tiny", "/v1/models/tiny"),
+        ("/v1/api/tags", "/api/tags"),
+        ("/v1/files", None),
+        ("/v1", None),
+        ("//", None),
+    ],
+)
+async def test_a_path_that_is_nearly_a_route_is_told_which(make, path, meant):
+    asked = await Client(make()).get(path)
+    hint = f" (did you mean {meant!r}?)" if meant else ""
+    found = asked.json()["error"]["message"]
+    assert (asked.status, found) == (404, f"there is no {path!r} here{hint}")
 
 
 async def test_models_are_told_when_requests_are_taken(make):

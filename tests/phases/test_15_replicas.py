@@ -471,6 +471,28 @@ def test_no_header_is_there_twice():
     )
 
 
+@pytest.mark.parametrize("given", [b"mine", b"\xff", b"a b", b"x" * 200])
+def test_ray_gets_the_id_of_the_answer_and_can_read_it(given):
+    """Ray decodes it as UTF-8, and a request at which it fails was told that its replica has ended."""
+    got: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        got.extend(
+            value.decode() for name, value in scope["headers"] if name == b"x-request-id"
+        )
+        await answering([start(), part(b"ok", more=False)])(scope, receive, send)
+
+    wire = Asked(Gate(app), "/v1/completions", body("x"), "POST", JSON)
+    wire.scope["headers"] += [(b"x-request-id", b"other"), (b"x-request-id", given)]
+    asynchronously(wire.run, 30)
+    assert wire.status == 200 and len(got) == 1 and (got == ["mine"]) == (given == b"mine")
+
+
+def test_what_is_asked_of_no_path_is_not_there():
+    """Ray would say that it has no application, as while none is ready."""
+    assert to(Gate(answering()), "OPTIONS", "*", b"").status == 404
+
+
 def test_who_asks_for_a_replica_may_look_at_it_but_not_load_it():
     for method, expected in (("GET", "b"), ("POST", "")):
         seen: list[Any] = []

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from common.errors import UserError
-from common.http.errors import ApiError, ErrorForm, wrong
+from common.http.errors import ApiError, ErrorForm, not_found, wrong
 from common.json_text import FieldError, decode_object
 from common.text.tokenizer import LONG
 from serving.client import EngineClient
@@ -115,7 +115,7 @@ class App:
     def methods(self, path: str) -> dict[str, Route]:
         """Return the handlers of a path, by HTTP method. Raises `ApiError` (404) if there is no such path."""
         if path not in self.routes:
-            raise ApiError(404, f"there is no {path[:100]!r} here", code="not_found")
+            raise not_found(path, self.routes)
         found = self.routes[path]
         return found | {"HEAD": found["GET"]} if "GET" in found else found
 

@@ -76,9 +76,12 @@ class Choice:
         `most_unsent` unsent texts of a stream the group gives up ("slow"), and takes no more.
         """
         group = self.group
+        self.times.append(group.engine.now)
+        if self.request.prompt_only:
+            self.end("length", "")
+            return
         ended, text = self.stream.advance(token, cast("FinishReason | None", reason))
         self.tokens.append(token)
-        self.times.append(group.engine.now)
         if logprob is not None:
             self.logprobs.append(logprob)
         self.texts.append(text)  # last: a thread may be about to take it
@@ -175,8 +178,7 @@ class ChoiceGroup:
     @property
     def output_tokens(self) -> int:
         """Return the number of tokens generated so far, without those that no client sees."""
-        seen = () if self.request.prompt_only else self.choices
-        return sum(len(choice.tokens) for choice in seen)
+        return sum(len(choice.tokens) for choice in self.choices)
 
 
 async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:

@@ -45,7 +45,7 @@ class ParsedRequest:
     explain: puts the engine's refusal of a grammar into the client's words.
     headers: of the response. ignored: names of fields without effect, of which one header tells.
     shown: ids of special tokens that belong to the text.
-    prompt_only: whether only the prompts matter; the one token made of each is then not shown.
+    prompt_only: whether only the prompts matter; the one token made of each is then dropped.
     reader: makes the `MessageReader` of each completion, if a chat message has more than content; else None.
     details: functions that return JSON fields beside the text of a piece. A thread calls them for the first
         piece, which may have those of a whole prompt.
@@ -80,7 +80,7 @@ class ParsedRequest:
 
         message: what is wrong: about a setting, whose name it begins with, or about a prompt.
         """
-        setting = message.partition(" ")[0]
+        setting = message.replace("[", " ").partition(" ")[0]
         if setting == "grammar":
             message = self.explain(message)
         name = self.names.get(setting, setting)

@@ -58,16 +58,16 @@ def encode_prompts(
     Raises:
         ApiError: a prompt has the wrong type or is too long.
     """
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
     if not given:
         raise wrong("prompt", "the prompt is empty, but must have at least 1 token")
-    check_count("prompt", len(given), model.limits.max_choices, "prompts")
-    if len({type(item) for item in given}) > 1:
+    if isinstance(given, list) and len(set(map(type, given))) > 1:
         words = (
             "prompt is a mixed list, but must hold only texts, only token ids, or only lists"
         )
         raise wrong("prompt", words)
+    if isinstance(given, str) or isinstance(given[0], int):
+        given = [given]
+    check_count("prompt", len(given), model.limits.max_choices, "prompts")
     if isinstance(given[0], str):
         model.check_length(request, max(map(len, given)))
         given = [model.tokenizer.encode(text, special) for text in given]

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from common.http.errors import ApiError, error_body
+from common.http.errors import ApiError, error_body, not_found
 from common.http.limits import Limits
 from common.json_text import encode_json
 from replicas.heartbeats import ASSIGNMENTS, BEAT_SECONDS, Watch
@@ -62,6 +62,9 @@ class Gate:
             return
         scope.pop("state", None)  # of the connection: it stays here
         http, leaving = HttpRequest(scope, receive, send, self.limits), Leaving(receive)
+        # One that the server takes: Ray, which reads it too, fails at bytes that are no UTF-8.
+        others = [header for header in scope["headers"] if header[0] != b"x-request-id"]
+        scope["headers"] = [*others, (b"x-request-id", http.id.encode())]
 
         async def timed(message: MutableMapping[str, Any]) -> None:
             """Send an ASGI message; a reader that is too slow for it counts as disconnected."""
@@ -78,6 +81,8 @@ class Gate:
             most = self.limits.max_header_bytes  # Ray's server has no limit of its own
             if head_bytes(scope) > most:
                 raise ApiError(431, f"address and headers have more than {most:,} bytes")
+            if http.path == "*":  # of OPTIONS; to Ray no application has it
+                raise not_found(http.path, ())
             if http.method == "POST":
                 said["body"] = body = await http.body()
                 said["chain"] = chain_of(body)

@@ -62,7 +62,7 @@ class AccessPolicy:
         loose = kind in FORMS or http.path.startswith("/api/")  # Ollama's clients send any
         typed = kind == b"application/json" or (loose and WEB_PAGE.isdisjoint(http.headers))
         coding = http.headers.get(b"content-encoding") or b"identity"
-        if not typed or coding != b"identity":
+        if not typed or coding.lower() != b"identity":
             words = "the content-type must be application/json, and the body not compressed"
             raise ApiError(415, words)
 

@@ -55,9 +55,8 @@ def _with_prompt(echoed: list[str], choice: Choice, piece: Piece) -> dict[str, A
 
     echoed: text of each prompt of the request.
     """
-    text = "" if choice.request.prompt_only else piece.text
     prompt = "" if piece.start else echoed[choice.index // choice.request.params.n]
-    return {"text": prompt + text}
+    return {"text": prompt + piece.text}
 
 
 class CompletionLogprobFields(Struct, kw_only=True):
@@ -116,10 +115,9 @@ class CompletionLogprobs:
             # Special tokens have no text there, and a character may have several tokens.
             pieces = map(Detokenizer(self.tokenizer).push, choice.prompt[: len(entries) - 1])
             offsets += accumulate(map(len, pieces), initial=0)
-        if not choice.request.prompt_only:
-            for place, token, logprob in scored(choice, piece):
-                spell = partial(spelled, self.tokenizer, choice, place)
-                entries.append((spell, token, logprob))
+        for place, token, logprob in scored(choice, piece):
+            spell = partial(spelled, self.tokenizer, choice, place)
+            entries.append((spell, token, logprob))
         sizes = choice.stream.sizes  # a text may be held back, and be sent with a later token
         before += sum(sizes[: piece.start])
         own = accumulate(sizes[piece.start : piece.stop], initial=before)

@@ -45,14 +45,17 @@ class Reasoning:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.names = frozenset(ReasoningFields.__struct_fields__)
+        self.names = frozenset({*ReasoningFields.__struct_fields__, "chat_template_kwargs"})
         if reasons(tokenizer):
             self.names |= {"messages"}  # any chat's answer may have some
 
     def read(self, given: ReasoningFields, request: ParsedRequest) -> None:
         """Set the chat template's variables for the effort, and plan how to split reasoning from the
-        answer.
+        answer. Variables of the client's that the template does not read are added to `request.ignored`.
         """
+        variables = request.fields.get("chat_template_kwargs") or {}
+        unread = sorted(variables.keys() - self.tokenizer.templates.plain.variables)
+        request.ignored += map("chat_template_kwargs.{}".format, unread)
         if given.reasoning_effort is not None:
             self._effort(given.reasoning_effort, request)
         if not request.constrained and given.separate_reasoning is not False:

@@ -34,7 +34,7 @@ OLDER = re.compile(r"json-schema\.org/draft-0[3467]/")
 """Dialects in which a `$ref` overrules what stands beside it; to the library it does in none."""
 SUSPECT = re.compile(
     rf'\\|\x7f|[0-9]{{{DIGITS + 1}}}|[0-9][eE]|"(?:minProperties|{OWN_OPTIONS})"|'
-    rf'"format"\s*:\s*"date|"pattern|{OLDER.pattern}'
+    rf'"format"\s*:\s*"(?:date|time)|"pattern|{OLDER.pattern}'
 )
 """In the text of every schema that has to be looked through; the others are not read here. Behind a backslash
 a character may be hidden."""
@@ -90,7 +90,7 @@ DATE = f"({_YEAR}-{_DAYS}|([0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
 _CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
 TIME = f"{_CLOCK}:[0-5][0-9]([.][0-9]{{1,9}})?(Z|[+-]{_CLOCK})"
 """Its full-time, without leap seconds."""
-PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}T{TIME}$"}
+PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}T{TIME}$", "time": f"^{TIME}$"}
 
 
 def exact(

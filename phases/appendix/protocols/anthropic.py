@@ -30,6 +30,7 @@ NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config",
     "reasoning_effort": "output_config.effort",
+    "chat_template_kwargs.enable_thinking": "thinking",
 }
 """Names of fields here, by those of a chat."""
 _ERROR = "messages.is_error"

@@ -32,6 +32,7 @@ OPTIONS |= {
 """Names of settings of the sampler, and what a chat calls them."""
 NAMES = {name: f"options.{option}" for option, name in OPTIONS.items()}
 NAMES |= {"response_format": "format", "reasoning_effort": "think"}
+NAMES |= {"chat_template_kwargs.enable_thinking": "think"}
 LINES = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
 DETAILS = {
     "format": "safetensors",

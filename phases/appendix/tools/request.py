@@ -72,7 +72,7 @@ class ToolHandler:
         request.messages = conversation(request.messages)
         functions = self._functions(given, request)
         must, names = _choice(given.tool_choice, functions)
-        tools = [tool for tool in given.tools or [] if tool.get("type") == "function"]
+        tools = [tool for tool in given.tools or [] if _is_function(tool)]
         if given.tool_choice == "none":
             tools = []
         try:
@@ -104,7 +104,10 @@ class ToolHandler:
         if asked != "response_format":  # that one is in the tools' grammar
             raise wrong(asked, f"{asked} and tools both constrain the output")
         content = schema_of(given.response_format)
-        if content is not None and (must or not format.trigger):
+        if must and content is not None:  # nothing but calls can come
+            request.ignored.append("response_format")
+            content = None
+        if content is not None and not format.trigger:
             words = "response_format constrains the output, and so do tools: only one of them may here"
             raise wrong("response_format", words)
         named = (
@@ -138,7 +141,7 @@ class ToolHandler:
         check_count("tools", size, self.limits.max_schema_bytes, "bytes")
         functions, loosened = dict[str, Schema](), list[str]()
         for place, tool in enumerate(tools):
-            if tool.get("type") != "function":
+            if not _is_function(tool):
                 request.ignored.append(f"tools[{place}]")
                 continue
             name, schema, left = _function(f"tools[{place}]", tool)
@@ -210,6 +213,10 @@ def _call(where: str, call: Any) -> dict[str, Any]:
         "function": {"name": function["name"], "arguments": arguments},
     }
     return found | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
+
+
+def _is_function(tool: Mapping[str, Any]) -> bool:
+    return tool.get("type") in (None, "function")
 
 
 def _function(where: str, tool: Mapping[str, Any]) -> tuple[str, Schema, list[str]]:
