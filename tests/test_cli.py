@@ -68,6 +68,14 @@ WRONG = {
         ["serve", "--phase", "2"],
         "phases are served from 04 on, but the phase is 02_kv_cache",
     ),
+    "a prompt without its option": (
+        ["run", "2", "Why is the sky blue?"],
+        "(Why is the sky blue?): a prompt is given with --prompt",
+    ),
+    "a file of weights": (
+        ["run", "2", "--model", __file__],
+        "which is a file, but must be a folder with config.json",
+    ),
     "nearly a phase": (["run", "paged-cach"], "did you mean 'paged_cache'?"),
     "no server": (
         ["load", "http://127.0.0.1:9"],
