@@ -369,5 +369,7 @@ def _call(given: Sequence[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(describe())
             return 2 if given else 0
-        raise UserError(describe()) from None
+        wants_prompt = named == "run" and "extra argument" in describe()
+        hint = ": a prompt is given with --prompt" if wants_prompt else ""
+        raise UserError(f"{describe()}{hint}") from None
     return code if isinstance(code, int) else 0

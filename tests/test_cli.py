@@ -68,6 +68,14 @@ WRONG = {
         ["serve", "--phase", "2"],
         "phases are served from 04 on, but the phase is 02_kv_cache",
     ),
+    "a prompt without its option": (
+        ["run", "2", "Why is the sky blue?"],
+        "(Why is the sky blue?): a prompt is given with --prompt",
+    ),
+    "a file of weights": (
+        ["run", "2", "--model", __file__],
+        "which is a file, but must be a folder with config.json",
+    ),
     "nearly a phase": (["run", "paged-cach"], "did you mean 'paged_cache'?"),
     "no server": (
         ["load", "http://127.0.0.1:9"],
@@ -140,6 +148,40 @@ def test_lists_help_and_errors_do_not_load_torch(tmp_path):
         ]
 
     assert imported(*EARLY) == [f"False {line}" for line in EARLY]
+
+
+STARTS_ANOTHER = """
+import multiprocessing
+import phases.cli
+from phases.__main__ import main
+
+def start():
+    child = multiprocessing.get_context("spawn").Process(target=print, args=("started",))
+    child.start()
+    child.join()
+
+if __name__ == "__main__":
+    phases.cli.main = start
+    main()
+"""
+
+
+def test_processes_of_a_command_import_nothing_from_its_folder(tmp_path):
+    """A learner's folder has files such as `random.py` and `select.py`, and may be a stranger's."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "select.py").write_text("raise SystemExit('this is not the library')")
+    (tmp_path / "program.py").write_text(STARTS_ANOTHER)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py"],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
+    )
+    assert done.stdout == "started\n", done.stderr
 
 
 def test_version(cli):

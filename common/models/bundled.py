@@ -250,6 +250,7 @@ def pip_download(package: str, into: Path) -> Path:
     """
     command = [
         sys.executable,
+        "-P",
         "-m",
         "pip",
         "download",

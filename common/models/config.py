@@ -356,12 +356,15 @@ def _sliding_windows(
 
     The fields are ``layer_types``, or the older ones that imply it. layers: number of layers.
     """
-    if family in hf.QWEN:
-        return (None,) * layers  # their files carry a window that is switched off
-    window, types = hf.WINDOW.read(raw), hf.LAYER_TYPES.read(raw)
+    if family == "qwen3_5":
+        return ()  # `_delta` reads their layers
+    window, field = None, hf.FULL_LAYER_TYPE
+    if family in hf.WINDOWED:
+        window, field = hf.WINDOW.read(raw), hf.LAYER_TYPE
+    types = hf.LAYER_TYPES.read(raw)
     if types is not None:
         full = [
-            hf.LAYER_TYPE.check(kind, f"layer_types[{i}]") == "full_attention"
+            field.check(kind, f"layer_types[{i}]") == "full_attention"
             for i, kind in enumerate(types)
         ]
     elif family == "gemma3":

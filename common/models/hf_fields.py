@@ -132,10 +132,12 @@ ROPE = {
 }
 ROPE_DEFAULTS = {"qwen3_5": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.25}}
 WINDOW = Field("sliding_window", int, 1, _LONGEST, 4096, null_counts=True)
-QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_5")
 WINDOW_PATTERN = Field("sliding_window_pattern _sliding_window_pattern", int, 1, 1 << 10, 6)
 LAYER_TYPES = Field("layer_types", list, default=None)
 LAYER_TYPE = Field("layer_types", str, choices=("full_attention", "sliding_attention"))
+FULL_LAYER_TYPE = Field("layer_types", str, choices=("full_attention",))
+WINDOWED = ("mistral", "gemma3", "gpt_oss")
+"""Families whose layers may have windows. Files of Qwen carry a window that is switched off."""
 FULL_INTERVAL = Field("full_attention_interval", int, 1, 1 << 10, 4)
 DELTA_LAYER_TYPE = Field("layer_types", str, choices=("linear_attention", "full_attention"))
 DELTA = {
@@ -148,6 +150,9 @@ DELTA = {
 
 ONLY = {
     "use_bidirectional_attention": False,
+    "is_causal": True,
+    "per_layer_config": {},
+    "transformers_weights": None,  # the name of a file to load instead of model.safetensors
     "add_cross_attention": False,
     "qkv_bias": True,
     "swiglu_alpha": 1.702,

@@ -56,6 +56,11 @@ def local(name: str | Path) -> Path | None:
             if not (folder / "config.json").exists():
                 raise UserError(f"the model folder {folder} has no config.json")
             return folder
+        if folder.is_file():
+            raise UserError(
+                f"model is {shown(str(name))}, which is a file, but must be a folder with config.json, "
+                "tokenizer.json and weights in safetensors files"
+            )
         looks_local = (
             isinstance(name, Path) or folder.exists() or name.startswith((".", "~", "/"))
         )

@@ -117,6 +117,7 @@ def lines_about(failure: Failure) -> list[str]:
     named = [("test", failure.test), ("expected", failure.expected), ("got", failure.got)]
     named += [("", line) for line in ([] if failure.got else failure.message.splitlines())]
     named += [("raised in", failure.place), ("trap", failure.trap)]
+    named += [("printed", line) for line in failure.printed.splitlines()]
     lines = [f"{name:9} {text}" if name else text for name, text in named if text]
     lines = [line if len(line) <= WIDEST else line[: WIDEST - 3] + "..." for line in lines]
     return [f"{'' if at else 'given':9} {line}" for at, line in enumerate(given)] + lines

@@ -26,7 +26,9 @@ from phases.course.making import text_in
 from phases.course.sandbox import PROCESSES, TOO_MANY_PROCESSES
 
 LIMIT = 60.0
-"""Seconds of processor time for an exercise; the tests of every exercise need less."""
+"""Seconds of processor time for an exercise's tests; those of every exercise need less."""
+CASES_LIMIT = 5.0
+"""As `LIMIT`, for an exercise's worked cases, of which the slowest need half a second."""
 OPTIONS = ["-x", "-v", "-p", "no:cacheprovider", "--tb=short", "-m", "not gpu and not weights"]
 FOUND = "with it a test passes that must fail: it changed what tests judge with"
 CANARIES = 9
@@ -50,6 +52,14 @@ class Failure:
     """Where in the student's file something was raised."""
     trap: str = ""
     """The row of the lesson's traps that it resembles."""
+    printed: str = ""
+    """The beginning of what the case has printed."""
+
+    def __post_init__(self) -> None:
+        """Replace what is no visible character in all fields: it could steer a teacher's terminal."""
+        for name, text in vars(self).items():
+            visible = [c if c.isprintable() or c in "\n\t" else "?" for c in text]
+            object.__setattr__(self, name, "".join(visible))
 
 
 @dataclass(frozen=True)
@@ -104,8 +114,7 @@ def run(
     """Judge an exercise with `text` as its file: first the worked cases, then tests, each in a process of
     its own.
 
-    nodes: pytest ids of the tests. server: runs them.
-    limit: seconds of processor time for the cases, and as many for the tests.
+    nodes: pytest ids of the tests. server: runs them. limit: seconds of processor time for the tests.
     """
     with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
@@ -115,7 +124,7 @@ def run(
             blanks = files_of([exercise])[exercise.file]
             held = {name: "" for name, given in blanks.items() if not given}
             (folder / exercise.file).write_text(blank(text, held), encoding="utf-8")
-            record = _record(folder, exercise, [], server, limit)
+            record = _record(folder, exercise, [], server, CASES_LIMIT)
             if failed := _of_run(exercise, record):
                 return failed
             for case, said in zip_longest(
@@ -212,6 +221,7 @@ def _of_case(exercise: Exercise, case: Case, said: Mapping[str, str] | None) -> 
         setup=case.setup,
         place=said.get("place", ""),
         trap=trap,
+        printed=said.get("printed", ""),
     )
     return Verdict(exercise, "fails", failure)
 

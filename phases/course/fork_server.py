@@ -136,7 +136,7 @@ def prepare(folder: Path) -> None:
     os.chdir(folder)
     scratch = folder / SCRATCH
     scratch.mkdir(exist_ok=True)
-    output = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    output = os.open(OUTPUT, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,14 +43,18 @@ def main(job: dict[str, Any], record_file: int) -> int:
 
 def value_of(case: dict[str, str], file: Path) -> dict[str, str]:
     """Return {"got": value of a worked case as text}, or what was raised: kind, message, and place in
-    `file`.
+    `file`; and the beginning of what it `printed` to standard output, which is a file.
     """
     names: dict[str, Any] = {}
+    begin = os.lseek(1, 0, os.SEEK_CUR)
     try:
         exec(case["setup"], names)
-        return {"got": repr(plain(eval(case["call"], names)))}
+        said = {"got": repr(plain(eval(case["call"], names)))}
     except BaseException as error:  # pytest's `Skipped` and the like are none of `Exception`
-        return raised(error, file)
+        said = raised(error, file)
+    with suppress(OSError):  # the file may be full
+        sys.stdout.flush()
+    return {**said, "printed": os.pread(1, LONGEST, begin).decode(errors="replace")}
 
 
 def plain(value: Any) -> Any:

@@ -112,6 +112,28 @@ def test_what_was_given_is_shown_whole() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("state", ["message", "got", "printed", "place"])
+def test_a_student_does_not_steer_the_terminal(state: str) -> None:
+    spoken = lines_about(Failure(**{state: "one\n\x1b[2J\x1b]0;mine\x07\u202e of 5"}))
+    assert "[2J" in "".join(spoken), "the text itself is shown"
+    assert not [c for line in spoken for c in line if c != "\n" and not c.isprintable()]
+
+
+def test_a_case_says_what_it_printed_and_does_not_take_a_minute(server: ForkServer) -> None:
+    exercise = find("01.1")
+    reference = exercise.path.read_text(encoding="utf-8")
+    line = "    distance = query_positions"
+    assert line in reference
+    noisy = reference.replace(line, f"    print('seen', window)\n    return None\n{line}", 1)
+    failure = checking.run(exercise, noisy, [], server).failure
+    assert failure and failure.got == "None" and failure.printed == "seen None\n"
+    endless = reference.replace(line, f"    while True:\n        pass\n{line}", 1)
+    before = server.seconds
+    failure = checking.run(exercise, endless, [], server).failure
+    assert failure and failure.message.startswith("no end after 5 s of work in a case")
+    assert server.seconds - before < 15
+
+
 def test_a_later_phase_is_named_and_its_traps_are_not_this_ones() -> None:
     exercise = find("04.1")
     told_of = {"outcome": "failed", "message": "no", "kind": "AssertionError"}

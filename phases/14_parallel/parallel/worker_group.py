@@ -48,6 +48,7 @@ class WorkerProcess:
         self.rank = rank
         command = [
             sys.executable,
+            "-P",
             "-c",
             PROGRAM,
             json.dumps(sys.path),
