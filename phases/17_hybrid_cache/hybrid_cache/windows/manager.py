@@ -83,10 +83,7 @@ class SingleTypeManager(ABC):
 
     def max_blocks(self, tokens: int) -> int:
         """Return the most blocks that a request of `tokens` tokens needs at the same time."""
-        starts = range(0, tokens + 1, self.block_size)
-        return len(self.groups) * max(
-            self.required_pages(at, tokens) - self.first_needed_page(at) for at in starts
-        )
+        return len(self.groups) * -(-tokens // self.block_size)
 
     # Requests. `table` is the request's row of the block tables.
 
@@ -310,7 +307,7 @@ class SlidingWindowManager(SingleTypeManager):
         """
         span = self.window - 1 + self.step_tokens
         pages = (span + self.block_size - 2) // self.block_size + 1
-        return len(self.groups) * min(-(-tokens // self.block_size), pages)
+        return min(super().max_blocks(tokens), len(self.groups) * pages)
 
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
         """Return the largest `n` such that all pages in the window after the first `n` have blocks.
