@@ -21,7 +21,7 @@ from phases import Phase, phase_named
 from phases.commands.engines import DEFAULT_PROMPT, DEFAULT_QUESTION, Served, serve
 from phases.commands.grammars import check_grammar, show_trace
 from phases.commands.work import counted, describe_work
-from phases.registry import check_options, default_weights, load_checked, missing_for
+from phases.registry import check_options, load_folder
 
 LONGEST_HEADING = 500
 """Characters of a prompt that are shown in front of its text."""
@@ -66,15 +66,7 @@ def run(given: SimpleNamespace) -> int:
         tokenizer.chat([{"role": "user", "content": t}]) if chat else tokenizer.encode(t)
         for t in prompts
     ]
-    if missing := missing_for(phase, where):
-        err.print(
-            f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]",
-            soft_wrap=True,
-        )
-    weights = default_weights(options, str(folder), where, given.dtype)
-    engine = load_checked(
-        options, weights, device=str(where), dtype=given.dtype, tokenizer=tokenizer
-    )
+    engine: Any = load_folder(options, str(folder), where, given.dtype, tokenizer)
     if given.verbose and (memory_plan := getattr(engine, "memory_plan", None)) is not None:
         err.print(f"[dim]{memory_plan}[/dim]")
     if given.trace:
