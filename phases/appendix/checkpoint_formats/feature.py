@@ -72,6 +72,3 @@ class CheckpointFormats(Feature):
         assert isinstance(plain, Quantize)
         read = ReadFormats(plain.scheme, plain.head)
         builder.weight_loader.decorate(self, lambda plain: read)
-
-    def install(self, builder: EngineBuilder) -> None:
-        """Do nothing: `configure_load` has set up all that is needed."""
