@@ -109,5 +109,5 @@ def pack_nibbles(numbers: Tensor) -> Tensor:
 
 
 def unpack_nibbles(data: Tensor) -> Tensor:
-    """Return bytes `data [..., K / 2]` as numbers `[..., K]` uint8 of 0 to 15: the low nibble first."""
-    return torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
+    """Return bytes `data [N, K / 2]` as numbers `[N, K]` uint8 of 0 to 15: the low nibble first."""
+    return torch.stack([data & 15, data >> 4], dim=-1).flatten(1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quant.weights import unpack_nibbles
-
 MXFP4 = "mxfp4"
 """The format's name in a checkpoint's configuration."""
 BLOCK = 32
@@ -29,5 +27,6 @@ def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         `[..., 32 * blocks]`.
     """
     table = torch.tensor((*E2M1, *(-number for number in E2M1)), device=blocks.device)
+    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [..., blocks, 32]
     powers = torch.exp2(scales.float() - 127).unsqueeze(-1)
-    return (table[unpack_nibbles(blocks).int()] * powers).to(dtype).flatten(-2)
+    return (table[halves.int()] * powers).to(dtype).flatten(-2)
