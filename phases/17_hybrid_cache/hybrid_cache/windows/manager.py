@@ -96,20 +96,15 @@ class SingleTypeManager(ABC):
         pinned = sum(self.users[page] > 0 for page in pages[first:])
         return len(self.groups) * (max(0, end - first) - pinned)
 
-    def attach_hit(self, row: int, table: Table, start: int) -> None:
-        """Count a new request as a user of the pages of its prefix hit that this type of layers needs.
+    def attach(self, row: int, table: Table, tokens: int) -> None:
+        """Count a request as a user of the pages that it needs of the first `tokens` tokens.
 
-        row: of the request in the block tables. table: its page numbers. start: tokens of the hit.
+        row: of the request in the block tables. table: the pages of its prefix hit, or those of its parent.
         """
-        self._use_range(row, table, self.first_needed_page(start), start // self.block_size)
-
-    def fork(self, child: int, table: Table, tokens: int) -> None:
-        """Count the request in row `child` as a user of the pages that it needs of the first `tokens` tokens
-        in `table`, its parent's pages.
-        """
-        self._use_range(
-            child, table, self.first_needed_page(tokens), -(-tokens // self.block_size)
-        )
+        first, end = self.first_needed_page(tokens), -(-tokens // self.block_size)
+        self.ranges[row] = first, end
+        for page in table[first:end].tolist():
+            self._use(page)
 
     def num_blocks_to_allocate(self, row: int, table: Table, start: int, upto: int) -> int:
         """Return how many blocks a request still needs for its first `upto` tokens, copies of shared pages
@@ -215,11 +210,6 @@ class SingleTypeManager(ABC):
                 raise AssertionError(f"page {page} has {users} users, but no blocks")
         found: list[int] = self.blocks[self.blocks != self.pool.null].tolist()
         return found
-
-    def _use_range(self, row: int, table: Table, first: int, end: int) -> None:
-        self.ranges[row] = first, end
-        for page in table[first:end].tolist():
-            self._use(page)
 
     def _use(self, page: int) -> None:
         self._unlist(page)
