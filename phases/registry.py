@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from common.console import err
 from common.device import pick_device
 from common.errors import UserError
 from common.events import Streams
@@ -185,6 +186,25 @@ def default_weights(options: Checked, model: str, device: torch.device, dtype: s
     kinds = {type(feature) for feature in options.chosen.features}
     compiled = {CpuBlocks, Quant} <= kinds and library() is not None
     return str(blocks) if compiled else model
+
+
+def load_folder(
+    options: Checked, folder: str, device: torch.device, dtype: str, tokenizer: Tokenizer
+) -> Streams:
+    """Return a phase's engine for a command, with options that are checked already.
+
+    A line on standard error says what the phase lacks on this machine.
+
+    Args:
+        folder: of the model, or another name. dtype: as on the command line, such as "auto".
+    """
+    if missing := missing_for(options.phase, device):
+        err.print(
+            f"[dim]{options.phase.name} needs {missing} to be fast; here it may take minutes.[/dim]",
+            soft_wrap=True,
+        )
+    weights = default_weights(options, folder, device, dtype)
+    return load_checked(options, weights, device=str(device), dtype=dtype, tokenizer=tokenizer)
 
 
 def load_engine(

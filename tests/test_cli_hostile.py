@@ -199,10 +199,10 @@ def test_flags_of_the_last_engine_reach_it(
     made: list[Any] = []
 
     def load(*given: Any, **options: Any) -> Any:
-        made.append(registry.load_checked(*given, **options))
+        made.append(registry.load_folder(*given, **options))
         return made[-1]
 
-    monkeypatch.setattr("phases.commands.run.load_checked", load)
+    monkeypatch.setattr("phases.commands.run.load_folder", load)
     small = [
         "--max-rows",
         "2",

@@ -232,11 +232,10 @@ class ModelConfig:
                     raise UserError(
                         f"there is no field {name!r}, which a {family} model needs"
                     )
-        values = {ours: field.read(raw) for ours, field in hf.FIELDS[family].items()}
+        values = _read(hf.FIELDS[family], raw)
         values |= _gpt2(values) if family == "gpt2" else _rope_family(family, raw, values)
         if family in hf.EXPERTS:
-            sizes = {ours: field.read(raw) for ours, field in hf.EXPERTS[family].items()}
-            values["experts"] = ExpertConfig(**sizes)
+            values["experts"] = ExpertConfig(**_read(hf.EXPERTS[family], raw))
         values["quantization"] = _quantization(raw)
         bos: int = _token_id("bos_token_id", values["vocab_size"]).read(raw)
         values["bos_token_id"] = None if bos < 0 else bos
@@ -279,12 +278,11 @@ def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return ``quantization_config``, or None if there is none. Raises `UserError` unless it
     names a method.
     """
-    given = raw.get("quantization_config")
-    method = given.get("quant_method") if isinstance(given, dict) else given
-    if given is not None and not (isinstance(given, dict) and isinstance(method, str)):
-        raise UserError(
-            f"quantization_config names the method {shown(method)}, but must be an object with a method"
-        )
+    given: Mapping[str, Any] | None = Field("quantization_config", dict, default=None).read(
+        raw
+    )
+    if given is not None:
+        Field("quant_method", str).read(given)
     return given
 
 
@@ -336,17 +334,8 @@ def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
     Such are the layers that ``layer_types`` names, or all but every fourth.
     """
     _refuse_unsupported(raw, hf.DELTA_ONLY)
-    types, interval = hf.LAYER_TYPES.read(raw), hf.FULL_INTERVAL.read(raw)
-    if types is None:
-        linear = [(i + 1) % interval > 0 for i in range(layers)]
-    else:
-        field = hf.DELTA_LAYER_TYPE
-        linear = [
-            field.check(kind, f"layer_types[{i}]") == field.choices[0]
-            for i, kind in enumerate(types)
-        ]
-    sizes = {ours: field.read(raw) for ours, field in hf.DELTA.items()}
-    return DeltaConfig(**sizes, layers=tuple(linear))
+    full = _full_layers(raw, hf.DELTA_LAYER_TYPE, layers, hf.FULL_INTERVAL.read(raw))
+    return DeltaConfig(**_read(hf.DELTA, raw), layers=tuple(not each for each in full))
 
 
 def _sliding_windows(
@@ -358,23 +347,34 @@ def _sliding_windows(
     """
     if family == "qwen3_5":
         return ()  # `_delta` reads their layers
-    window, field = None, hf.FULL_LAYER_TYPE
+    window, kinds = None, hf.FULL_LAYER_TYPE
+    interval = 1  # every layer has full attention
     if family in hf.WINDOWED:
-        window, field = hf.WINDOW.read(raw), hf.LAYER_TYPE
-    types = hf.LAYER_TYPES.read(raw)
-    if types is not None:
-        full = [
-            field.check(kind, f"layer_types[{i}]") == "full_attention"
-            for i, kind in enumerate(types)
-        ]
-    elif family == "gemma3":
-        pattern = hf.WINDOW_PATTERN.read(raw)
-        full = [(i + 1) % pattern == 0 for i in range(layers)]
-    else:
-        full = [family != "mistral" or window is None] * layers
+        window, kinds = hf.WINDOW.read(raw), hf.LAYER_TYPE
+    if family == "gemma3":
+        interval = hf.WINDOW_PATTERN.read(raw)
+    elif family == "mistral" and window is not None:
+        interval = layers + 1
+    full = _full_layers(raw, kinds, layers, interval)
     if window is None and not all(full):
         raise UserError("sliding_window is null, but there are layers of sliding attention")
     return tuple(None if everything else window for everything in full)
+
+
+def _full_layers(
+    raw: Mapping[str, Any], kinds: Field, layers: int, interval: int
+) -> list[bool]:
+    """Return which layers have full attention: by ``layer_types``, or every `interval`-th of so many layers.
+
+    kinds: what a layer's type may be.
+    """
+    types = hf.LAYER_TYPES.read(raw)
+    if types is None:
+        return [(i + 1) % interval == 0 for i in range(layers)]
+    return [
+        kinds.check(kind, f"layer_types[{i}]") == "full_attention"
+        for i, kind in enumerate(types)
+    ]
 
 
 def _ropes(
@@ -444,7 +444,7 @@ def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(parameters: Mapping[str, Any], family: str, context: int) -> RopeConfig:
     _refuse_unsupported(parameters)
-    values = {ours: field.read(parameters) for ours, field in hf.ROPE.items()}
+    values = _read(hf.ROPE, parameters)
     if values["share"] != 1 and family != "qwen3_5":
         raise UserError(f"partial_rotary_factor is {values['share']}, but only 1 is supported")
     kind = values["kind"]
@@ -457,6 +457,11 @@ def _rope(parameters: Mapping[str, Any], family: str, context: int) -> RopeConfi
     if values["factor"] is None:
         values["factor"] = context / original
     return RopeConfig(**values, original_max_position=original)
+
+
+def _read(fields: Mapping[str, Field], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each field's value in ``raw`` (a ``config.json``), by our name for it."""
+    return {ours: field.read(raw) for ours, field in fields.items()}
 
 
 def _token_id(name: str, vocab_size: int) -> Field:

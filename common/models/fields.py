@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import UserError, shown
+from common.errors import UserError, integer, number, shown
 from common.files import read_bytes
 
 MOST_BYTES = 1 << 24
@@ -22,14 +22,7 @@ nine million.
 """
 
 _REQUIRED = object()
-_KINDS = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-}
+_KINDS = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -110,23 +103,14 @@ class Field:
         """Return ``value``; an integer becomes a float if the field holds floats. Raises `UserError` about
         ``name`` if it does not fit.
         """
-        fits = isinstance(value, (int, float) if self.kind is float else self.kind)
-        # To Python, True is an integer.
-        fits = fits and isinstance(value, bool) == (self.kind is bool)
-        if fits and self.kind in (int, float):
-            fits = self.low <= value <= self.high  # false for NaN
-        if not fits:
-            raise UserError(f"{name} is {shown(value)}, but must be {self.limit}")
+        if self.kind is int:
+            return integer(name, value, low=int(self.low), high=int(self.high))
+        if self.kind is float:
+            return number(name, value, low=self.low, high=self.high)
+        if not isinstance(value, self.kind):
+            raise UserError(f"{name} is {shown(value)}, but must be {_KINDS[self.kind]}")
         if self.choices and value not in self.choices:
             raise UserError(
                 f"{name} {shown(value)} is not supported, only {', '.join(self.choices)}"
             )
-        return self.kind(value)
-
-    @property
-    def limit(self) -> str:
-        """Return the allowed values as words, for an error message."""
-        style = {int: ",", float: "g"}.get(self.kind)
-        return _KINDS[self.kind] + (
-            f" between {self.low:{style}} and {self.high:{style}}" if style else ""
-        )
+        return value

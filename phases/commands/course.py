@@ -181,8 +181,7 @@ def answer(
     out.print(
         f"{question.id}  [green]yes[/]: {known:.3g} was measured, in {question.evidence}"
     )
-    if question.why:
-        say(f"      {escape(question.why)}")
+    say(f"      {escape(question.why)}")
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,40 +52,31 @@ CHUNK = 64
 CHUNKED = 7
 
 
-@dataclass(frozen=True)
-class Show:
-    """Text of the demo for one phase.
-
-    why: what the phase adds, in a sentence.
-    count: the key in `COUNTS` of a number to print, such as "steps"; empty: none.
-    """
-
-    why: str
-    count: str = ""
-
-
 SHOWS = {
-    1: Show("Every new token computes all tokens before it again.", "computed"),
-    2: Show("Keys and values are kept, so every step computes one token.", "computed"),
-    3: Show("Questions share each step: the weights are read once for them.", "steps"),
-    4: Show(
+    1: ("Every new token computes all tokens before it again.", "computed"),
+    2: ("Keys and values are kept, so every step computes one token.", "computed"),
+    3: ("Questions share each step: the weights are read once for them.", "steps"),
+    4: (
         "A finished answer leaves the batch at once, and a waiting question takes its place.",
         "steps",
     ),
-    5: Show(
+    5: (
         "The cache is blocks handed out on demand, so more requests fit the same memory.",
         "at_once",
     ),
-    6: Show("Kernels read the blocks where they lie: compare the speed."),
-    7: Show("Long prompts are cut into chunks, so that no request waits for one.", "largest"),
-    8: Show("Prompts that begin alike are computed once.", "computed"),
-    9: Show(
-        "The next step is scheduled while this one runs. With CUDA, a step is one launch: see its speed."
+    6: ("Kernels read the blocks where they lie: compare the speed.", ""),
+    7: ("Long prompts are cut into chunks, so that no request waits for one.", "largest"),
+    8: ("Prompts that begin alike are computed once.", "computed"),
+    9: (
+        "The next step is scheduled while this one runs. With CUDA, a step is one launch: see its speed.",
+        "",
     ),
-    10: Show("Weights and keys may have 8 or 4 bits; here weights have 8.", "weights"),
-    11: Show("Tokens are guessed and checked in one step; the text stays the same.", "steps"),
+    10: ("Weights and keys may have 8 or 4 bits; here weights have 8.", "weights"),
+    11: ("Tokens are guessed and checked in one step; the text stays the same.", "steps"),
 }
-"""Number of a phase -> what the demo shows of it. Phases for which questions show nothing are missing."""
+"""Number of a phase -> what it adds, in a sentence, and the key in `COUNTS` of a number that shows it, if one
+does. Phases for which questions show nothing are missing.
+"""
 ROUNDS = 10
 """The phase whose completions may differ, since its weights are rounded."""
 ELSEWHERE = {
@@ -124,13 +114,13 @@ def run(given: SimpleNamespace) -> int:
     )
     made = table("Phase", "What it is for, in this run", right=("tokens/s",))
     completions, before = dict[int, list[Completion]](), dict[str, float]()
-    for number, show in SHOWS.items():
+    for number, (why, _) in SHOWS.items():
         phase = PHASES[number - 1]
         if missing := missing_for(phase, where):
             out.print(f"[dim]{phase.name} is left out: it needs {missing}[/dim]")
             continue
         out.print(Rule(f"{phase.name}: {phase.title}", align="left", style="dim"))
-        out.print(f"[dim]{show.why}[/dim]")
+        out.print(f"[dim]{why}[/dim]")
         engine = load(phase, loaded)
         # The first steps pay for allocations and compilation. Reversed: no prefix cache finds it later.
         serve(engine, tokenizer, [prompts[0][::-1]], SamplingParams(max_tokens=2))
@@ -207,7 +197,7 @@ def change(phase: Phase, before: Mapping[str, float], now: Mapping[str, float]) 
 
     before, now: counts of the phase before and of this one, by the names of `COUNTS`.
     """
-    name = SHOWS[phase.number].count
+    _, name = SHOWS[phase.number]
     if not name:
         return ""
     new, old = round(now[name]), round(before.get(name, 0))

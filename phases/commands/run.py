@@ -21,7 +21,7 @@ from phases import Phase, phase_named
 from phases.commands.engines import DEFAULT_PROMPT, DEFAULT_QUESTION, Served, serve
 from phases.commands.grammars import check_grammar, show_trace
 from phases.commands.work import counted, describe_work
-from phases.registry import check_options, default_weights, load_checked, missing_for
+from phases.registry import check_options, load_folder
 
 LONGEST_HEADING = 500
 """Characters of a prompt that are shown in front of its text."""
@@ -66,15 +66,7 @@ def run(given: SimpleNamespace) -> int:
         tokenizer.chat([{"role": "user", "content": t}]) if chat else tokenizer.encode(t)
         for t in prompts
     ]
-    if missing := missing_for(phase, where):
-        err.print(
-            f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]",
-            soft_wrap=True,
-        )
-    weights = default_weights(options, str(folder), where, given.dtype)
-    engine = load_checked(
-        options, weights, device=str(where), dtype=given.dtype, tokenizer=tokenizer
-    )
+    engine: Any = load_folder(options, str(folder), where, given.dtype, tokenizer)
     if given.verbose and (memory_plan := getattr(engine, "memory_plan", None)) is not None:
         err.print(f"[dim]{memory_plan}[/dim]")
     if given.trace:
@@ -83,13 +75,10 @@ def run(given: SimpleNamespace) -> int:
     guesses = getattr(
         getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None
     )
-    highlighter = (
-        TokenHighlighter(guesses)
-        if guesses is not None and out.is_terminal and not out.no_color
-        else None
-    )
+    coloured = guesses is not None and out.is_terminal and not out.no_color
+    decorate = highlighter(guesses) if coloured else None
     with counted(phase, engine) as work:
-        served = serve(engine, tokenizer, ids, params, show, highlighter)
+        served = serve(engine, tokenizer, ids, params, show, decorate)
     if given.as_json:
         whole = to_json(phase, model, prompts, served)
         # Where the output cannot show a character, JSON can still say which it is.
@@ -163,7 +152,9 @@ def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
     def show(index: int, text: str) -> None:
         nonlocal shown
         if index != shown:
-            heading = shorten(prompts[index])
+            heading = prompts[index]
+            if len(heading) > LONGEST_HEADING:
+                heading = f"{heading[:LONGEST_HEADING]} ..."
             if len(prompts) == 1:
                 err.print(heading, style="bold", markup=False, soft_wrap=True)
             else:
@@ -177,24 +168,15 @@ def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
     return show
 
 
-def shorten(prompt: str) -> str:
-    """Return a prompt for display: its first `LONGEST_HEADING` characters, and "..." if it has more."""
-    return prompt if len(prompt) <= LONGEST_HEADING else f"{prompt[:LONGEST_HEADING]} ..."
-
-
-class TokenHighlighter:
-    """Colours the text of tokens that speculative decoding drafted and the model accepted.
+def highlighter(stats: Any) -> Callable[[str, int, int], str]:
+    """Return a function that colours the text of tokens which speculative decoding drafted and the model
+    accepted: (text of a token, index of its prompt, its place in the output) -> text.
 
     stats: counts of drafts, which note the positions of these tokens from now on.
-    marks: (prompt index, sample) -> positions of these tokens in the output.
     """
+    stats.marks = marks = dict[tuple[int, int], set[int]]()  # by (prompt index, sample)
 
-    def __init__(self, stats: Any) -> None:
-        stats.marks = self.marks = dict[tuple[int, int], set[int]]()
+    def coloured(text: str, index: int, place: int) -> str:
+        return f"\x1b[32m{text}\x1b[0m" if place in marks.get((index, 0), ()) else text
 
-    def __call__(self, text: str, index: int, place: int) -> str:
-        """Return a token's text, in green if it was an accepted draft.
-
-        index: of the prompt. place: of the token in the output.
-        """
-        return f"\x1b[32m{text}\x1b[0m" if place in self.marks.get((index, 0), ()) else text
+    return coloured

@@ -93,22 +93,13 @@ def make_engine(
         model: `random:SHAPE`, or the model's folder.
         folder: of the tokenizer.
     """
-    from common.console import err
     from common.device import pick_device
     from common.text.tokenizer import Tokenizer
-    from phases.registry import default_weights, load_checked, missing_for
+    from phases.registry import load_folder
 
-    checked, where = check(phase, options, device, dtype), pick_device(device)
+    checked = check(phase, options, device, dtype)
     gc.freeze()  # modules stay: to look for garbage among them takes 0.1 s
-    if missing := missing_for(checked.phase, where):
-        name = checked.phase.name
-        err.print(
-            f"[dim]{name} runs in an interpreter or not at all here: it needs {missing}[/dim]"
-        )
-    weights = default_weights(checked, model, where, dtype)
-    return load_checked(
-        checked, weights, device=device, dtype=dtype, tokenizer=Tokenizer(Path(folder))
-    )
+    return load_folder(checked, model, pick_device(device), dtype, Tokenizer(Path(folder)))
 
 
 def make_observer(engine: Engine) -> Observer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class Case:
 
     call: str
     expect: str
-    setup: str = ""
+    setup: str
     trap: str = ""
     """Words of the lesson's trap that a wrong answer here resembles."""
 
@@ -92,11 +92,11 @@ class Question(Task):
     metric: str
     run: Mapping[str, Any]
     """The run's variant, workload and options, as far as they tell it from others."""
-    over: Mapping[str, Any] = field(default_factory=dict)
-    """The run that it is divided by, if any; with a `metric` of its own where that differs."""
-    tolerance: float = 0.25
+    over: Mapping[str, Any]
+    """The run that it is divided by; with a `metric` of its own where that differs."""
+    tolerance: float
     """How far off an answer may be, as a fraction."""
-    why: str = ""
+    why: str
     """The explanation for a student who has found it."""
 
 

@@ -147,8 +147,7 @@ def truth(question: Question) -> float:
     Raises:
         UserError: the file has no such run.
     """
-    value = _metric(question, question.run)
-    return value / _metric(question, question.over) if question.over else value
+    return _metric(question, question.run) / _metric(question, question.over)
 
 
 def _metric(question: Question, wanted: Mapping[str, Any]) -> float:

@@ -39,17 +39,10 @@ def _traps(phase: Phase) -> list[str]:
     """Return the rows of the table of traps (common mistakes) in a phase's lesson, each as one line of
     text.
     """
-    traps = []
-    for page in pages(phase):
-        found = re.search(r"^## \d\. Traps.*?(?=^## \d)", _text(page), re.M | re.DOTALL)
-        section = found[0] if found else ""
-        traps += [
-            line
-            for line in section.splitlines()
-            if line.startswith("| ") and "---" not in line
-        ][1:]
-        traps += re.findall(r"^- .*?(?=^- |^$|\Z)", section, re.M | re.DOTALL)
-    return traps
+    lesson = _text(phase.folder / "README.md")
+    found = re.search(r"^## \d\. Traps.*?(?=^## \d)", lesson, re.M | re.DOTALL)
+    lines = found[0].splitlines() if found else []
+    return [line for line in lines if line.startswith("| ") and "---" not in line][1:]
 
 
 def trap_of(phase: Phase, test: str) -> str:
@@ -70,11 +63,8 @@ def trap_with(phase: Phase, words: str) -> str:
 def _trap_text(row: str) -> str:
     """Return the text of a row of the table of traps, without the name of its test and without markup."""
     cells = [cell.strip() for cell in row.strip().strip("|").split("|")]
-    text = ": ".join(cell for cell in cells if cell and "`test_" not in cell) or row.lstrip(
-        "- "
-    )
-    text = re.sub(r"\s+", " ", LINK.sub(r"\1", text))
-    return text.split(": `test_")[0]
+    text = ": ".join(cell for cell in cells if cell and "`test_" not in cell)
+    return LINK.sub(r"\1", text)
 
 
 def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:

@@ -255,7 +255,7 @@ def test_hostile_grammars_harm_nobody(model: Model) -> None:
 
 
 def test_stats_reach_through_grammars() -> None:
-    """`--stats` and `TokenHighlighter` ask the scheduler's drafter, here one around that of phase 11."""
+    """`--stats` and the colours of tokens ask the scheduler's drafter, here one around that of phase 11."""
     speculator = SpeculativeRunner(NGrams(), 4)
     assert GrammarDrafter(speculator).stats is speculator.stats
     assert GrammarDrafter().stats.lines() == ["speculation: nothing was drafted"]

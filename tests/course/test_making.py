@@ -14,7 +14,15 @@ from phases import PHASES
 from phases.course import making
 from phases.course.blanks import NotThere, blank, functions, graft, is_blank
 from phases.course.exercises import exercises, of_phases, questions
-from phases.course.lessons import CHECKOUT, PICTURE, TARGET, bodies_of, gives_away, trap_of
+from phases.course.lessons import (
+    CHECKOUT,
+    PICTURE,
+    TARGET,
+    bodies_of,
+    gives_away,
+    trap_of,
+    trap_with,
+)
 from phases.course.making import made_files
 
 SOURCE = '''"""A module."""
@@ -225,3 +233,9 @@ def test_traps_are_found_by_their_test() -> None:
     phase = next(phase for phase in PHASES if phase.number == 5)
     assert "given back twice" in trap_of(phase, "test_allocator_counts_users")
     assert trap_of(phase, "test_nothing") == ""
+
+
+def test_every_trap_of_a_case_is_in_its_lesson() -> None:
+    named = [(one, case.trap) for one in exercises() for case in one.cases if case.trap]
+    lost = [(one.id, trap) for one, trap in named if not trap_with(one.phase, trap)]
+    assert named and not lost, lost

@@ -6,7 +6,6 @@ puts its own parts into an engine that is being built. This phase has none. Ever
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ class PagedSizes(Sizes):
     )
 
 
-class Feature(ABC):
+class Feature:
     """One optimization of an engine. Subclasses are frozen dataclasses of options; construction checks these.
 
     name: what it is called in options and files, such as `prefix_cache`.
@@ -65,10 +64,9 @@ class Feature(ABC):
         """Raise `UserError` for an option out of its limits."""
         check_options(self)
 
-    def configure_load(self, builder: EngineBuilder) -> None:  # noqa: B027  # most features change no loading
+    def configure_load(self, builder: EngineBuilder) -> None:
         """Change how the model is loaded; `builder.model` is not there yet."""
 
-    @abstractmethod
     def install(self, builder: EngineBuilder) -> None:
         """Replace or decorate parts of the engine that is being built.
 

@@ -163,10 +163,15 @@ def concatenated(parts: Sequence[nn.Linear]) -> nn.Linear:
     biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts)), "some parts have a bias, and some have none"
     weight = torch.cat([part.weight for part in parts])
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
+    return linear_of(weight, torch.cat(biases) if biases else None)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return an `nn.Linear` that has these tensors: `[out, in]`, and `[out]` or None."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
-    if biases:
-        made.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, requires_grad=False)
     return made
 
 

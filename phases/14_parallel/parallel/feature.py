@@ -104,9 +104,6 @@ class Parallel(Feature):
             )
         return torch.device("cuda", first) if device.type == "cuda" else device
 
-    def install(self, builder: EngineBuilder) -> None:
-        """Do nothing: with one rank the engine stays as it is."""
-
 
 def rank_engine(
     recipe: Recipe, ranks: Ranks, workers: WorkerGroup | None = None

@@ -112,9 +112,6 @@ class ExpertParallel(Feature):
             builder.weight_loader.decorate(self, lambda inner: own)
             builder.surgeries.append(partial(_sum_over_ranks, split.ranks))
 
-    def install(self, builder: EngineBuilder) -> None:
-        """Do nothing: `configure_load` has set up all that is needed."""
-
 
 def _sum_over_ranks(ranks: Ranks, builder: EngineBuilder) -> None:
     """Give each layer of experts of the builder's model a function that sums its output over all ranks."""

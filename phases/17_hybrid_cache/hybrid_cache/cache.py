@@ -190,7 +190,7 @@ class HybridCache(PrefixCache):
             return False
         if new:
             for manager in self.managers:
-                manager.attach_hit(row, table, start)
+                manager.attach(row, table, start)
         self._copy_shared_pages()
         self._evict_until_free(self._num_blocks_to_allocate(row, start, upto))
         self._writable[row] = min(
@@ -247,7 +247,7 @@ class HybridCache(PrefixCache):
         """Let the request `child` share its parent's first `tokens` tokens of pages and blocks."""
         super().fork(parent, child, tokens)
         for manager in self.managers:
-            manager.fork(child.row, self.tables[child.row], tokens)
+            manager.attach(child.row, self.tables[child.row], tokens)
 
     def commit(self, request: Request, upto: int) -> None:
         """Put the full pages of a request's first `upto` tokens into the prefix index.

@@ -60,7 +60,7 @@ class CheckpointFormats(Feature):
 
     name = "checkpoint_formats"
     phase = 10
-    on_with = (Quant,)
+    needs = on_with = (Quant,)
 
     def configure_load(self, builder: EngineBuilder) -> None:
         """Set a weight loader that reads the checkpoint's quantized layers, if there are any; else do
@@ -69,12 +69,6 @@ class CheckpointFormats(Feature):
         Other layers follow the option of phase 10 that quantizes weights.
         """
         plain = builder.weight_loader.part
-        if not isinstance(plain, Quantize):
-            raise UserError(
-                "checkpoint_formats is for quant, which is off: switch it on with quant=True"
-            )
+        assert isinstance(plain, Quantize)
         read = ReadFormats(plain.scheme, plain.head)
         builder.weight_loader.decorate(self, lambda plain: read)
-
-    def install(self, builder: EngineBuilder) -> None:
-        """Do nothing: `configure_load` has set up all that is needed."""

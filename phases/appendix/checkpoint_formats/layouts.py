@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from common.errors import UserError
 from quant.formats import DTYPES, Scheme
 from quant.linear import QuantLinear
-from quant.weights import MIDDLE, QuantizedWeight, check_scale, pack_nibbles
+from quant.weights import (
+    MIDDLE,
+    QuantizedWeight,
+    check_scale,
+    pack_nibbles,
+    unpack_nibbles,
+)
 
 Kind = Literal["plain", "packed", "gptq", "awq"]
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -107,8 +113,8 @@ class TensorLayout:
             numbers, zero = unpack_awq(found["qweight"]).t(), unpack_awq(found["qzeros"])
             order = None
         else:
-            numbers = unpack_words(found["qweight"].t().contiguous(), 4)  # [N, K]
-            zero = (unpack_words(found["qzeros"], 4) + int(self.one_less)) & 15
+            numbers = unpack_words(found["qweight"].t())  # [N, K]
+            zero = (unpack_words(found["qzeros"]) + int(self.one_less)) & 15
             order = _order(found["g_idx"], self.scheme.group, f"{name}.g_idx")
         if not self.scheme.zeros and bool((zero != MIDDLE).any()):
             raise UserError(
@@ -142,17 +148,18 @@ class TensorLayout:
             raise UserError(
                 f"{name}.weight_shape says {said}, but the weight is {list(shape)}"
             )
-        numbers = unpack_words(found["weight_packed"], self.scheme.bits)
+        # The lowest byte first, as every machine here has it: the order of our nibbles and bytes.
+        data = found["weight_packed"].contiguous().view(torch.uint8)
         scale = found["weight_scale"]
         if self.scheme.weights == "int8":
             return QuantizedWeight(
-                self.scheme, (numbers ^ 128).view(torch.int8), scale.float()[:, 0].clone()
+                self.scheme, (data ^ 128).view(torch.int8), scale.float()[:, 0].clone()
             )
         zero = None
         if self.scheme.zeros:
-            words = found["weight_zero_point"].t().contiguous()
-            zero = unpack_words(words, 4).t()[: shape[0]].contiguous()
-        return QuantizedWeight(self.scheme, pack_nibbles(numbers), scale.clone(), zero)
+            words = found["weight_zero_point"].t()
+            zero = unpack_words(words).t()[: shape[0]].contiguous()
+        return QuantizedWeight(self.scheme, data, scale.clone(), zero)
 
 
 class StoredLinear(nn.Module):
@@ -178,20 +185,14 @@ class StoredLinear(nn.Module):
         return QuantLinear(weight, self.bias)
 
 
-def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Unpack int32 words `[R, C]` into unsigned numbers of `bits` bits, `[R, C * 32 / bits]` uint8,
-    lowest first.
-    """
-    # The lowest byte first: every machine here is little-endian.
-    numbers = words.contiguous().view(torch.uint8)
-    return (
-        numbers if bits == 8 else torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(1)
-    )
+def unpack_words(words: Tensor) -> Tensor:
+    """Unpack int32 words `[R, C]` into numbers of four bits, `[R, C * 8]` uint8, lowest first."""
+    return unpack_nibbles(words.contiguous().view(torch.uint8))
 
 
 def unpack_awq(words: Tensor) -> Tensor:
     """Unpack words `[R, C]` int32 in AWQ's order into numbers `[R, C * 8]` uint8."""
-    numbers = unpack_words(words, 4).view(len(words), -1, 8)
+    numbers = unpack_words(words).view(len(words), -1, 8)
     return numbers[..., list(AWQ_ORDER)].flatten(1)
 
 

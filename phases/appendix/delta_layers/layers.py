@@ -29,7 +29,7 @@ from triton_paged_attention.layers import (
     Stream,
     replace,
 )
-from triton_paged_attention.linear import join
+from triton_paged_attention.linear import join, linear_of
 
 
 class FusedGatedAttention(FusedAttention):
@@ -198,8 +198,5 @@ def fuse(model: Qwen35) -> None:
 
 def picked(linear: nn.Linear, rows: Tensor) -> nn.Linear:
     """Return an `nn.Linear` with the outputs `rows` of `linear`, in that order; rows: int64, any shape."""
-    made = nn.Linear(linear.in_features, rows.numel(), bias=False, device="meta")
-    made.weight = nn.Parameter(linear.weight[rows.flatten()], requires_grad=False)
-    if linear.bias is not None:
-        made.bias = nn.Parameter(linear.bias[rows.flatten()], requires_grad=False)
-    return made
+    rows = rows.flatten()
+    return linear_of(linear.weight[rows], None if linear.bias is None else linear.bias[rows])

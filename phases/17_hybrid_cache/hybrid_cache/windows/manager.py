@@ -83,10 +83,7 @@ class SingleTypeManager(ABC):
 
     def max_blocks(self, tokens: int) -> int:
         """Return the most blocks that a request of `tokens` tokens needs at the same time."""
-        starts = range(0, tokens + 1, self.block_size)
-        return len(self.groups) * max(
-            self.required_pages(at, tokens) - self.first_needed_page(at) for at in starts
-        )
+        return len(self.groups) * -(-tokens // self.block_size)
 
     # Requests. `table` is the request's row of the block tables.
 
@@ -99,20 +96,15 @@ class SingleTypeManager(ABC):
         pinned = sum(self.users[page] > 0 for page in pages[first:])
         return len(self.groups) * (max(0, end - first) - pinned)
 
-    def attach_hit(self, row: int, table: Table, start: int) -> None:
-        """Count a new request as a user of the pages of its prefix hit that this type of layers needs.
+    def attach(self, row: int, table: Table, tokens: int) -> None:
+        """Count a request as a user of the pages that it needs of the first `tokens` tokens.
 
-        row: of the request in the block tables. table: its page numbers. start: tokens of the hit.
+        row: of the request in the block tables. table: the pages of its prefix hit, or those of its parent.
         """
-        self._use_range(row, table, self.first_needed_page(start), start // self.block_size)
-
-    def fork(self, child: int, table: Table, tokens: int) -> None:
-        """Count the request in row `child` as a user of the pages that it needs of the first `tokens` tokens
-        in `table`, its parent's pages.
-        """
-        self._use_range(
-            child, table, self.first_needed_page(tokens), -(-tokens // self.block_size)
-        )
+        first, end = self.first_needed_page(tokens), -(-tokens // self.block_size)
+        self.ranges[row] = first, end
+        for page in table[first:end].tolist():
+            self._use(page)
 
     def num_blocks_to_allocate(self, row: int, table: Table, start: int, upto: int) -> int:
         """Return how many blocks a request still needs for its first `upto` tokens, copies of shared pages
@@ -219,11 +211,6 @@ class SingleTypeManager(ABC):
         found: list[int] = self.blocks[self.blocks != self.pool.null].tolist()
         return found
 
-    def _use_range(self, row: int, table: Table, first: int, end: int) -> None:
-        self.ranges[row] = first, end
-        for page in table[first:end].tolist():
-            self._use(page)
-
     def _use(self, page: int) -> None:
         self._unlist(page)
         self._change(page, users=1)
@@ -310,7 +297,7 @@ class SlidingWindowManager(SingleTypeManager):
         """
         span = self.window - 1 + self.step_tokens
         pages = (span + self.block_size - 2) // self.block_size + 1
-        return len(self.groups) * min(-(-tokens // self.block_size), pages)
+        return min(super().max_blocks(tokens), len(self.groups) * pages)
 
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
         """Return the largest `n` such that all pages in the window after the first `n` have blocks.
