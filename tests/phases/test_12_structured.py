@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,14 +290,16 @@ def test_everybody_who_waits_is_asked_again(model: Model) -> None:
 def test_what_takes_too_long_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(model, grammar_seconds=0.5)
     slow, clock = Slow(engine), Clock()
-    monkeypatch.setattr("structured.pool.time", SimpleNamespace(monotonic=clock))
-    (late,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("slow")))
-    (other,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("quick")))
-    while other.finish_reason is None:
-        engine.step()
-    clock.now = 0.6
-    run(engine)
-    monkeypatch.undo()
+    params = [
+        SamplingParams(max_tokens=9, grammar=Grammar.regex(w)) for w in ("slow", "quick")
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr("structured.pool.processor_clock", lambda: clock)
+        late, other = (engine.add(PROMPT, each)[0] for each in params)
+        while other.finish_reason is None:
+            engine.step()
+        clock.now = 0.6
+        run(engine)
     assert (
         late.finish_reason == "error"
         and "longer to compile than grammar_seconds, 0.5" in str(late.error)
@@ -307,6 +309,21 @@ def test_what_takes_too_long_is_refused(model: Model, monkeypatch: pytest.Monkey
         engine.generate([PROMPT], SamplingParams(grammar=Grammar.regex("slower")))
     assert engine.idle
     slow.go.set()
+
+
+def test_what_others_compute_is_not_held_against_a_grammar(model: Model) -> None:
+    """Nor what a thread waits for: a busy machine is no fault of a grammar."""
+    engine = engine_of(model, grammar_seconds=0.5)
+    slow = Slow(engine)
+    (request,) = engine.add(
+        PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("slow"))
+    )
+    end = time.monotonic() + 0.8
+    while time.monotonic() < end:
+        engine.step()
+    slow.go.set()
+    run(engine)
+    assert request.finish_reason == "stop"
 
 
 def test_aborted_while_it_waits(model: Model) -> None:

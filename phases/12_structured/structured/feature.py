@@ -24,7 +24,7 @@ class Structured(Feature):
 
     grammar_seconds: float = option(
         2.0,
-        "most seconds that a grammar may take to compile",
+        "most seconds of processor time that a grammar may take to compile",
         low=0.0,
         high=600.0,
         above_low=True,
