@@ -18,8 +18,8 @@ from tests.serving_kit import make_with_grammars as make_with_grammars
 from tests.serving_kit import tokenizer as tokenizer
 
 MOST_FILES = 49
-MOST_LINES = 7_150
-MOST_FUNCTIONS = 291
+MOST_LINES = 7_000
+MOST_FUNCTIONS = 282
 """Of both processes; 39 of the files are of common and of phases 01 to 12.
 
 They may only shrink: the aim is 55, 7,000 and 300.
