@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ class TextStream:
         middle = params.grammar is not None
         self._detokenizer = Detokenizer(tokenizer, shown=shown, after=prompt, middle=middle)
         self.begins = self._detokenizer.begins
-        self._stops, self._exempt = params.stop, params.min_tokens
+        self._stops, self._exempt = sorted(params.stop), params.min_tokens
         self._held = ""
         self._shown: list[str] = []
         self.sizes: list[int] = []
@@ -91,10 +92,8 @@ class TextStream:
 
     def _search(self, piece: str) -> tuple[str, bool]:
         """Append decoded text; return what of it can be shown, and True if a stop string is complete."""
-        if self._exempt > 0:
+        if self._exempt > 0 or not self._stops:
             self._exempt -= 1
-            return piece, False
-        if not self._stops:
             return piece, False
         text = self._held + piece
         starts = ((text.find(stop), len(stop)) for stop in self._stops)
@@ -103,8 +102,9 @@ class TextStream:
             end, size = min(found)
             self._held, self.stop = "", text[end + size : end]
             return text[: end + size], True
-        safe = 0
-        while not any(stop.startswith(text[safe:]) for stop in self._stops):
-            safe += 1  # at the latest at the end, where nothing is left
-        self._held = text[safe:]
-        return text[:safe], False
+        # If one of the sorted strings begins with a text, so does the first that does not stand before it.
+        held, stops = text, [*self._stops, ""]
+        while not stops[bisect_left(self._stops, held)].startswith(held):
+            held = held[1:]  # at the latest nothing is left
+        self._held = held
+        return text[: len(text) - len(held)], False
