@@ -25,7 +25,7 @@ class TextStream:
     first `min_tokens` tokens is not searched. A token costs time in proportion to its own text and to what
     is held back, not to the text before.
 
-    begins: the first visible token begins a text, so that some decoders drop its leading space.
+    beginning: tokens so far before which no text stands, so that some decoders drop a leading space.
     sizes: characters of each token's own text, wherever it is shown.
     stop: the stop string that has ended it; None: there was none.
     """
@@ -49,7 +49,7 @@ class TextStream:
         # A grammar counts the bytes that tokens have in the middle of a text.
         middle = params.grammar is not None
         self._detokenizer = Detokenizer(tokenizer, shown=shown, after=prompt, middle=middle)
-        self.begins = self._detokenizer.begins
+        self.beginning = 0
         self._stops, self._exempt = sorted(params.stop), params.min_tokens
         self._held = ""
         self._shown: list[str] = []
@@ -78,6 +78,7 @@ class TextStream:
         """
         piece = ""
         if token_id is not None:
+            self.beginning += self._detokenizer.begins
             piece = "" if reason == "stop" else self._detokenizer.push(token_id)
             self.sizes.append(len(piece))
         if self._answer is not None:
