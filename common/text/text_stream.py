@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ class TextStream:
     first `min_tokens` tokens is not searched. A token costs time in proportion to its own text and to what
     is held back, not to the text before.
 
-    begins: the first visible token begins a text, so that some decoders drop its leading space.
+    beginning: tokens so far before which no text stands, so that some decoders drop a leading space.
     sizes: characters of each token's own text, wherever it is shown.
     stop: the stop string that has ended it; None: there was none.
     """
@@ -48,8 +49,8 @@ class TextStream:
         # A grammar counts the bytes that tokens have in the middle of a text.
         middle = params.grammar is not None
         self._detokenizer = Detokenizer(tokenizer, shown=shown, after=prompt, middle=middle)
-        self.begins = self._detokenizer.begins
-        self._stops, self._exempt = params.stop, params.min_tokens
+        self.beginning = 0
+        self._stops, self._exempt = sorted(params.stop), params.min_tokens
         self._held = ""
         self.sizes: list[int] = []
         self._answer = answer
@@ -64,6 +65,7 @@ class TextStream:
         """
         piece = ""
         if token_id is not None:
+            self.beginning += self._detokenizer.begins
             piece = "" if reason == "stop" else self._detokenizer.push(token_id)
             self.sizes.append(len(piece))
         if self._answer is not None:
@@ -87,8 +89,9 @@ class TextStream:
             end, size = min(found)
             self._held, self.stop = "", text[end + size : end]
             return text[: end + size]
-        safe = 0
-        while not any(stop.startswith(text[safe:]) for stop in self._stops):
-            safe += 1  # at the latest at the end, where nothing is left
-        self._held = text[safe:]
-        return text[:safe]
+        # If one of the sorted strings begins with a text, so does the first that does not stand before it.
+        held, stops = text, [*self._stops, ""]
+        while not stops[bisect_left(self._stops, held)].startswith(held):
+            held = held[1:]  # at the latest nothing is left
+        self._held = held
+        return text[: len(text) - len(held)]

@@ -232,6 +232,28 @@ def test_cost_does_not_grow_with_the_text(
     assert seconds < 4, f"{seconds / count * 1e6:.0f} us a token"
 
 
+def test_what_is_held_back_is_let_go_at_a_cost_that_hardly_grows_with_the_strings(
+    tokenizer: Tokenizer,
+) -> None:
+    """One request may have 128 texts that all let go of 1,000 characters in the same step."""
+    letter, other = tokenizer.encode("a"), tokenizer.encode("x")[0]
+
+    def seconds(count: int) -> float:
+        """Of work for the token that decides that none of so many strings has begun; the least of five."""
+        stops = tuple("a" * 1000 + chr(33 + place) for place in range(count))
+        least = 1.0
+        for _ in range(5):
+            stream = TextStream(tokenizer, SamplingParams(stop=stops))
+            for _ in range(1000):
+                assert stream.advance(letter[0], None) == (None, "")
+            start = time.thread_time()
+            assert stream.advance(other, None) == (None, "a" * 1000 + "x")
+            least = min(least, time.thread_time() - start)
+        return least
+
+    assert seconds(64) < 15 * seconds(1)
+
+
 def collect(
     tokenizer: Tokenizer, params: SamplingParams, events: Sequence[TokenEvent]
 ) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from math import nan
 from typing import Any
 
@@ -26,12 +26,7 @@ def spelled(tokenizer: Tokenizer, choice: Choice, place: int, token: int) -> byt
     token: its id, or that of another candidate for this place.
     """
     known, special = tokenizer.token_bytes, tokenizer.special_ids
-    before = islice(choice.tokens, place)
-    first = (
-        choice.stream.begins
-        and token not in special
-        and all(one in special or not known[one] for one in before)
-    )
+    first = place < choice.stream.beginning and token not in special
     return known.first(token) if first else known[token]
 
 
