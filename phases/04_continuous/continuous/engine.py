@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +91,7 @@ class Engine:
         self._waiting_for_grammar: deque[list[Request]] = deque()
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
+        self._streaming = threading.RLock()  # streams of several threads take turns at steps
         self._marks = ExitStack()
         self._collected = 0.0  # when the newest results came
 
@@ -405,7 +407,8 @@ class Engine:
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
         """Generate for all prompts at once, and yield each token as it comes, with its prompt's index.
 
-        A consumer that leaves early aborts what is left of its requests. Streams may be interleaved.
+        A consumer that leaves early aborts what is left of its requests. Streams may be interleaved, also by
+        several threads.
         params: for all prompts, or one for each.
 
         Raises:
@@ -429,9 +432,10 @@ class Engine:
             self.inbox.extend(partial(self._enqueue, group) for group in groups)
             while left:
                 if not mine:
-                    outputs = self.step()
-                    # What belongs to no stream is for the next caller of `step`.
-                    self.outputs = [o for o in outputs if o.request not in self.sinks]
+                    with self._streaming:
+                        outputs = self.step()
+                        # What belongs to no stream is for the next caller of `step`.
+                        self.outputs = [o for o in outputs if o.request not in self.sinks]
                 while mine:
                     request, token, reason, now, logprob, text = mine.popleft()
                     if reason is not None:
@@ -440,13 +444,14 @@ class Engine:
                         request.index, token, reason, now, logprob, request.sample, text
                     )
         finally:
-            for request in requests:
-                self.sinks.pop(request, None)
-                if request.finish_reason is None:
-                    self.abort(request)
-            self.process_inbox()  # this thread runs the steps: what is left can end at once
-            # This stream will not yield the rest of its outputs.
-            self.outputs = [o for o in self.outputs if o.request not in own]
+            with self._streaming:  # no step runs: what is left can end at once
+                for request in requests:
+                    self.sinks.pop(request, None)
+                    if request.finish_reason is None:
+                        self.abort(request)
+                self.process_inbox()
+                # This stream will not yield the rest of its outputs.
+                self.outputs = [o for o in self.outputs if o.request not in own]
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
         """Return the completions of all prompts (token ids), in (prompt, sample) order."""
