@@ -9,12 +9,14 @@ from common.errors import UserError
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check_device(name: str) -> tuple[str, str]:
-    """Return the kind and the index of a device's name: `cuda:1` -> `("cuda", "1")`, `cpu` -> `("cpu", "")`.
+def check_device(device: object) -> tuple[str, str]:
+    """Return kind and index of a device, a name or a `torch.device`: `cuda:1` -> `("cuda", "1")`, `cpu` ->
+    `("cpu", "")`.
 
     Raises:
         UserError: it is none of auto, cpu, cuda, cuda:INDEX, mps.
     """
+    name = str(device)
     if not re.fullmatch("auto|cpu|mps(:0)?|cuda(:[0-9]{1,9})?", name):
         raise UserError(
             f"device is {name!r}, but it must be auto, cpu, cuda, cuda:INDEX or mps"

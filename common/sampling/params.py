@@ -114,15 +114,12 @@ class SamplingParams:
         if self.seed is not None:
             seed = integer("seed", self.seed)
             put("seed", None if seed == -1 else seed % (1 << SEED_BITS))
-        if self.stop != ():
-            put("stop", check_stop_strings(self.stop))
-        if self.stop_token_ids != ():
-            put("stop_token_ids", check_token_ids(self.stop_token_ids))
+        put("stop", check_stop_strings(self.stop))
+        put("stop_token_ids", check_token_ids(self.stop_token_ids))
         boolean("ignore_eos", self.ignore_eos)
         if self.logprobs is not None:
             put("logprobs", integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS))
-        if self.logit_bias != {}:
-            put("logit_bias", check_logit_bias(self.logit_bias))
+        put("logit_bias", check_logit_bias(self.logit_bias))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UserError(f"grammar is {shown(self.grammar)}, but must be a Grammar or None")
 

@@ -86,11 +86,9 @@ def _chosen(wanted: str | None) -> tuple[making.Copy, list[Exercise]]:
         UserError: there is none.
     """
     copy = making.around(Path.cwd())
-    chosen = [
-        one
-        for one in copy.exercises
-        if wanted is None or wanted == one.id or wanted.rjust(2, "0") == one.id[:2]
-    ]
+    phase, dot, number = (wanted or "").partition(".")
+    full = phase.rjust(2, "0") + dot + number  # 1.2 means 01.2
+    chosen = [one for one in copy.exercises if wanted is None or full in (one.id, one.id[:2])]
     if wanted is not None and not chosen:
         known = ", ".join(one.id for one in copy.exercises)
         raise UserError(f"exercise is {wanted!r}, but this copy has {known}")

@@ -69,7 +69,13 @@ class ForkServer:
         jobs, results = self._process.stdin, self._process.stdout
         assert jobs is not None and results is not None
         self._jobs, self._results = jobs, results
-        self.gaps = json.loads(results.readline())  # what follows may be timed
+        try:
+            self.gaps = json.loads(results.readline())  # what follows may be timed
+        except (
+            BaseException
+        ) as error:  # Ctrl-C: a `with` block that has not begun does not end
+            self.__exit__(type(error))
+            raise
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

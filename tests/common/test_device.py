@@ -27,9 +27,8 @@ def test_without_a_gpu(monkeypatch):
 
 
 def test_with_two_gpus(two_gpus):
-    assert {pick_device(name) for name in ("auto", "cuda", "cuda:1")} == {
-        torch.device("cuda", 1)
-    }
+    last = torch.device("cuda", 1)
+    assert {pick_device(name) for name in ("auto", "cuda", "cuda:1", last)} == {last}
     with pytest.raises(UserError, match="'cuda:2', but PyTorch finds 2 CUDA devices"):
         pick_device("cuda:2")
 

@@ -110,8 +110,10 @@ def test_what_others_write_becomes_plain_numbers_and_tuples() -> None:
     assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
     params = SamplingParams(
-        max_tokens=np.int64(7), temperature=np.float32(0.5), stop_token_ids=[np.int32(3)]
-    )  # type: ignore[arg-type]
+        max_tokens=np.int64(7),
+        temperature=np.float32(0.5),
+        stop_token_ids=np.array([3], np.int32),  # type: ignore[arg-type]
+    )
     assert (type(params.max_tokens), params.max_tokens) == (int, 7)
     assert (type(params.temperature), params.temperature) == (float, 0.5)
     assert params.stop_token_ids == (3,)

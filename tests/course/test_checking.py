@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,17 @@ def test_what_was_given_is_shown_whole() -> None:
     assert [line.removeprefix("given").strip() for line in said] == [
         *lines, "f(x1)", "expected  1", "got       2", "trap      one too many"
     ]  # fmt: skip
+
+
+def test_a_server_that_is_interrupted_while_it_starts_is_ended() -> None:
+    begun, before = ForkServer(), signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)  # PyTorch is not imported by then
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            begun.__enter__()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert begun._process.poll() == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("state", ["message", "got", "printed", "place"])
@@ -231,8 +243,9 @@ def test_the_solution_is_shown_whatever_state_a_file_is_in(
     if text is not None:
         path.write_text(text, encoding="utf-8")
     monkeypatch.chdir(copy.folder)
-    code, said = ladder(capsys, "solution", "02.1")
-    assert code == 0 and "+def " in said.replace("+    def", "+def"), said
+    for name in ("02.1", "2.1"):
+        code, said = ladder(capsys, "solution", name)
+        assert code == 0 and "+def " in said.replace("+    def", "+def"), said
 
 
 def test_wrong_commands(

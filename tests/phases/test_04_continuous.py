@@ -299,6 +299,17 @@ def test_a_consumer_that_leaves_aborts_the_rest(model: Model) -> None:
 # Failures.
 
 
+def test_streams_of_several_threads_do_not_meet() -> None:
+    model = forward.load_model("random:tiny", device="cpu", dtype="float32")
+    engine = continuous.load(model, max_rows=3, max_len=40)
+    prompts = [[[7, n + 1, 9] * (1 + n % 3)] for n in range(12)]
+    alone = [engine.generate(prompt, greedy(12))[0] for prompt in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda prompt: engine.generate(prompt, greedy(12)), prompts))
+    assert [one.token_ids for (one,) in together] == [one.token_ids for one in alone]
+    assert engine.idle and engine.scheduler.rows.free == 3
+
+
 def test_an_exception_in_the_model_fails_that_step_only(
     model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,7 @@ class Engine:
         self._waiting_for_grammar: deque[list[Request]] = deque()  # until it is compiled
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
+        self.step_lock = threading.RLock()  # streams of several threads take turns at steps
         self._marks = ExitStack()
         self._collected = 0.0  # when the newest results came
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def stream(engine: Engine, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
     """Generate for all prompts at once, and yield each token as it comes, with its prompt's index.
 
-    A consumer that leaves early aborts what is left of its requests. Streams may be interleaved.
+    A consumer that leaves early aborts what is left of its requests. Streams may be interleaved, also by
+    several threads.
     params: for all prompts, or one for each.
 
     Raises:
@@ -46,9 +47,10 @@ def _events(engine: Engine, groups: list[list[Request]]) -> Iterator[TokenEvent]
         engine.sinks.update((request, mine) for request in requests)
         engine.inbox.extend(partial(engine.enqueue, group) for group in groups)
         while left:
-            if not mine:
-                others = engine.step()
-                engine.outputs.extend(others)  # for the next caller of `step`
+            with engine.step_lock:
+                if not mine:
+                    others = engine.step()
+                    engine.outputs.extend(others)  # for the next caller of `step`
             while mine:
                 request, token, reason, now, logprob, text = mine.popleft()
                 left -= reason is not None
@@ -56,11 +58,12 @@ def _events(engine: Engine, groups: list[list[Request]]) -> Iterator[TokenEvent]
                     request.index, token, reason, now, logprob, request.sample, text
                 )
     finally:
-        for request in requests:
-            if request.finish_reason is None:
-                engine.abort(request)
-        engine.process_inbox()  # this thread runs the steps: what is left can end at once
-        others = engine.take_outputs()
-        engine.outputs.extend(others)
-        for request in requests:
-            engine.sinks.pop(request, None)
+        with engine.step_lock:  # no step runs: what is left can end at once
+            for request in requests:
+                if request.finish_reason is None:
+                    engine.abort(request)
+            engine.process_inbox()
+            others = engine.take_outputs()
+            engine.outputs.extend(others)
+            for request in requests:
+                engine.sinks.pop(request, None)
