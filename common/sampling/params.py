@@ -36,6 +36,9 @@ SEED_BITS = 64
 MAX_N = 128
 """Most completions of one prompt: each is a request of its own, made at once."""
 
+NONE: tuple[()] = ()
+"""The usual value of lists, told by identity: a given list may be an array, which is equal to nothing."""
+
 INTEGERS = {
     "min_tokens": (0, MAX_INT),
     "max_tokens": (0, MAX_INT),
@@ -93,8 +96,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = NONE
+    stop_token_ids: tuple[int, ...] = NONE
     ignore_eos: bool = False
     logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
@@ -114,12 +117,15 @@ class SamplingParams:
         if self.seed is not None:
             seed = integer("seed", self.seed)
             put("seed", None if seed == -1 else seed % (1 << SEED_BITS))
-        put("stop", check_stop_strings(self.stop))
-        put("stop_token_ids", check_token_ids(self.stop_token_ids))
+        if self.stop is not NONE:
+            put("stop", check_stop_strings(self.stop))
+        if self.stop_token_ids is not NONE:
+            put("stop_token_ids", check_token_ids(self.stop_token_ids))
         boolean("ignore_eos", self.ignore_eos)
         if self.logprobs is not None:
             put("logprobs", integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS))
-        put("logit_bias", check_logit_bias(self.logit_bias))
+        if not isinstance(self.logit_bias, dict) or self.logit_bias:
+            put("logit_bias", check_logit_bias(self.logit_bias))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UserError(f"grammar is {shown(self.grammar)}, but must be a Grammar or None")
 
