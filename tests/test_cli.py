@@ -271,7 +271,7 @@ def test_a_phase_that_is_not_native_here_says_so(cli, monkeypatch, smollm2_folde
         stats=Stats(),
         cache=SimpleNamespace(block_size=16, allocator=SimpleNamespace(count=4)),
     )
-    monkeypatch.setattr("phases.commands.run.load_folder", lambda *_, **__: silent)
+    monkeypatch.setattr("phases.registry.load_checked", lambda *_, **__: silent)
     _, _, err = cli("run", "6", "--device", "cpu")
     assert "06_triton_paged_attention needs a CUDA device to be fast" in err
     _, _, err = cli("run", "5", "--device", "cpu")

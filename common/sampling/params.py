@@ -37,7 +37,7 @@ MAX_N = 128
 """Most completions of one prompt: each is a request of its own, made at once."""
 
 NONE: tuple[()] = ()
-"""The usual value of lists, told by identity: a given list may be an array, which is equal to nothing."""
+"""The default of lists, compared by identity: a list that is given may be an array, which equals nothing."""
 
 INTEGERS = {
     "min_tokens": (0, MAX_INT),

@@ -63,7 +63,10 @@ def draft_length(rate: float, each: float, most: int) -> int:
 
 
 def gain(rate: float, each: float, drafts: int) -> float:
-    """Return the tokens that drafts of chance `rate` gain a request, less `each` tokens of cost a draft."""
+    """Return the tokens that a request gains by `drafts` drafts, less what they cost: `each` tokens a draft.
+
+    rate: the chance that a draft is accepted.
+    """
     return expected_tokens(rate, drafts) - 1 - each * drafts
 
 
@@ -81,7 +84,7 @@ def choose_lengths(
         each: what each draft costs besides, in tokens, above 0.
         most: drafts of a request that are allowed.
     """
-    lengths = list[int]()
+    lengths = []
     gained = 0.0
     for rate in rates:
         length = draft_length(rate, each, most)
