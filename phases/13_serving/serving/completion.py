@@ -133,6 +133,7 @@ class ChoiceGroup:
         self.failure: tuple[str, str] | None = None
         self.prompt_tokens = sum(map(len, request.prompts))
         self.updated = asyncio.Event()
+        self.left = len(request.prompts) * request.params.n
         self.choices = list[Choice]()
         self.numbers = list[int]()
         params = request.params
@@ -143,7 +144,6 @@ class ChoiceGroup:
             mine = [Choice(self, index, app.model.tokenizer) for index in indices]
             self.choices += mine
             self.numbers += self.engine.submit(prompt, params, mine, **request.options)
-        self.left = len(self.choices)
         self.unsent = [*self.choices]
 
     def hear(self, ended: bool) -> None:
