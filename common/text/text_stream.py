@@ -104,8 +104,7 @@ class TextStream:
             self._held, self.stop = "", text[end + size : end]
             return text[: end + size], True
         # If one of the sorted strings begins with a text, so does the first that does not stand before it.
-        held, stops = text, [*self._stops, ""]
-        while not stops[bisect_left(self._stops, held)].startswith(held):
-            held = held[1:]  # at the latest nothing is left
-        self._held = held
-        return text[: len(text) - len(held)], False
+        self._held, stops = text, [*self._stops, ""]
+        while not stops[bisect_left(self._stops, self._held)].startswith(self._held):
+            self._held = self._held[1:]  # at the latest nothing is left
+        return text[: len(text) - len(self._held)], False
