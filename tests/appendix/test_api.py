@@ -343,15 +343,26 @@ async def test_pages_of_the_api_ask_nobody_else(make):
     )
 
 
-async def test_a_thread_writes_the_first_chunk_of_an_echo(make, monkeypatch):
-    """It has the entries of a whole prompt, and other streams would wait for them."""
-    threads, lists = set(), CompletionLogprobs.lists
+@pytest.mark.parametrize("slow", [False, True])
+async def test_a_thread_writes_many_log_probabilities_of_a_stream(make, monkeypatch, slow):
+    """The first chunk of an echo has those of a whole prompt, one behind a pause of the client those of
+    all that was not sent; other streams would wait for them.
+    """
+    threads, lists = list[bool](), CompletionLogprobs.lists
+    body = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 40, "stream": True}
+    asked = Client(make()).request("/v1/completions", body | {"ignore_eos": True})
 
     def noted(*given):
-        threads.add(threading.current_thread() is threading.main_thread())
+        threads.append(threading.current_thread() is threading.main_thread())
+        if slow and len(threads) == 1:
+            asked.reads.clear()  # does not read on
         return lists(*given)
 
     monkeypatch.setattr(CompletionLogprobs, "lists", noted)
-    body = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 1, "stream": True}
-    asked = await Client(make()).request("/v1/completions", body).run()
-    assert asked.status == 200 and threads == {False}
+    running = asyncio.ensure_future(asked.run())
+    while slow and not running.done():
+        await asyncio.sleep(0.2)
+        asked.reads.set()
+    await running
+    assert asked.status == 200 and threads[0] is False
+    assert not slow or (len(threads) == 2 and threads[1] is False), threads

@@ -240,7 +240,8 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
         group.updated.clear()
         if group.failure is not None:
             return
-        long = request.details and not http.status  # those of a whole prompt
+        first = group.unsent[0]  # behind by more than a few tokens: its reader is slow
+        long = request.details and (not http.status or len(first.texts) - first.sent > 8)
         data = await asyncio.to_thread(group.events) if long else group.events()
         if data:
             if not http.status:

@@ -47,8 +47,7 @@ class ParsedRequest:
     shown: ids of special tokens that belong to the text.
     prompt_only: whether only the prompts matter; the one token made of each is then dropped.
     reader: makes the `MessageReader` of each completion, if a chat message has more than content; else None.
-    details: functions that return JSON fields beside the text of a piece. A thread calls them for the first
-        piece, which may have those of a whole prompt.
+    details: functions that return JSON fields beside the text of a piece. A thread may call them.
     """
 
     generation: GenerationFields
