@@ -135,12 +135,6 @@ class Stream(threading.Thread):
             self.first.set()
 
 
-def started(streams: list[Stream]) -> list[Stream]:
-    for stream in streams:
-        assert stream.first.wait(60), "a stream has no first token after 60 s"
-    return streams
-
-
 def joined(streams: list[Stream]) -> list[Stream]:
     for stream in streams:
         stream.join(120)
