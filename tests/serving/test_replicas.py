@@ -22,7 +22,8 @@ from common.sampling.params import SamplingParams
 from forward.loading import load_model
 from tests.servers import Running, in_turns, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+# The first one starts the server, which may take 200 s.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 pytest.importorskip("ray.serve")
 
 SMALL = (
