@@ -22,7 +22,8 @@ from common.sampling.params import SamplingParams
 from forward.loading import load_model
 from tests.servers import Running, in_turns, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+# The first one starts the server, which may take 200 s.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 pytest.importorskip("ray.serve")
 
 SMALL = (
@@ -133,12 +134,6 @@ class Stream(threading.Thread):
             for choice in event.get("choices", []):
                 self.tokens += choice.get("token_ids") or []
             self.first.set()
-
-
-def started(streams: list[Stream]) -> list[Stream]:
-    for stream in streams:
-        assert stream.first.wait(60), "a stream has no first token after 60 s"
-    return streams
 
 
 def joined(streams: list[Stream]) -> list[Stream]:
