@@ -405,7 +405,9 @@ def test_only_engines_with_the_formats_take_a_quantized_checkpoint(
     assert [len(c.token_ids) for c in engine.generate(PROMPTS, PARAMS)] == [6, 5, 4]
     with pytest.raises(UserError, match=says):
         load(str(packed), device="cpu", quant=False, **SMALL)
-    with pytest.raises(UserError, match="checkpoint_formats is on, but needs quant, which is off"):
+    with pytest.raises(
+        UserError, match="checkpoint_formats is on, but needs quant, which is off"
+    ):
         load(str(packed), device="cpu", quant=False, checkpoint_formats=True, **SMALL)
     with pytest.raises(UserError, match="which only checkpoint_formats reads: it is off"):
         quant.load(str(packed), device="cpu", **SMALL)

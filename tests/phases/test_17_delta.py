@@ -136,7 +136,10 @@ RAW = {**AWKWARD, "model_type": "qwen3_5_text"}
             {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
             "at another",
         ),
-        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, but must be between 0.001 and 1"),
+        (
+            {"partial_rotary_factor": 1.5},
+            "partial_rotary_factor is 1.5, but must be between 0.001 and 1",
+        ),
         ({"head_dim": 12}, "head_dim is 12, but rotary embeddings turn pairs"),
     ],
 )
