@@ -1,4 +1,4 @@
-"""Requests drawn at random: a stream put together is the whole answer, and stop strings cut what would come."""
+"""Requests drawn at random: a stream put together is the whole answer, and stop strings cut the text."""
 
 from __future__ import annotations
 
