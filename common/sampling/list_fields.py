@@ -81,6 +81,6 @@ def check_logit_bias(value: Mapping[int, float]) -> dict[int, float]:
     for key, bias in value.items():
         token = integer("logit_bias (a token id)", key, low=0, high=MAX_INT)
         checked[token] = number(
-            f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS
+            f"logit_bias of token {token}", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS
         )
     return checked

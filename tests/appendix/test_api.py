@@ -74,7 +74,7 @@ def schema_of(schema: Any) -> dict[str, Any]:
             "max_completion_tokens is -1, but must",
         ),
         ({"max_tokens": -1}, "max_tokens", "max_tokens is -1, but must"),
-        ({"logit_bias": {"5": 200}}, "logit_bias", "logit_bias[5] is 200.0, but must"),
+        ({"logit_bias": {"5": 200}}, "logit_bias", "logit_bias of token 5 is 200.0, but"),
         ({"logit_bias": {"-1": 1}}, "logit_bias", "logit_bias (a token id) is -1, but"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "each key of logit_bias must be an int"),
         ({"min_tokens": 10**12}, "min_tokens", "min_tokens is 1000000000000, but must"),

@@ -79,7 +79,7 @@ class ParsedRequest:
 
         message: what is wrong: about a setting, whose name it begins with, or about a prompt.
         """
-        setting = message.replace("[", " ").partition(" ")[0]
+        setting = message.partition(" ")[0]
         if setting == "grammar":
             message = self.explain(message)
         name = self.names.get(setting, setting)

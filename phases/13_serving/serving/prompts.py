@@ -60,10 +60,8 @@ def encode_prompts(
     """
     if not given:
         raise wrong("prompt", "the prompt is empty, but must have at least 1 token")
-    if isinstance(given, list) and len(set(map(type, given))) > 1:
-        words = (
-            "prompt is a mixed list, but must hold only texts, only token ids, or only lists"
-        )
+    if isinstance(given, list) and len({*map(type, given)}) > 1:
+        words = "prompt is a mixed list, but must hold only texts, token ids or lists"
         raise wrong("prompt", words)
     if isinstance(given, str) or isinstance(given[0], int):
         given = [given]
