@@ -270,9 +270,13 @@ def test_who_leaves_is_let_go(server):
             f"the client has left, and {stream.replica} does not know",
         )
         before = metric("ladder:steps_total")
-    wait_until(lambda: metric("vllm:num_requests_running") == 0, "it is computed")
+    wait_until(
+        lambda: metric("ladder:free_blocks") == metric("ladder:blocks"), "its blocks are kept"
+    )
     steps = metric("ladder:steps_total") - before
-    assert steps < LONG / 2, f"{steps} tokens were computed for a client who has left"
+    assert steps < 100, (  # all of it takes 400, since many tokens are guessed
+        f"{steps} steps were computed for a client who has left"
+    )
 
 
 @pytest.mark.parametrize("victim", ["replica", pytest.param("engine", marks=pytest.mark.long)])
