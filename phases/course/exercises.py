@@ -103,22 +103,18 @@ class Question(Task):
 @cache
 def exercises() -> tuple[Exercise, ...]:
     """Return all exercises, those of lower phases first."""
-    return tuple(
-        _exercise(phase, raw) for phase in PHASES for raw in _raw(phase).get("exercise", ())
-    )
+    return tuple(_exercise(phase, raw) for phase in PHASES for raw in _raw(phase, "exercise"))
 
 
 @cache
 def questions() -> tuple[Question, ...]:
     """Return all questions, those of lower phases first."""
-    return tuple(
-        Question(**raw) for phase in PHASES for raw in _raw(phase).get("question", ())
-    )
+    return tuple(Question(**raw) for phase in PHASES for raw in _raw(phase, "question"))
 
 
-def _raw(phase: Phase) -> dict[str, Any]:
-    path = phase.folder / FILE
-    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def _raw(phase: Phase, kind: str) -> list[dict[str, Any]]:
+    text = (phase.folder / FILE).read_text(encoding="utf-8")
+    return tomllib.loads(text).get(kind, [])
 
 
 def _exercise(phase: Phase, raw: dict[str, Any]) -> Exercise:
