@@ -92,6 +92,7 @@ def run(given: SimpleNamespace) -> int:
         f"{rung.name}, {name}, {where}, {str(kind).removeprefix('torch.')}: "
         f"{count(size.batch, 'prompt')} of {count(size.context, 'token')}, "
         f"{count(size.steps, 'decode step')}",
+        markup=False,
         soft_wrap=True,
     )
     for found in step_tables(read_trace(path), on_device=on_device):

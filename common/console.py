@@ -22,5 +22,5 @@ def table(*left: str, right: Iterable[str] = ()) -> Table:
     return made
 
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, emoji=False)
+err = Console(stderr=True, highlight=False, emoji=False)

@@ -39,6 +39,13 @@ def one_line(message: str) -> str:
     return " ".join(_PLACE.sub(r"line \1, character \2: ", message).split())
 
 
+def visible(text: str) -> str:
+    """Return `text` with `?` for what is no visible character, space, tab or newline: text of strangers (a
+    template, a server, a student) must not steer a terminal.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
 def type_error(message: str) -> tuple[str | None, str]:
     """Return the field in msgspec's error message (None: the whole object), and the complaint as a
     sentence.

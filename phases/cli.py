@@ -111,7 +111,8 @@ def command(
             asked.options = {name: value for name, value in given.items() if value is not None}
             early.check(asked)
             if function.__name__ in LOADING and err.is_terminal:
-                err.print(f"[dim]{LOADING[function.__name__].format(**vars(asked))} ...[/dim]")
+                loading = LOADING[function.__name__].format(**vars(asked))
+                err.print(f"{loading} ...", style="dim", markup=False)
             measuring = function.__name__ in MEASURING
             # Before PyTorch is imported.
             limit_threads_and_noise(measuring=measuring, begun=BEGUN)

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from common.error_lines import one_line
+from common.error_lines import one_line, visible
 from common.errors import EngineLost, UserError
 from common.interrupts import INTERRUPTED, TERMINATED
 
@@ -134,7 +134,7 @@ def _judge(error: BaseException, caught: int) -> tuple[int, str] | None:
 
 
 def _say(line: str) -> None:
-    line = one_line(line)
+    line = visible(one_line(line))
     if len(line) > LONGEST_LINE:
         half = LONGEST_LINE // 2
         line = f"{line[:half]} ... {line[-half:]}"

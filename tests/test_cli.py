@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.evidence import Metric, Run, collect
-from common.events import TokenEvent
+from common.events import Completion, TokenEvent
 from continuous.stats import Stats
 from phases import PHASES, ROOT, find_phase
 from phases.commands import demo, doctor
@@ -403,6 +403,19 @@ def test_a_terminal_sees_at_once_what_is_loaded(cli, monkeypatch):
     monkeypatch.setattr("common.console.err._force_terminal", True)
     monkeypatch.setattr("phases.commands.run.run", lambda given: 0)
     assert cli("run", "8")[2].strip() == "Loading smollm2 for phase 8 ..."
+
+
+def test_names_and_texts_of_others_are_no_markup(cli, monkeypatch, tmp_path, capsys):
+    folder = tmp_path / "[" / "x]:key:"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    monkeypatch.setattr("common.console.err._force_terminal", True)
+    monkeypatch.setattr("phases.commands.run.run", lambda given: 0)
+    code, _, err = cli("run", "8", "--model", str(folder))
+    assert code == 0 and "[/x]:key:" in "".join(err.split())
+    said = Completion(0, 0, [1], 0.0, text="no [/INST] :key:")
+    demo._summary(demo.table("Phase"), {1: [said]}, torch.device("cpu"))
+    assert "no [/INST] :key:" in capsys.readouterr().out
 
 
 @pytest.mark.slow

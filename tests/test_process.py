@@ -53,6 +53,8 @@ def raises(error: BaseException) -> Callable[[], int]:
 def test_what_a_command_raises_becomes_a_code_and_a_line(capsys: Any) -> None:
     for error, code, line in (
         (UserError("x is 3"), 2, "error: x is 3\n"),
+        # A template or a server may have written this.
+        (UserError("é\x1b[2J\x9b3D\u202e\nx"), 2, "error: é?[2J?3D? x\n"),
         (EngineLost("rank 2 has ended"), 1, "error: rank 2 has ended\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 0, ""),

@@ -110,7 +110,9 @@ def run(given: SimpleNamespace) -> int:
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     out.print(f"[bold]{QUESTION}[/bold]")
     out.print(
-        f"[dim]{model} on {where}, {len(questions)} questions at once; the first answer is shown.[/dim]"
+        f"{model} on {where}, {len(questions)} questions at once; the first answer is shown.",
+        style="dim",
+        markup=False,
     )
     made = table("Phase", "What it is for, in this run", right=("tokens/s",))
     completions, before = dict[int, list[Completion]](), dict[str, float]()
@@ -152,7 +154,8 @@ def _summary(
     made: Table, completions: Mapping[int, list[Completion]], device: torch.device
 ) -> None:
     out.print(Rule(style="dim"))
-    out.print(f"[bold]{QUESTION}[/bold]\n{completions[max(completions)][0].text.strip()}\n")
+    out.print(QUESTION, style="bold")
+    out.print(f"{completions[max(completions)][0].text.strip()}\n", markup=False)
     out.print(made)
     elsewhere = "; ".join(f"{number}: {command}" for number, command in ELSEWHERE.items())
     out.print(

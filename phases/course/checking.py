@@ -16,6 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+from common.error_lines import visible
 from phases import ROOT
 from phases.course.blanks import NotThere, blank, graft, is_blank
 from phases.course.exercises import Case, Exercise, files_of
@@ -56,10 +57,9 @@ class Failure:
     """The beginning of what the case has printed."""
 
     def __post_init__(self) -> None:
-        """Replace what is no visible character in all fields: it could steer a teacher's terminal."""
+        """Make each field's characters visible: they come from a student's process."""
         for name, text in vars(self).items():
-            visible = [c if c.isprintable() or c in "\n\t" else "?" for c in text]
-            object.__setattr__(self, name, "".join(visible))
+            object.__setattr__(self, name, visible(text))
 
 
 @dataclass(frozen=True)
