@@ -563,6 +563,20 @@ async def test_deadlines(make, stream, late):
     )
 
 
+async def test_completions_that_cannot_be_made_leave_nothing_in_the_engine(make, monkeypatch):
+    app, start = make(), Choice.__init__
+
+    def fail_at_the_second(choice: Choice, group: Any, index: int, tokenizer: Any) -> None:
+        assert index == 0, "planted"
+        start(choice, group, index, tokenizer)
+
+    monkeypatch.setattr(Choice, "__init__", fail_at_the_second)
+    body = {"prompt": ["one", "two"], "max_tokens": 100, "ignore_eos": True}
+    status, _ = await Client(app).post("/v1/completions", body)
+    assert status == 500
+    assert app.engine.in_flight == 0, "a prompt of a request that failed is computed"
+
+
 async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenizer):
     app = make(limits=Limits(max_unsent=20))
     body = {

@@ -134,17 +134,15 @@ class ChoiceGroup:
         self.prompt_tokens = sum(map(len, request.prompts))
         self.updated = asyncio.Event()
         self.left = len(request.prompts) * request.params.n
-        self.choices = list[Choice]()
+        self.choices = [Choice(self, index, app.model.tokenizer) for index in range(self.left)]
+        self.unsent = [*self.choices]
         self.numbers = list[int]()
         params = request.params
         if params.stop:  # which is looked for here
             params = replace(params, stop=())
         for place, prompt in enumerate(request.prompts):
-            indices = range(place * params.n, (place + 1) * params.n)
-            mine = [Choice(self, index, app.model.tokenizer) for index in indices]
-            self.choices += mine
+            mine = self.choices[place * params.n : (place + 1) * params.n]
             self.numbers += self.engine.submit(prompt, params, mine, **request.options)
-        self.unsent = [*self.choices]
 
     def hear(self, ended: bool) -> None:
         """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
