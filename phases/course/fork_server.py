@@ -71,9 +71,8 @@ class ForkServer:
         self._jobs, self._results = jobs, results
         try:
             self.gaps = json.loads(results.readline())  # what follows may be timed
-        except (
-            BaseException
-        ) as error:  # Ctrl-C: a `with` block that has not begun does not end
+        except BaseException as error:
+            # Ctrl-C: a `with` block that has not begun does not end.
             self.__exit__(type(error))
             raise
         return self

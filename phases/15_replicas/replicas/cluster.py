@@ -83,10 +83,7 @@ class Cluster:
             self.port = int(address[1])
         # Ray listens there some seconds later: until then no other process shall get the port.
         self._kept = socket.socket(found.family)
-        for option in (
-            socket.SO_REUSEADDR,
-            socket.SO_REUSEPORT,
-        ):  # as Ray's own socket has them
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as Ray's own socket
             self._kept.setsockopt(socket.SOL_SOCKET, option, 1)
         self._kept.bind(address)
 
