@@ -40,7 +40,7 @@ class OutputVerifier:
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
         """Return, for each sampled request of the works, those of the step's tokens that it keeps."""
-        return list(zip(tokens))
+        return list(zip(tokens))  # tuples of one token
 
 
 ONE_TOKEN_EACH = OutputVerifier()

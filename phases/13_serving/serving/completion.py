@@ -116,7 +116,7 @@ class Choice:
 
 
 class ChoiceGroup:
-    """The completions (`choices`) of one HTTP request, which are sent to the engine as they are made.
+    """The completions (`choices`) of one HTTP request; to make a group sends its prompts to the engine.
 
     numbers: the engine's, of each choice.
     most_unsent: unsent texts of a stream after which its reader counts as too slow.
