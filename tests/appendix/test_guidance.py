@@ -249,6 +249,22 @@ def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(
     assert drafter.refused > 0
 
 
+def test_an_output_whose_masks_are_slow_gets_no_drafts(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draft needs a mask of its own, and other requests of the step wait for all of them."""
+    monkeypatch.setattr("phases.appendix.guidance.matcher.SLOW", -1.0)  # any mask is slow
+    engine = engine_of(model, overlap=False)
+    drafter = engine.scheduler.drafter = GrammarDrafter(Guess("abab"))
+    (request,) = engine.add(PROMPT, SamplingParams(max_tokens=40, grammar=GRAMMARS["person"]))
+    run(engine)
+    assert request.finish_reason in ("stop", "length"), request.error
+    assert drafter.forced == sum(drafter.stats.drafted) == 0, (
+        f"request 0: {drafter.forced} tokens were drafted behind slow masks"
+    )
+    check(engine)
+
+
 def test_hostile_grammars_harm_nobody(model: Model) -> None:
     ambiguous = {name: hostile()[name]() for name in ("ambiguous", "left")}
     must_harm_nobody(engine_of(model, max_rows=16), HOSTILE | ambiguous)

@@ -104,8 +104,8 @@ class GrammarDrafter(WaitingDrafter):
             drafts = matcher.certain[request.placeholders :][:most] if known else ()
             self.forced += len(drafts)
             return drafts
-        if constraint.follow(request):  # the masks will say what is wrong
-            return ()
+        if constraint.follow(request) or matcher.effort.slow:
+            return ()  # the masks will say what is wrong, or each draft would need one more slow mask
         jumping = self.drafts_overlapped or (self._jumping and self.needs_finished_step)
         forced = matcher.forced()[:most] if jumping else ()
         guess = self.inner.propose(request, most)
