@@ -39,18 +39,24 @@ class TextStream:
         prompt: Sequence[int] = (),
         shown: frozenset[int] = frozenset(),
         answer: Callable[[str, bool], str] | None = None,
+        mark: str = "",
     ) -> None:
         """Start with an empty text that continues `prompt` (token ids).
 
         params: its `stop`, `min_tokens` and `grammar` are used. shown: special tokens that stay in the text.
         answer: called with the text each token adds, and True if nothing follows; returns the part that is
             shown and searched for stop strings. Reasoning, say, is neither. None: all is shown.
+        mark: text from which on no stop string is looked for, such as the beginning of a tool call, of whose
+            text a client sees but a part; empty: there is none.
         """
         # A grammar counts the bytes that tokens have in the middle of a text.
         middle = params.grammar is not None
         self._detokenizer = Detokenizer(tokenizer, shown=shown, after=prompt, middle=middle)
         self.beginning = 0
         self._stops, self._exempt = sorted(params.stop), params.min_tokens
+        self._mark = mark
+        if self._stops and mark:
+            self._stops = sorted({*self._stops, mark})
         self._held = ""
         self.sizes: list[int] = []
         self._answer = answer
@@ -87,7 +93,11 @@ class TextStream:
         found = [(at + length, -length) for at, length in starts if at >= 0]
         if found:
             end, size = min(found)
-            self._held, self.stop = "", text[end + size : end]
+            self._held, stop = "", text[end + size : end]
+            if stop == self._mark:
+                self._stops = []
+                return text
+            self.stop = stop
             return text[: end + size]
         # If one of the sorted strings begins with a text, so does the first that does not stand before it.
         held, stops = text, [*self._stops, ""]

@@ -177,6 +177,30 @@ def test_tokens_of_reasoning_are_counted_wherever_the_text_is_cut() -> None:
         )
 
 
+@pytest.mark.parametrize("stop", ["\n", "arguments", "Rome", "{", "}", "call>"])
+@pytest.mark.parametrize("before", ["", "I look. ", "<think>\nI look.\n</think>\n"])
+async def test_stop_strings_are_not_of_a_call(tmp_path: Path, before: str, stop: str) -> None:
+    app = scripted(tmp_path, before + CALL, THINKING + TOOLS)
+    (choice,) = (await ask(app, CHAT, tools=[WEATHER], stop=[stop, "never"]))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
+    assert choice["message"]["content"] == ("I look." if before == "I look. " else None)
+
+
+@pytest.mark.parametrize("stop", ["look", "."])
+async def test_stop_strings_before_a_call_end_the_answer(tmp_path: Path, stop: str) -> None:
+    app = scripted(tmp_path, "I look. " + CALL, TOOLS + TEMPLATE)
+    for path, more in ((CHAT, {}), (CHAT, {"tools": [WEATHER]})):
+        (choice,) = (await ask(app, path, stop=[stop], **more))["choices"]
+        assert choice["message"]["content"] == "I look. ".partition(stop)[0].rstrip() + (
+            " " if stop == "look" else ""
+        )
+        assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+    (choice,) = (await ask(app, CHAT, stop=["\n{"]))["choices"]
+    assert choice["message"]["content"] == "I look. <tool_call>", "without tools it is text"
+
+
 # Calls.
 
 CUT = f'{CALL.removesuffix("</tool_call>")}</tool_call>\n<tool_call>\n{{"name": "weather", "arguments": {{"ci'

@@ -59,7 +59,9 @@ class Choice:
         self.reason: str | None = None
         self.reader = request.reader and request.reader()
         answer = self.reader.answer if self.reader else None
-        self.stream = TextStream(tokenizer, request.params, self.prompt, request.shown, answer)
+        self.stream = TextStream(
+            tokenizer, request.params, self.prompt, request.shown, answer, request.mark
+        )
 
     @property
     def finish_reason(self) -> str | None:

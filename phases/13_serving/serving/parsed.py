@@ -45,6 +45,7 @@ class ParsedRequest:
     explain: puts the engine's refusal of a grammar into the client's words.
     headers: of the response. ignored: names of fields without effect, of which one header tells.
     shown: ids of special tokens that belong to the text.
+    mark: text of the output from which on no stop string counts, such as the beginning of a tool call.
     prompt_only: whether only the prompts matter; the one token made of each is then dropped.
     reader: makes the `MessageReader` of each completion, if a chat message has more than content; else None.
     details: functions that return JSON fields beside the text of a piece. A thread may call them.
@@ -68,6 +69,7 @@ class ParsedRequest:
     on_prompt: list[Callable[[], None]] = field(default_factory=list)
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     shown: frozenset[int] = frozenset()
+    mark: str = ""
     prompt_only: bool = False
     reader: Callable[[], MessageReader] | None = None
     details: list[Callable[[Choice, Piece], dict[str, Any]]] = field(default_factory=list)
