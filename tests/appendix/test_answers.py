@@ -618,6 +618,19 @@ async def test_ollama_is_told_what_the_model_can(tmp_path: Path) -> None:
     ).status == 415
 
 
+async def test_whole_numbers_of_ollama_s_options_may_have_a_point(tmp_path: Path) -> None:
+    app = scripted(tmp_path, "abcdef")
+    given = {"num_predict": 3.0, "seed": 7.0, "top_k": 4.0, "temperature": 1.0, "min_p": 0.5}
+    found = await ask(app, OLLAMA, options=given)
+    params = app.engine.prompts[0].params
+    assert found["message"]["content"] == "abc"
+    assert (params.seed, params.top_k, params.min_p) == (7, 4, 0.5)
+    for wrong in (3.5, 1e400):
+        body = BODIES[OLLAMA] | {"options": {"num_predict": wrong}}
+        assert (await Client(app).post(OLLAMA, body))[0] == 400
+    await ask(app, OLLAMA, options={"num_predict": -1.0})
+
+
 async def test_seeds_of_ollama_below_zero_are_none(tmp_path: Path) -> None:
     app = scripted(tmp_path, "x")
     await ask(app, OLLAMA, options={"seed": -1})

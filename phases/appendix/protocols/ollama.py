@@ -105,7 +105,10 @@ class Ollama(Translation):
             and not last.get("tool_calls"),
         }
         options = {
-            name: value for name, value in (given.options or {}).items() if value is not None
+            # 5.0 is a whole number to Ollama
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in (given.options or {}).items()
+            if value is not None
         }
         most = options.get("num_predict")
         if isinstance(most, int) and most < 0:  # as many as there is room for
