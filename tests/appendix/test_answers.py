@@ -321,6 +321,24 @@ async def test_turns_come_in_an_order_that_the_template_takes(
         assert (text in prompt) == (text in json.dumps(body)), (text, prompt)
 
 
+SYSTEMS: list[tuple[str, dict[str, Any]]] = [
+    (RESPONSES, {"instructions": "First.", "input": [{"role": "developer", "content": "Then."}, *SAID]}),
+    (RESPONSES, {"instructions": "First.", "input": [{"role": "system", "content": "Then."}, *SAID]}),
+    (MESSAGES, {"system": "First.", "messages": [{"role": "system", "content": "Then."}, *SAID]}),
+    (OLLAMA, {"system": "First.", "messages": [{"role": "system", "content": "Then."}, *SAID]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), SYSTEMS)
+async def test_instructions_stand_before_the_conversation_s_own(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    app = scripted(tmp_path, "ok")
+    await ask(app, path, **body)
+    prompt = app.model.tokenizer.decode(app.engine.prompts[0].prompt)
+    assert prompt.startswith("system: First.\n\nThen.\n"), prompt
+
+
 async def test_many_turns_are_joined_in_time_in_proportion_to_them(tmp_path: Path) -> None:
     app = scripted(tmp_path, "ok", ALTERNATING)
     turns = [{"role": "user", "content": "x"}] * 1000
@@ -437,6 +455,28 @@ async def test_no_effort_switches_thinking_off(tmp_path: Path) -> None:
     ):
         await ask(app, path, **fields)
         assert app.model.tokenizer.decode(app.engine.prompts[-1].prompt).startswith("False")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "thinks"),
+    [
+        (CHAT, {"reasoning_effort": "none"}, "False"),
+        (MESSAGES, {"thinking": {"type": "disabled"}}, "False"),
+        (OLLAMA, {"think": False}, "False"),
+        (OLLAMA, {}, ""),
+        (RESPONSES, {}, ""),
+        (MESSAGES, {}, ""),
+    ],
+)
+async def test_a_client_s_variables_stay_beside_those_of_the_protocol(
+    tmp_path: Path, path: str, fields: dict[str, Any], thinks: str
+) -> None:
+    app = scripted(tmp_path, "x", "{{ date }} {{ enable_thinking }}|" + TEMPLATE)
+    said = fields | {"chat_template_kwargs": {"date": "Monday"}}
+    asked = await Client(app).request(path, BODIES[path] | said).run()
+    prompt = app.model.tokenizer.decode(app.engine.prompts[-1].prompt)
+    assert prompt.startswith(f"Monday {thinks}|"), prompt
+    assert "x-ladder-ignored" not in asked.headers, "the template has read them all"
 
 
 # Tools of other kinds.

@@ -27,10 +27,18 @@ from serving.parsed import ParsedRequest
 
 Messages = list[Message]
 NAMED_EVENT = b"event: error\ndata: %s\n\n"
-EVERYWHERE: list[type[Struct]] = [GenerationFields, SchedulingFields]
+
+
+class TemplateFields(Struct, kw_only=True):
+    """Request field `chat_template_kwargs` (vLLM's): variables of the chat template."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+EVERYWHERE: list[type[Struct]] = [GenerationFields, SchedulingFields, TemplateFields]
 """Structs of fields that a chat of any protocol may have."""
 PASSED = {name for kind in EVERYWHERE for name in kind.__struct_fields__}
-PASSED = PASSED - {"stream_options", "n"} | {"chat_template_kwargs"}
+PASSED -= {"stream_options", "n"}
 """Fields of a chat that every protocol takes under the same names."""
 
 
@@ -181,10 +189,14 @@ class Translation:
         """
         passed = {name: value for name, value in fields.items() if name in PASSED}
         ignored = list[str]()
-        passed |= self.translate(given, ignored)
+        made = self.translate(given, ignored)
+        if own := made.get("chat_template_kwargs"):
+            more = convert_fields(TemplateFields, fields).chat_template_kwargs or {}
+            made["chat_template_kwargs"] = more | own
+        passed |= made
         passed["conversation"] = passed["messages"]
         if system := passed.pop("system", None):
-            passed["messages"] = with_system(passed["messages"], system)
+            passed["messages"] = with_system(passed["messages"], system, first=True)
         return passed, ignored
 
     def translate(self, given: Any, ignored: list[str]) -> dict[str, Any]:

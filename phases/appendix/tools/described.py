@@ -61,16 +61,19 @@ def described(messages: Sequence[Message], tools: Sequence[Any]) -> list[Message
     return with_system(made, _TEXT.format(tools="\n".join(map(json.dumps, tools))))
 
 
-def with_system(messages: Sequence[Message], text: str) -> list[Message]:
+def with_system(
+    messages: Sequence[Message], text: str, *, first: bool = False
+) -> list[Message]:
     """Return a conversation with `text` at the end of its system message, which is added if there is none.
 
-    Templates take only one such message.
+    Templates take only one such message. first: put the text at its beginning instead.
     """
-    first, *others = messages or [{}]
-    if first.get("role") not in ("system", "developer"):
+    system, *others = messages or [{}]
+    if system.get("role") not in ("system", "developer"):
         return [{"role": "system", "content": text}, *messages]
-    said = text_of(first.get("content"))
-    return [{**first, "content": f"{said}\n\n{text}" if said else text}, *others]
+    said = text_of(system.get("content"))
+    texts = [text, said] if first else [said, text]
+    return [{**system, "content": "\n\n".join(filter(None, texts))}, *others]
 
 
 def text_of(content: Any) -> str:
