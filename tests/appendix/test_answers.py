@@ -506,6 +506,40 @@ async def test_tools_of_other_types_are_left_out_and_named(
     assert left in asked.headers["x-ladder-ignored"] and b"weather" in b"".join(asked.chunks)
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+async def test_a_name_of_a_tool_may_have_128_characters(tmp_path: Path, path: str) -> None:
+    """As of Anthropic and of Responses: `mcp__SERVER__TOOL` is often above 64."""
+    name = "mcp__" + "a" * 123
+    app = scripted(tmp_path, CALL.replace("weather", name), TOOLS + TEMPLATE)
+    tool = {"type": "function", "name": name, "parameters": {"type": "object"}}
+    if path == MESSAGES:
+        tool = {"name": name, "input_schema": {"type": "object"}}
+    answer = await ask(app, path, tools=[{"function": tool} if path == CHAT else tool])
+    assert f'"name": "{name}"' in json.dumps(answer)
+
+
+async def test_a_whole_call_is_complete_though_the_next_one_is_cut(tmp_path: Path) -> None:
+    app = scripted(tmp_path, CUT, TOOLS + TEMPLATE)
+    for most, status in ((len(CUT) - 1, "completed"), (60, "incomplete")):
+        body = {"tools": [WEATHER["function"] | {"type": "function"}]}
+        found = await ask(app, RESPONSES, **body, max_output_tokens=most)
+        (call,) = found["output"]
+        assert (found["status"], call["status"]) == ("incomplete", status), call
+
+
+async def test_a_tool_s_name_reaches_the_template_from_ollama_s_clients(
+    tmp_path: Path,
+) -> None:
+    template = "{% for m in messages %}{{ m.name }}{{ m.content }};{% endfor %}"
+    app = scripted(tmp_path, "x", TOOLS + template)
+    call = {"function": {"name": "weather", "arguments": {}}}
+    said = [*SAID, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    said += [{"role": "tool", "tool_name": "weather", "content": "sunny"}]
+    asked = await Client(app).request(OLLAMA, {"messages": said, "stream": False}).run()
+    prompt = app.model.tokenizer.decode(app.engine.prompts[0].prompt)
+    assert "weathersunny;" in prompt and "x-ladder-ignored" not in asked.headers, prompt
+
+
 async def test_a_tool_without_a_type_is_a_function(tmp_path: Path) -> None:
     """As with vLLM, and with Anthropic; without a function it is refused."""
     app = scripted(tmp_path, CALL, TOOLS + TEMPLATE)

@@ -198,6 +198,7 @@ def test_a_call_that_was_cut_off_is_not_complete():
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "no function": ({"tools": [{"type": "function"}]}, "tools", "tools[0]"),
     "a strange name": ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools", "a-z"),
+    "a long name": ({"tools": [{"type": "function", "function": {"name": "a" * 129}}]}, "tools", "1 to 128"),
     "parameters of no object": ({"tools": [{"type": "function",
         "function": {"name": "x", "parameters": {"type": "array"}}}]}, "tools", "schema of an object"),
     "twice": ({"tools": [NOW, NOW]}, "tools", "two functions"),

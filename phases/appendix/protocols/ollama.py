@@ -91,7 +91,10 @@ class Ollama(Translation):
 
         given: Ollama's fields. ignored: gets the names of those that have no effect.
         """
-        messages = given.messages or []
+        messages = [
+            {"name" if field == "tool_name" else field: value for field, value in said.items()}
+            for said in given.messages or []
+        ]
         if not self.talks:
             messages = [{"role": "user", "content": given.prompt, "images": given.images}]
         last = messages[-1] if len(messages) > 1 else {}

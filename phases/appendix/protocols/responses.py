@@ -276,7 +276,8 @@ class ResponseEvents(Events):
         """
         cut = reason == "length"
         status = "incomplete" if cut else "completed"
-        self._close(status)
+        whole = choice.reader is not None and choice.reader.complete
+        self._close("completed" if whole else status)  # a call behind it is left out
         self.value["status"] = status
         self.value["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
         self.value["usage"] = {

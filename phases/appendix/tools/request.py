@@ -24,7 +24,7 @@ from phases.appendix.tools.reader import CallReader
 from phases.appendix.tools.written import decode_written
 from serving.parsed import ParsedRequest
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
 class ToolFields(Struct, kw_only=True):
@@ -236,7 +236,7 @@ def _function(where: str, tool: Mapping[str, Any]) -> tuple[str, Schema, list[st
         schema = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise wrong(
-            "tools", f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, _ and -"
+            "tools", f"{where}.function.name must be 1 to 128 of a-z, A-Z, 0-9, _ and -"
         )
     left: list[str] = []
     if not isinstance(schema, dict) or "object" not in _types(schema):
