@@ -155,7 +155,7 @@ def test_every_token_of_the_bundled_models(smollm2_folder, gemma3_folder):
 
 
 def test_special_tokens_that_a_normalizer_rewrites_are_left_out_whole_and_streamed(tmp_path):
-    """As in old files of Llama, where `</s>` is a normalized token and every text begins with `▁`."""
+    """Such as a normalized token `</s>` where every text begins with `▁`: the library shows it."""
     made(tmp_path, "gemma")
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     backend.normalizer = normalizers.Prepend("▁")
