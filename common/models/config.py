@@ -405,7 +405,9 @@ def _ropes(
         for name in ("rope_theta", hf.ORIGINAL.names, "partial_rotary_factor")
     }
     if not gemma:
-        defaults = hf.ROPE_DEFAULTS.get(family, {"rope_theta": 10_000.0})
+        defaults = dict(hf.ROPE_DEFAULTS.get(family, {"rope_theta": 10_000.0}))
+        if "partial_rotary_factor" in raw:  # null there is all of a head, as in `transformers`
+            defaults.pop("partial_rotary_factor", None)
         return _rope(defaults | _merged(around, parameters or scaling), family, context), None
     full, sliding = (
         Field(kind, dict).read(parameters) if parameters else {}

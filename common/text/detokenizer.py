@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
+from common.errors import UserError
+
 if TYPE_CHECKING:
     from common.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _EACH_BYTE = "replace_each_byte"
+_ALONE = {"ByteLevel", "BPEDecoder", "CTC", "Sequence"}
+"""Steps of decoders that other steps, but `Fuse` behind them, would make unlike those that are read here."""
 _CONTEXT_FREE = {"Replace", "ByteFallback", "Fuse"}
 """Steps of decoders that treat a token in the middle of a text as they treat the first."""
 _LARGEST_ID = 2**32 - 1
@@ -49,12 +53,27 @@ class TokenBytes(dict[int, bytes]):
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """Read from the decoder of `backend` whether the tokenizer is byte-level or has byte fallback."""
+        """Read from the decoder of `backend` whether the tokenizer is byte-level or has byte fallback.
+
+        Raises:
+            UserError: the decoder looks at more than a token and the one before it.
+        """
         super().__init__()
         self._backend = backend
         decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         parts = [part for part in decoder.get("decoders", [decoder]) if part]
         steps = [part["type"] for part in parts]
+        if len(steps) > 1 and steps[-1] == "Fuse" and steps[0] in _ALONE:
+            steps.pop()
+        if (
+            "CTC" in steps
+            or (len(steps) > 1 and _ALONE & {*steps})
+            or any(part.get("stop") for part in parts)
+        ):
+            raise UserError(
+                f"tokenizer.json has a decoder of the steps {', '.join(steps)}, which together are "
+                "not supported: a stream cannot show what they do"
+            )
         self.byte_level, self.byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
         self.suffix: str = parts[0]["suffix"] if steps == ["BPEDecoder"] else ""
         self._context_free = bool(steps) and set(steps) <= _CONTEXT_FREE

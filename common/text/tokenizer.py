@@ -29,6 +29,7 @@ class Tokenizer:
 
     Attributes:
         backend: the library's tokenizer.
+        token_bytes: the bytes that each token adds in the middle of a text, by id.
         bos_token_id: the id that begins a text, or None.
     """
 
@@ -36,10 +37,11 @@ class Tokenizer:
         """Read the tokenizer in a model's folder.
 
         Raises:
-            UserError: there is no usable `tokenizer.json`.
+            UserError: there is no usable `tokenizer.json`, or it has a decoder that cannot be streamed.
         """
         self.folder = Path(folder)
         self.backend = load_backend(self.folder)
+        self.token_bytes = TokenBytes(self.backend)
         self._config = read_json(self.folder / "tokenizer_config.json")
         self._special_tokens = named_tokens(self.folder, self._config)
         self.bos_token_id = bos_token(self.folder, self._special_tokens, self.backend)
@@ -69,7 +71,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and unknown ids become nothing."""
-        ids = [one for one in ids if 0 <= one < 1 << 32]  # the library takes no others
+        # The library takes no others, and shows a special token that its normalizer rewrites.
+        left_out = self.special_ids if skip_special_tokens else ()
+        ids = [one for one in ids if 0 <= one < 1 << 32 and one not in left_out]
         text: str = self.backend.decode_batch([ids], skip_special_tokens)[0]
         if self.token_bytes.byte_fallback and "\ufffd" in text:
             # One invalid byte spoils the whole run of bytes around it for the library. SentencePiece itself
@@ -110,11 +114,6 @@ class Tokenizer:
         """Return the ids of the tokens that no text shows, such as those that begin and end a turn."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(index for index, token in added.items() if token.special)
-
-    @cached_property
-    def token_bytes(self) -> TokenBytes:
-        """Return the bytes that each token adds in the middle of a text, by id."""
-        return TokenBytes(self.backend)
 
     @cached_property
     def templates(self) -> ModelTemplates:

@@ -62,17 +62,28 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, size: int | None) -
     size: tokens of the model, beyond which none is added; None: not known.
     """
     config = read_json(folder / "tokenizer_config.json")
-    listed = config.get("added_tokens_decoder")
-    listed = listed if isinstance(listed, dict) else {}
+    names = named_tokens(folder, config).values()
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     before = {repr(token) for token in known.values()}
+    listed = config.get("added_tokens_decoder")
+    listed = listed if isinstance(listed, dict) else {}
+    if "added_tokens_decoder" not in config:  # two older files say what it would
+        config |= read_json(folder / "special_tokens_map.json")
+        special = [content_of(token) for token in names]
+        listed = {
+            str(index): {"content": token, "normalized": token not in special}
+            for token, index in read_json(folder / "added_tokens.json").items()
+            if token not in known
+        }
     for place in sorted(filter(str.isdecimal, listed), key=int):
         for token in _token(listed[place], special=False):
             known[token.content] = token
-    for named in named_tokens(folder, config).values():
+    for named in names:
         for token in _token(named, special=True):
             known.setdefault(token.content, token).special = True
-    more = config.get("extra_special_tokens", config.get("additional_special_tokens"))
+    more = config.get("extra_special_tokens")
+    if not more or isinstance(more, dict):  # names of its own, or nothing, as version 4 wrote
+        more = config.get("additional_special_tokens")
     for entry in more if isinstance(more, list) else []:
         for token in _token(entry, special=True):
             known.setdefault(token.content, token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -269,3 +270,26 @@ def test_nothing_is_said_by_null_and_no_token_by_minus_one() -> None:
     config = ModelConfig.from_hf({**LLAMA, "bos_token_id": -1, "eos_token_id": [-1, 3]})
     assert (config.bos_token_id, config.eos_token_ids) == (None, (3,))
     assert ModelConfig.from_hf({**LLAMA, "eos_token_id": -1}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"partial_rotary_factor": 0.5},
+        {"partial_rotary_factor": None},
+        {"partial_rotary_factor": None, "rope_theta": 500.0},
+        {"partial_rotary_factor": None, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"rope_theta": 500.0}},
+    ],
+    ids=str,
+)
+def test_the_share_of_a_head_that_rotates_in_qwen3_5(said: dict[str, Any]) -> None:
+    """Its default is for a field that is absent: null is all of a head, as with `transformers`."""
+    raw = {**LLAMA, "num_hidden_layers": 4, "head_dim": 16, **said}
+    rope = transformers.Qwen3_5TextConfig(**copy.deepcopy(raw)).rope_parameters
+    expected = rope.get("partial_rotary_factor", 1.0)
+    found = ModelConfig.from_hf({**raw, "model_type": "qwen3_5_text"}).rope
+    assert found is not None and found.share == expected, (
+        f"{said}: {found and found.share} of a head rotates, but {expected} with transformers"
+    )

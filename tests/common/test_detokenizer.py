@@ -10,8 +10,9 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import AddedToken, decoders, models, normalizers
 
+from common.errors import UserError
 from common.text.detokenizer import Detokenizer
 from common.text.tokenizer import Tokenizer
 from tests.common.tiny_gguf import byte_alphabet
@@ -151,3 +152,46 @@ def test_every_token_of_the_bundled_models(smollm2_folder, gemma3_folder):
             assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
         words = [i for i in ids if not tokenizer.backend.id_to_token(i).startswith("<0x")]
         assert "".join(streamed(tokenizer, words)) == tokenizer.backend.decode(words)
+
+
+def test_special_tokens_that_a_normalizer_rewrites_are_left_out_whole_and_streamed(tmp_path):
+    """Such as a normalized token `</s>` where every text begins with `▁`: the library shows it."""
+    made(tmp_path, "gemma")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.normalizer = normalizers.Prepend("▁")
+    backend.add_special_tokens([AddedToken("</s>", normalized=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    ids = [backend.token_to_id("a"), backend.token_to_id("</s>"), backend.token_to_id("b")]
+    assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids) == "ab"
+
+
+BYTES_LAST = [decoders.Replace("Ġ", " "), decoders.ByteLevel()]
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ([decoders.ByteLevel(), decoders.Fuse()], None),
+        ([decoders.Fuse(), decoders.ByteLevel()], "Fuse, ByteLevel"),
+        ([decoders.Sequence([FALLBACK, FUSE]), REPLACE], "Sequence, Replace"),
+        ([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)], "ByteLevel, Strip"),
+        (BYTES_LAST, "Replace, ByteLevel"),
+        ([decoders.BPEDecoder(), decoders.Replace("a", "b")], "BPEDecoder, Replace"),
+        ([decoders.CTC()], "CTC"),
+        ([REPLACE, FALLBACK, FUSE, decoders.Strip(" ", 1, 1)], "Strip"),
+    ],
+)
+def test_a_decoder_that_cannot_be_streamed_is_refused(tmp_path, steps, says):
+    """Its text of some tokens is not that of each in turn, so a stream would show another one."""
+    made(tmp_path, "byte-level")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.decoder = decoders.Sequence(steps)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    if says:
+        with pytest.raises(UserError, match=rf"tokenizer\.json .*\b{says}\b.* not supported"):
+            Tokenizer(tmp_path)
+        return
+    tokenizer = Tokenizer(tmp_path)
+    ids = ids_of(tokenizer, "é 日".encode())
+    assert "".join(streamed(tokenizer, ids)) == tokenizer.backend.decode(ids) == "é 日"

@@ -67,6 +67,26 @@ BESIDE = {
     "a name of the model's own": {"extra_special_tokens": {"mark_token": "<mark>"}},
     "a token without a name": {"extra_special_tokens": ["<mark>"]},
     "the older list": {"additional_special_tokens": ["<mark>"]},
+    "the older list beside an empty newer one": {
+        "extra_special_tokens": {},
+        "additional_special_tokens": ["<mark>"],
+    },
+    "the older list beside names": {
+        "extra_special_tokens": {"end_token": "<|im_end|>"},
+        "additional_special_tokens": ["<mark>"],
+    },
+    "the older list in the older file": {
+        "special_tokens_map.json": {"additional_special_tokens": ["<mark>"]}
+    },
+    "the oldest file": {"added_tokens.json": {"<mark>": 300}},
+    "the oldest file and a name": {
+        "added_tokens.json": {"<mark>": 300},
+        "special_tokens_map.json": {"pad_token": "<mark>"},
+    },
+    "the oldest file beside a newer list": {
+        "added_tokens.json": {"<mark>": 300},
+        "added_tokens_decoder": {},
+    },
     "a listed token": {"added_tokens_decoder": {"300": {**MARK, "special": True}}},
     "a listed token that is not special": {
         "added_tokens_decoder": {"300": {**MARK, "special": False}}
@@ -89,6 +109,9 @@ def test_tokens_beside_tokenizer_json_are_those_of_transformers(
         backend.add_tokens([AddedToken("<mark>", normalized=False, rstrip=True)])
         backend.save(str(path))
     change(llama_folder / "config.json", vocab_size=backend.get_vocab_size() + 1)
+    for name in [name for name in fields if name.endswith(".json")]:
+        (llama_folder / name).write_text(json.dumps(fields[name]))
+    fields = {name: value for name, value in fields.items() if not name.endswith(".json")}
     change(llama_folder / "tokenizer_config.json", **fields)
     ours = Tokenizer(llama_folder)
     theirs = transformers.AutoTokenizer.from_pretrained(str(llama_folder))
