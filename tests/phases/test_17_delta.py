@@ -22,6 +22,7 @@ from common.models.config import DeltaConfig, ModelConfig
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.rows import RequestRows
+from continuous.seams import Drafter
 from continuous.work import Work
 from forward import Generator, load_model
 from forward.loading import random_model
@@ -413,6 +414,46 @@ def test_guesses_go_back_to_the_state_before_them(
         engine.scheduler.check_integrity()
     stats = engine.scheduler.drafter.stats
     assert sum(stats.drafted) > sum(stats.accepted) > 60
+
+
+class Prompt(Drafter):
+    """Guesses from `texts` as soon as a prompt's last chunk is scheduled; it waits for no step in flight."""
+
+    def __init__(self, texts: list[list[int]], wrong: int) -> None:
+        self.texts, self.wrong, self.beside = texts, wrong, 0
+
+    def begin(self, running: Sequence[Request]) -> bool:
+        return True
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        if request.placeholders:
+            return []
+        self.beside += request.in_flight > 0
+        known = len(request.tokens)
+        text = next((text for text in self.texts if text[:known] == request.tokens), [])
+        return [(token + self.wrong) % 257 for token in text[known : known + min(most, 2)]]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("chunk", [1, 4, 7])
+def test_guesses_beside_a_chunk_in_flight_go_back(
+    model: Model, chunk: int, wrong: int
+) -> None:
+    """The chunk before them is collected when they are launched already, and takes no state back."""
+    prompts = prompts_of(9, 2, 22)
+    wanted = outputs(Generator(model).stream(prompts, GREEDY))
+    engine = poisoned(model, chunk_tokens=chunk, block_size=5, max_rows=1, overlap=True)
+    texts = [[*prompt, *cast("list[int]", wanted[at, 0])] for at, prompt in enumerate(prompts)]
+    drafter = engine.scheduler.drafter = Prompt(texts, wrong)
+    found = outputs(engine.stream(prompts, GREEDY))
+    for (request, _), right in wanted.items():
+        for place, (token, must_be) in enumerate(zip(found[request, 0], right, strict=True)):
+            assert token == must_be, (
+                f"request {request}: token {place} is {token}, not {must_be}: its state has not gone back "
+                "to that before its drafts"
+            )
+    assert drafter.beside > 0, "no guess was made while a chunk was in flight"
+    engine.scheduler.check_integrity()
 
 
 def test_the_second_prompt_leaves_a_snapshot_where_it_parts(model: Model) -> None:

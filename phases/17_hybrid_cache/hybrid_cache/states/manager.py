@@ -123,9 +123,12 @@ class StateManager(SingleTypeManager):
         upto: number of tokens that are computed and accepted.
         If drafts were among the tokens of the request's last step, `rollback_to` has for its row the number
         of tokens that the state has seen. If this is less than `upto`, `request.num_computed_tokens` is set
-        back to it. A rollback happens once.
+        back to it. A rollback happens once, and not for a step before that one.
         """
-        seen = self.rollback_to.pop(request.row, upto)
+        seen = self.rollback_to.get(request.row, upto)
+        if upto < seen:  # an earlier chunk, collected when the drafts are launched
+            return upto
+        self.rollback_to.pop(request.row, None)
         if seen < upto:
             request.num_computed_tokens = seen
         return seen
