@@ -230,7 +230,7 @@ def serve(
         metavar="HOST",
     ),
     access_log: str = flag(
-        "-", "file that gets a line of JSON for each request; -: standard output; or none"
+        "-", "file that gets a line of JSON for each request; -: standard error; or none"
     ),
     generation_config: str = flag("model", a.DEFAULTS_HELP),
     phase: str = flag("13", f"phase of the engine, from 04 on: {PHASE_HELP}"),

@@ -420,7 +420,8 @@ class Prompt(Drafter):
     """Guesses from `texts` as soon as a prompt's last chunk is scheduled; it waits for no step in flight."""
 
     def __init__(self, texts: list[list[int]], wrong: int) -> None:
-        self.texts, self.wrong, self.beside = texts, wrong, 0
+        self.texts, self.wrong = texts, wrong
+        self.beside = 0
 
     def begin(self, running: Sequence[Request]) -> bool:
         return True
