@@ -208,6 +208,9 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
             await (_stream(http, group) if group.streamed else _answer(http, group))
     except TimeoutError:
         group.give_up("deadline", OVERDUE)
+    except asyncio.CancelledError:  # a proxy may end a request so when its client leaves
+        group.give_up("left", "the client has left")
+        raise
     finally:
         leaving.cancel()
         app.engine.abort(group.numbers)
