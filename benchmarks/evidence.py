@@ -39,6 +39,8 @@ PEERS_FILE = "peers.json"
 """Other engines, beside the evidence of a device (`benchmarks.recorded_peers`)."""
 APPENDIX = ", with the appendix"
 """How a variant's name ends whose engine has features of the appendix; see `benchmarks.engines`."""
+SERVED = f"13_serving{APPENDIX}"
+"""The engine that `ladder serve` starts."""
 PERCENTILES = ("p50", "p95", "p99")
 
 
@@ -171,13 +173,13 @@ class Evidence:
         return found[0]
 
     def own(self) -> dict[str, str]:
-        """The phase's variants by what tables call them: alone, and with the appendix, which is served.
+        """The phase's variants by what tables call them: alone, with the appendix, and what is served.
 
         In evidence of before names said so there is only one, which has the appendix.
         """
         if not self.appendix:
             return {f"{self.phase}{APPENDIX}": self.phase}
-        names = (self.phase, f"{self.phase}{APPENDIX}")
+        names = (self.phase, f"{self.phase}{APPENDIX}", SERVED)
         return {name: name for name in names if self.find(name)}
 
     def write(self, path: Path | None = None) -> Path:

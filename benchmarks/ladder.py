@@ -58,12 +58,12 @@ def run(options: BenchOptions) -> Evidence:
 
 
 def work_for(options: BenchOptions) -> Workload:
-    """The requests; on a GPU 64 with a quarter of their tokens: slow phases take minutes else."""
+    """The requests; on a GPU 64 with an eighth of their tokens: slow phases take minutes else."""
     work = workload("offline-256-small")
     if options.device.type == "cuda":
         some = workload("offline-256").first(64)
-        items = [Item(i.prompt[: len(i.prompt) // 4], i.max_tokens // 4) for i in some.items]
-        work = replace(some, name=f"{some.name}/4", items=tuple(items))
+        items = [Item(i.prompt[: len(i.prompt) // 8], i.max_tokens // 8) for i in some.items]
+        work = replace(some, name=f"{some.name}/8", items=tuple(items))
     return work.first(2, tokens=4) if options.quick else work
 
 

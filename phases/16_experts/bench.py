@@ -7,10 +7,8 @@ of Qwen3-30B-A3B's shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Samples
 from benchmarks.model_work import decode_work, layer_parameters
 from benchmarks.plotting import Panel, figure
-from benchmarks.published import SIZES
+from benchmarks.published import PUBLISHED, SIZES
 from benchmarks.workloads import uniform
 from common.models.config import ExpertConfig, ModelConfig
 from experts.routing import route
@@ -131,22 +129,29 @@ def counted() -> list[Run]:
 
 
 def on_gpu(options: BenchOptions) -> list[Run]:
-    """The published workloads, one model after the other: each fills a good part of the memory."""
-    name = options.model or SHAPE
-    sizes = {**SIZES, "drafter": "none"}
+    """The published workloads, one model after the other: each fills a good part of the memory.
 
-    def dense(config: ModelConfig, ending: str) -> PagedEngine:
-        model = random_model(config, device=options.device, dtype=options.dtype)
-        return engine_of(f"13{ending}", model, **sizes)
+    The dense model of all weights serves one request. Only the served engine guesses tokens.
+    """
+    bench = Bench(replace(options, model=options.model or SHAPE))
+    models = shapes(SHAPES[bench.name.removeprefix("random:")])
 
-    make: dict[str, Callable[[], PagedEngine]] = {}
-    kinds = shapes(SHAPES[name.removeprefix("random:")]).items()
-    for (variant, config), ending in product(kinds, ("", APPENDIX)):
-        make[variant + ending] = partial(dense, config, ending)
-        if variant == PHASE:  # by its name, so that no layer's experts are there twice
-            given = {"device": "cuda", "dtype": "bfloat16", **sizes}
-            make[variant + ending] = partial(engine_of, f"16{ending}", name, **given)
-    return Bench(replace(options, model=name)).one_by_one(make)
+    def dense(variant: str) -> PagedEngine:
+        model = random_model(models[variant], device=options.device, dtype=options.dtype)
+        return engine_of("13", model, **SIZES, drafter="none")
+
+    def mixture(variant: str, **more: Any) -> PagedEngine:
+        # By its name, so that no layer's experts are there twice.
+        sizes = {**SIZES, "device": "cuda", "dtype": bench.dtype_name}
+        return engine_of(variant, bench.name, **sizes, **more)
+
+    made = {
+        DENSE: partial(dense, DENSE),
+        PHASE: partial(mixture, PHASE, drafter="none"),
+        PHASE + APPENDIX: partial(mixture, PHASE + APPENDIX),
+    }
+    alone = {REPLACED: partial(dense, REPLACED)}
+    return bench.one_by_one(made) + bench.one_by_one(alone, PUBLISHED[:1])
 
 
 draw = figure(

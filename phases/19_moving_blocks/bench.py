@@ -24,7 +24,7 @@ import torch
 import benchmarks.bench
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import Sample
+from benchmarks.measure import Sample, release_memory
 from benchmarks.plotting import Panel, figure
 from benchmarks.server import Server
 from benchmarks.workloads import VOCAB, Item, Workload, agent, uniform
@@ -122,7 +122,7 @@ class Bench(benchmarks.bench.Bench):
     def sessions(self) -> list[Run]:
         """Serve agents' sessions in turn, with a cache of a quarter of what they need, and with enough."""
         count, system, step = (6, 48, 48) if self.on_cpu else (8, 2048, 1500)
-        turns = 4 if self.on_cpu else 16
+        turns = 4 if self.on_cpu or self.quick else 16
         work = agent(
             f"agent-session-{count}x{turns}", VOCAB, count, turns, system, step, output=4
         )
@@ -135,11 +135,13 @@ class Bench(benchmarks.bench.Bench):
                 "cache_bytes": self.kv_bytes(int(share * distinct)),
                 "host_bytes": self.kv_bytes(int(1.25 * distinct)),
             }
-            variants = {
-                name: partial(self.turns, self.engine(name[:2], **sizes), work)
-                for name in (BEFORE, PHASE)
-            }
-            runs += self.compare(variants, work, after="agents", cache_share=share)
+            engines = {name: self.engine(name[:2], **sizes) for name in (BEFORE, PHASE)}
+            for engine in engines.values():
+                self.turns(engine, work.first(2 * count), -1)
+            variants = {name: partial(self.turns, engines[name], work) for name in engines}
+            runs += self.compare(variants, work, warm={}, after="agents", cache_share=share)
+            del engines, variants, engine
+            release_memory(self.device)
         return runs
 
     def turns(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
@@ -196,7 +198,9 @@ class Bench(benchmarks.bench.Bench):
                 with ExitStack() as servers:
                     started = {name: servers.enter_context(made[name]()) for name in names}
                     sample = {name: partial(served, started[name], work) for name in names}
-                    runs += self.compare(sample, work, after="apart")
+                    for name in names:
+                        served(started[name], work.first(4), -1)
+                    runs += self.compare(sample, work, warm={}, after="apart")
             return runs
 
     # A conversation that an earlier process has had.
