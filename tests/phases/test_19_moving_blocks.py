@@ -525,7 +525,7 @@ def test_no_request_overtakes_one_that_waits_for_room() -> None:
 
 
 def test_a_load_begins_beside_the_step_before_it() -> None:
-    """Two sessions come back at once: the second one's blocks come while the first one's prompt is computed."""
+    """Two sessions come back: the second one's blocks come while the first one's prompt is computed."""
     engine = engine_of()
     prompts = [prompt_of(seed, 40) for seed in (61, 62)]
     serve(engine, *prompts)
@@ -543,7 +543,7 @@ def test_a_load_begins_beside_the_step_before_it() -> None:
 
 
 def test_a_load_may_take_as_long_as_all_that_it_brings_takes_to_compute() -> None:
-    """What was cached when a request came may be evicted before there is room: then it waits for that, too."""
+    """What was cached when a request came may be evicted before there is room: it waits for that too."""
     engine = engine_of(blocks=26, rows=4)
     large = prompt_of(63, 72)
     serve(engine, large)
