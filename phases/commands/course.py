@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from common.console import err, out
-from common.errors import UserError
+from common.errors import UserError, number
+from common.names import choice
 from phases.commands.arguments import course_app
 from phases.course import grading, hints, making
 from phases.course.checking import Failure, State, Verdict, check_file
@@ -168,7 +169,8 @@ def answer(
         say(f"{question.id} ({question.points} points)  {escape(question.question)}")
         return 0
     copy = making.around(Path.cwd())
-    right = grading.is_right(question, value)
+    choice("question", name, [one.id for one in making.about(copy.exercises)[1]])
+    right = grading.is_right(question, number("NUMBER", value, low=0, high=1e9))
     hints.log(copy.folder, "answer", question.id, answer=value)
     if not right:
         out.print(

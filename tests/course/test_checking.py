@@ -261,3 +261,26 @@ def test_wrong_commands(
     }.items():
         code, said = ladder(capsys, *arguments)
         assert code == 2 and says in said and len(said.splitlines()) == 1, said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("02.p1", "nan", "NUMBER is nan, but must be between 0 and 1e+09"),
+        ("02.p1", "inf", "NUMBER is inf, but must be between 0 and 1e+09"),
+        ("05.p1", "3", "question is '05.p1', but must be one of 02.p1, 02.m1"),
+    ],
+)
+def test_what_is_no_answer_is_not_logged_as_a_guess(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    says: str,
+) -> None:
+    copy = making.make(tmp_path / "copy", of_phases("02"))
+    monkeypatch.chdir(copy.folder)
+    code, said = ladder(capsys, "answer", name, value)
+    assert code == 2 and says in said and len(said.splitlines()) == 1, said
+    assert hints.logged(copy.folder, name, "answer") == [], f"{name}: {value} is no guess"
