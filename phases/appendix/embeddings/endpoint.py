@@ -153,7 +153,7 @@ class Embeddings:
         request.ignored += [name for name in COPIED if fields.get(name) is not None]
         request.headers.append((b"x-ladder-warning", WARNING))
         if given.input is None:
-            raise wrong("prompt", "the prompt is missing")
+            raise wrong("prompt", "prompt is missing")
         encode_prompts(self.model, request, given.input)
         request.options["wanted"] = [MEAN]
         request.prompt_only = True
