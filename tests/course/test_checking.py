@@ -113,6 +113,13 @@ def test_what_was_given_is_shown_whole() -> None:
     ]  # fmt: skip
 
 
+def test_the_trap_is_shown_whole() -> None:
+    trap = "a request is preempted while its token is in flight: " + "counted twice " * 9
+    said = lines_about(Failure(message="x" * 200, trap=trap))
+    assert said[-1] == f"trap      {trap}", "a sentence of the lesson is no output of a test"
+    assert said[0].endswith("...")
+
+
 def test_a_server_that_is_interrupted_while_it_starts_is_ended() -> None:
     begun, before = ForkServer(), signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.1)  # PyTorch is not imported by then
