@@ -38,7 +38,7 @@ COMMANDS = [
 ]
 
 
-WHOLE = {"01", "02", "03", "05", "07", "10"}
+WHOLE = {"01", "02", "03", "05", "07", "09", "10"}
 """Lessons whose block ends as the command does: with the tokens computed."""
 
 
