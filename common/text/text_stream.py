@@ -46,21 +46,17 @@ class TextStream:
         params: its `stop`, `min_tokens` and `grammar` are used. shown: special tokens that stay in the text.
         answer: called with the text each token adds, and True if nothing follows; returns the part that is
             shown and searched for stop strings. Reasoning, say, is neither. None: all is shown.
-        mark: text from whose first character on no stop string is looked for, such as the beginning of a
-            tool call, of whose text a client sees but a part; empty: there is none. `^` and a character:
-            that one, where the text begins with it.
+        mark: text from which on no stop string is looked for, such as the beginning of a tool call, of whose
+            text a client sees but a part; empty: there is none. `^{`: a brace that begins the text.
         """
         # A grammar counts the bytes that tokens have in the middle of a text.
         middle = params.grammar is not None
         self._detokenizer = Detokenizer(tokenizer, shown=shown, after=prompt, middle=middle)
         self.beginning = 0
         self._stops, self._exempt = sorted(params.stop), params.min_tokens
-        self._first, self._mark = (
-            mark[:1] == "^",
-            mark.removeprefix("^") if self._stops else "",
-        )
-        self._begun = ""  # what may become the mark
-        self._held = ""
+        self._first = mark[:1] == "^"
+        self._mark = mark.removeprefix("^") if params.stop else ""
+        self._held = self._begun = ""  # what may become a stop string, and the mark
         self.sizes: list[int] = []
         self._answer = answer
 
@@ -79,9 +75,7 @@ class TextStream:
             self.sizes.append(len(piece))
         if self._answer is not None:
             piece = self._answer(piece, reason is not None)
-        called = ""
-        if self._mark:
-            piece, called = self._split(piece, reason is not None)
+        piece, called = self._split(piece, reason is not None) if self._mark else (piece, "")
         new = self._search(piece)
         if self.stop is not None:
             reason = "stop"
@@ -93,20 +87,17 @@ class TextStream:
         return reason, new
 
     def _split(self, piece: str, last: bool) -> tuple[str, str]:
-        """Append decoded text; return the new text before the mark, and the text from the mark on.
-
-        What may become the mark is held back. last: nothing follows.
-        """
+        """Append decoded text; return it up to the mark, and from there on. last: nothing follows."""
         text, mark = self._begun + piece, self._mark
         at = text.find(mark)
         if self._first and text and at:
-            self._mark = ""
-            return text, ""
-        if at < 0:
-            ends = (text.endswith(mark[:size]) and size for size in range(1, len(mark)))
-            at = len(text) - (0 if last else max(ends, default=0))
-            self._begun, text = text[at:], text[:at]
-        return text[:at], text[at:]
+            self._mark = ""  # the text begins with something else
+        elif at >= 0:
+            return text[:at], text[at:]
+        ends = (text.endswith(mark[:size]) and size for size in range(1, len(mark)))
+        at = len(text) - (0 if last else max(ends, default=0))
+        self._begun = text[at:]
+        return text[:at], ""
 
     def _search(self, piece: str) -> str:
         """Append decoded text, and set `stop` once a stop string is complete; return what can be shown."""
