@@ -603,6 +603,22 @@ def test_preemption_and_aborts_leave_nothing_in_the_draft_model(
     clean_drafts(source)
 
 
+def test_the_drafter_forgets_who_has_left(model: Model, truth: list[Completion]) -> None:
+    engine = speculative.load(model, **SMALL)
+    assert plain(engine.generate(*asks())) == plain(truth)
+    drafter: Any = engine.scheduler.drafter
+    kept = {
+        "guesses": drafter.guesses,
+        "rehearsed drafts": drafter._rehearsed,
+        "rates": drafter.control._rates,
+        "n-grams": drafter.source.indexes,
+    }
+    for what, of in kept.items():
+        assert not of, (
+            f"{what} of requests {[one.id for one in of]}, which have left, are kept"
+        )
+
+
 # A head.
 
 
