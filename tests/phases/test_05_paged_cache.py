@@ -538,7 +538,8 @@ def test_the_nan_of_one_request_reaches_no_later_owner_of_its_blocks(model: Mode
 def test_the_nan_of_one_request_reaches_no_other_of_its_step(bad: int) -> None:
     """Their contexts differ, so that the blocks of two are padded."""
     config = SHAPES["tiny"]
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    size = config.head_dim
     rows, cache = RequestRows(3, 64), PagedCache(3, 64, 32, 4)
     pool = BlockPool(config, 32, 4, device=torch.device("cpu"), dtype=torch.float32)
     batch = step_of(rows, cache, [(5, 1), (9, 1), (30, 1)])
