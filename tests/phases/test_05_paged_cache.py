@@ -274,17 +274,29 @@ def test_preemption_goes_on_until_there_is_room() -> None:
     finish(engine)
 
 
-def test_preemption_gives_the_same_tokens(model: Model) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"frequency_penalty": 1.0, "presence_penalty": 0.5},
+        {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.5},
+    ],
+    ids=str,
+)
+def test_preemption_gives_the_same_tokens(model: Model, sampling: dict[str, Any]) -> None:
     rng = random.Random(1)
     prompts = [
         [rng.randrange(1, 257) for _ in range(rng.randrange(20, 60))] for _ in range(10)
     ]
-    params = greedy(40)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
     roomy = paged_cache.load(model, max_rows=10)
     tight = paged_cache.load(model, max_rows=10, cache_bytes=block_bytes(model, 14))
     expected, actual = generate(roomy, prompts, params), generate(tight, prompts, params)
     assert roomy.scheduler.preemptions == 0 and tight.scheduler.preemptions > 3
-    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+    for one, right in zip(actual, expected, strict=True):
+        assert one.token_ids == right.token_ids, (
+            f"request {one.index}, {sampling}: other tokens when some are preempted"
+        )
     tight.check_integrity()
 
 

@@ -177,6 +177,23 @@ def clean(engine: PagedEngine) -> None:
 # Exactness.
 
 
+def test_no_accepted_draft_follows_the_end_of_its_request(
+    model: Model, truth: list[Completion]
+) -> None:
+    engine = scripted(model, truth, "always right, and beyond what was asked for")
+    limits = (1, 2, 5, 9)
+    params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in limits]
+    prompt = asks()[0][0]
+    requests = [engine.add(prompt, each)[0] for each in params]
+    outputs = [output for _ in range(60) for output in engine.step()]
+    for request, most in zip(requests, limits, strict=True):
+        reasons = [output.finish_reason for output in outputs if output.request is request]
+        assert reasons == [None] * (most - 1) + ["length"], (
+            f"request {request.id} may have {most} tokens, but was told {len(reasons)}: {reasons}"
+        )
+    clean(engine)
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_draft_changes_a_token(
