@@ -181,15 +181,18 @@ def test_no_accepted_draft_follows_the_end_of_its_request(
     model: Model, truth: list[Completion]
 ) -> None:
     engine = scripted(model, truth, "always right, and beyond what was asked for")
-    limits = (1, 2, 5, 9)
-    params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in limits]
-    prompt = asks()[0][0]
+    prompt, said = asks()[0][0], truth[0].token_ids
+    ends = [said.index(token) + 1 for token in set(said)]  # the token that stops each request
+    params = [
+        SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=(said[end - 1],))
+        for end in ends
+    ]
     requests = [engine.add(prompt, each)[0] for each in params]
-    outputs = [output for _ in range(60) for output in engine.step()]
-    for request, most in zip(requests, limits, strict=True):
+    outputs = [output for _ in range(99) for output in engine.step()]
+    for request, end in zip(requests, ends, strict=True):
         reasons = [output.finish_reason for output in outputs if output.request is request]
-        assert reasons == [None] * (most - 1) + ["length"], (
-            f"request {request.id} may have {most} tokens, but was told {len(reasons)}: {reasons}"
+        assert reasons == [None] * (end - 1) + ["stop"], (
+            f"request {request.id} ends with token {end}, but was told {len(reasons)}: {reasons}"
         )
     clean(engine)
 
