@@ -278,7 +278,10 @@ async def test_chunks_put_together_are_the_whole(make):
         mine = [
             e["choices"][0] for e in events[:-2] if e["choices"][0]["index"] == choice["index"]
         ]
-        assert mine[0]["delta"]["role"] == "assistant"
+        roles = [place for place, one in enumerate(mine) if "role" in one["delta"]]
+        assert roles == [0] and mine[0]["delta"]["role"] == "assistant", (
+            f"choice {choice['index']}: its first chunk has the role, not chunks {roles}"
+        )
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
         assert (
             "".join(c["delta"].get("content", "") for c in mine)
