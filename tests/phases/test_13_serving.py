@@ -340,6 +340,15 @@ async def test_of_two_names_of_max_tokens_the_newer_one_counts(make):
         assert found["usage"]["completion_tokens"] == count, f"{given}: {found['usage']}"
 
 
+async def test_without_max_tokens_there_is_room_for_the_longest_prompt(model, tokenizer):
+    engine = load(model, max_rows=2, cache_bytes=blocks(model, 10), step_tokens=64)
+    app = whole_app(Loopback(engine), tokenizer, "tiny")
+    (end, *_) = engine.config.eos_token_ids
+    body = {"prompt": ["a" * 155, "b"], "logit_bias": {str(end): 100}}
+    status, found = await Client(app).post("/v1/completions", body)
+    assert status == 200, f"prompt 0 has 155 tokens, and 6 more fit: {found}"
+
+
 async def test_text_that_a_stop_string_holds_back_comes_with_the_end(make, tokenizer):
     """The engine ends the completion without a token, while "aaa" may begin the stop string."""
     app = make()
