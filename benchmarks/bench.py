@@ -114,7 +114,6 @@ class Bench:
         engines: Mapping[str, PagedEngine],
         work: Workload,
         *,
-        repeats: int = 0,
         beside: bool = False,
         **facts: Any,
     ) -> list[Run]:
@@ -131,7 +130,7 @@ class Bench:
 
         timed = {name: self.timer(engine, work) for name, engine in engines.items()}
         before = {name: partial(warm, engine) for name, engine in engines.items()}
-        kept = alternate(timed, repeats or self.options.repeats, warm=before, beside=beside)
+        kept = alternate(timed, self.options.repeats, warm=before, beside=beside)
         runs = []
         for name, engine in engines.items():
             rows = min(len(work.items), engine.scheduler.rows.count)

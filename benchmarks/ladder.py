@@ -97,14 +97,10 @@ def measure(
 
 def draw(evidence: Evidence, out: Path) -> None:
     """Draw a bar a phase, and a second panel of those with the appendix."""
-    title = "{workload}, the same requests for all: each phase with all below it"
-    if not evidence.appendix:  # of before 2026-11-29
-        title = (
-            "Each phase by itself, not added up. 01 got 2 of the requests, 02 got 4. "
-            "From 09 on with the appendix"
-        )
+    title = "Each phase with all below it, the same requests for all ({workload})"
     figure(
         Panel(title, METRIC, {"variant": "!*appendix"}),
         Panel("The same with the appendix", METRIC, {"variant": "*appendix"}),
-        height=4.4,
+        rows=2,
+        height=3.3,
     )(evidence, out)

@@ -2,7 +2,8 @@
 
 A speed measured once, or while something else ran, says nothing. `alternate` warms every variant up, takes
 the samples of all variants in turn (so that a slow minute of the machine hits them alike), and takes a sample
-again when other processes used a noticeable share of the processor while it ran.
+again when other processes used a noticeable share of the processor while it ran. Of a variant whose samples
+took `ENOUGH_SECONDS` together there are enough: a long one is a mean over its own time.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ LEAST_OF_A_CORE = 0.05
 
 TRIES = 4
 """How often a sample is taken, at most, until it is clean; `ladder bench --quick` sets it to 1."""
+ENOUGH_SECONDS = 20.0
+"""No further sample of a variant whose samples took longer than this together."""
 MAX_SAMPLE_SECONDS = 300.0
 """No further try of a sample whose tries took longer than this together."""
 
@@ -159,7 +162,7 @@ def alternate(
     beside: bool = False,
     log: Callable[[str], None] = say,
 ) -> dict[str, Samples]:
-    """Take `repeats` samples of each variant in alternating order (a b, b a, a b, ...).
+    """Take `repeats` samples of each variant in alternating order (a b, b a, a b, ...), fewer of long ones.
 
     variants: name -> function of the call's number that returns one sample. Whatever it builds and throws
         away is its own affair: only what it reports counts. No two calls have the same number, warm-ups and
@@ -181,6 +184,8 @@ def alternate(
         for repeat in range(repeats):
             order = list(variants)
             for name in order if repeat % 2 == 0 else reversed(order):
+                if sum(s.get("seconds", 0.0) for s in kept[name].kept) > ENOUGH_SECONDS:
+                    continue
                 best: tuple[Noise, Noise, Sample] | None = None
                 begun = time.perf_counter()
                 for attempt in range(tries):

@@ -70,9 +70,9 @@ matplotlib.rcParams.update(STYLE)
 def panels(
     count: int = 1, *, rows: int = 1, width: float = 7.2, height: float = 3.2
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` axes in `rows` lines, `width` inches wide for one of them, more for several."""
+    """A figure with `count` axes in `rows` lines, `width` inches wide for one column, more for several."""
     columns = -(-count // rows)
-    size = width if count == 1 else 4.6 * columns, height * rows
+    size = width if columns == 1 else 4.6 * columns, height * rows
     figure = Figure(figsize=size, layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in axes[count:]:
@@ -207,7 +207,7 @@ def figure(
                     found.append((part, runs, same))
         if not found:
             raise UserError(f"the evidence of {evidence.phase} has no runs to draw")
-        whole, axes = panels(len(found), rows=rows if len(found) > 2 else 1, height=height)
+        whole, axes = panels(len(found), rows=min(rows, len(found)), height=height)
         for place, (part, runs, same) in zip(axes, found, strict=True):
             part.draw(place, runs, phase or evidence.phase)
             if part.over:

@@ -58,7 +58,8 @@ def type_error(message: str) -> tuple[str | None, str]:
         return re.split(r"[.[]", path)[0], f"{path} is missing"
     field = re.split(r"[.[]", path)[0] or None
     if value := re.match(r"Invalid enum value (.{1,60})", words):
-        return field, f"{path} is not supported with the value {value[1]}"
+        written = {"True": "true", "False": "false"}.get(value[1], value[1])  # as in JSON
+        return field, f"{path} is not supported with the value {written}"
     if message.startswith("Expected `null`"):
         return field, f"{path} is not supported"
     kinds = re.match(r"Expected `([^`]+)`(?:, got `(\w+)`)?(.*)", words)

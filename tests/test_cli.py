@@ -51,6 +51,10 @@ WRONG = {
     ),
     "nearly a model": (["run", "1", "--model", "smolm2"], "did you mean 'smollm2'?"),
     "a model of another spelling": (["fetch", "Gemma-3-270M"], "did you mean 'gemma3-270m'?"),
+    "nothing to fetch": (
+        ["fetch", "random:tiny"],
+        "model is 'random:tiny', of random weights, which are in no folder",
+    ),
     "a word that is no model": (
         ["run", "1", "--model", "nope"],
         "'nope', which is none of smollm2, gemma3-270m, ",

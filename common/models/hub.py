@@ -69,6 +69,10 @@ def local(name: str | Path) -> Path | None:
             f"model is {str(name)!r}, which cannot be looked at ({error.strerror})"
         ) from None
     if looks_local or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        if str(name).startswith(RANDOM):
+            raise UserError(
+                f"model is {shown(str(name))}, of random weights, which are in no folder"
+            )
         known = ", ".join([*BUNDLED, f"{RANDOM}SHAPE"])
         meant = near(str(name).lower(), BUNDLED)
         raise UserError(

@@ -50,12 +50,10 @@ class TextStream:
             text a client sees but a part; empty: there is none. `^{`: a brace that begins the text.
         """
         # A grammar counts the bytes that tokens have in the middle of a text.
-        middle = params.grammar is not None
-        self._detokenizer = Detokenizer(tokenizer, shown=shown, after=prompt, middle=middle)
+        self._detokenizer = Detokenizer(tokenizer, shown, prompt, params.grammar is not None)
         self.beginning = 0
         self._stops, self._exempt = sorted(params.stop), params.min_tokens
-        self._first = mark[:1] == "^"
-        self._mark = mark.removeprefix("^") if params.stop else ""
+        self._mark = mark if params.stop else ""
         self._held = self._begun = ""  # what may become a stop string, and the mark
         self.sizes: list[int] = []
         self._answer = answer
@@ -78,19 +76,18 @@ class TextStream:
         piece, called = self._split(piece, reason is not None) if self._mark else (piece, "")
         new = self._search(piece)
         if self.stop is not None:
-            reason = "stop"
+            reason, called = "stop", ""
         elif called:
-            new, self._held = new + self._held + called, ""
             self._stops, self._mark = [], ""
-        if reason is not None:
-            new, self._held = new + self._held, ""
+        if reason is not None or called:
+            new, self._held = new + self._held + called, ""
         return reason, new
 
     def _split(self, piece: str, last: bool) -> tuple[str, str]:
         """Append decoded text; return it up to the mark, and from there on. last: nothing follows."""
-        text, mark = self._begun + piece, self._mark
+        text, mark = self._begun + piece, self._mark.removeprefix("^")
         at = text.find(mark)
-        if self._first and text and at:
+        if mark != self._mark and text and at:
             self._mark = ""  # the text begins with something else
         elif at >= 0:
             return text[:at], text[at:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -134,7 +135,7 @@ def arriving(work: Workload, pattern: str, gap: float) -> Workload:
 
 def add_gains(before: Samples, after: Samples) -> None:
     """Add to `after`'s samples how many times sooner each request ended than in `before`."""
-    for old, new in zip(before.kept, after.kept, strict=True):
+    for old, new in zip(cycle(before.kept), after.kept, strict=False):
         gains = {f"gain_{k}": old[k] / new[k] for k in old if k.startswith("e2e_ms_request_")}
         new |= gains
         for name, of in (("least", min), ("median", median), ("most", max)):

@@ -139,18 +139,16 @@ class Bench(benchmarks.bench.Bench):
     # What is measured.
 
     def throughput(self) -> list[Run]:
-        """The three published workloads: all variants where they differ, long samples once."""
-        once = [BEFORE, NO_OVERLAP] if self.name == MODELS[0] else [NO_OVERLAP]
-        shown = (
-            ("single-512", [*VARIANTS], 0),
-            ("offline-256", once, 1),
-            ("offline-256", [PHASE], 0),
-            ("prefill-64x1024", [BEFORE, PHASE], 0),
-        )
+        """The three published workloads: all variants where they differ, fewer where a sample takes long."""
+        many = [BEFORE, NO_OVERLAP, PHASE] if self.name == MODELS[0] else [NO_OVERLAP, PHASE]
+        shown = {
+            "single-512": [*VARIANTS],
+            "offline-256": many,
+            "prefill-64x1024": [BEFORE, PHASE],
+        }
         runs: list[Run] = []
-        for name, variants, repeats in shown:
-            engines = {each: self.engine(each) for each in variants}
-            runs += self.race(engines, workload(name), repeats=repeats)
+        for name, variants in shown.items():
+            runs += self.race({each: self.engine(each) for each in variants}, workload(name))
         return runs
 
     def overlap(self) -> list[Run]:
@@ -251,7 +249,7 @@ class Bench(benchmarks.bench.Bench):
     def without_kernels(self) -> list[Run]:
         """Phase 08 as it stands, for the whole way at batch 1."""
         engine = engine_of(TORCH, self.model, max_len=SIZES["max_len"], cache_bytes=1 << 31)
-        return self.race({TORCH: engine}, workload("single-512"), repeats=1)
+        return self.race({TORCH: engine}, workload("single-512"))
 
 
 draw = draw_beside_peers

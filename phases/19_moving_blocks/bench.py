@@ -45,7 +45,6 @@ BLOCKS = 2.5
 """Room of the cache and of host memory, in prompts of the longest length."""
 CHUNKED = "19_moving_blocks, one engine"
 APART = "19_moving_blocks, prefill apart"
-LOADED = "19_moving_blocks, prefill apart, always loaded"
 SHARED = Path("/dev/shm")
 SHARED_BYTES = 1 << 30
 """Least room in shared memory; with less, blocks go through the folder for temporary files."""
@@ -161,8 +160,7 @@ class Bench(benchmarks.bench.Bench):
     def apart(self) -> list[Run]:
         """Serve chats and long prompts by one engine with chunked prefill, and by two engines.
 
-        On a CPU each of the two gets half of the processors; of several GPUs each gets its own. On a GPU the
-        rule may find that files are slower than computing; the last variant is told that they are not.
+        On a CPU each of the two gets half of the processors; of several GPUs each gets its own.
         """
         work = mixed(self.on_cpu, self.quick)
         cores = os.cpu_count() or 1
@@ -188,10 +186,7 @@ class Bench(benchmarks.bench.Bench):
                 CHUNKED: partial(start, env=threads(cores), moving_blocks=False, **sizes),
                 APART: partial(start, env=threads(half), **shared),
             }
-            if not self.on_cpu:
-                told = shared | {"disk_folder": f"{folder}/told", "prefill_rate": 1000}
-                made[LOADED] = partial(start, env=threads(half), **told)
-            # The engines of three servers do not fit on one GPU.
+            # The engines of both servers do not fit on one GPU.
             groups = [list(made)] if self.on_cpu else [[name] for name in made]
             runs: list[Run] = []
             for names in groups:

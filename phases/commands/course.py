@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from common.console import err, out
-from common.errors import UserError
+from common.errors import UserError, number
+from common.names import choice
 from phases.commands.arguments import course_app
 from phases.course import grading, hints, making
 from phases.course.checking import Failure, State, Verdict, check_file
@@ -109,7 +110,8 @@ def lines_about(failure: Failure) -> list[str]:
     """Return lines of text about a failure: what was given, expected and got, where, and the trap it
     resembles.
 
-    The given lines are whole, to be pasted and tried; every other line is cut at `WIDEST` characters.
+    The given lines are whole, to be pasted and tried, and so is the trap; other lines are cut at `WIDEST`
+    characters.
     """
     given = failure.setup.strip().splitlines() + failure.call.splitlines()
     named = [("test", failure.test), ("expected", failure.expected), ("got", failure.got)]
@@ -117,7 +119,12 @@ def lines_about(failure: Failure) -> list[str]:
     named += [("raised in", failure.place), ("trap", failure.trap)]
     named += [("printed", line) for line in failure.printed.splitlines()]
     lines = [f"{name:9} {text}" if name else text for name, text in named if text]
-    lines = [line if len(line) <= WIDEST else line[: WIDEST - 3] + "..." for line in lines]
+    lines = [
+        line
+        if len(line) <= WIDEST or line.startswith("trap  ")
+        else line[: WIDEST - 3] + "..."
+        for line in lines
+    ]
     return [f"{'' if at else 'given':9} {line}" for at, line in enumerate(given)] + lines
 
 
@@ -168,7 +175,8 @@ def answer(
         say(f"{question.id} ({question.points} points)  {escape(question.question)}")
         return 0
     copy = making.around(Path.cwd())
-    right = grading.is_right(question, value)
+    choice("question", name, [one.id for one in making.about(copy.exercises)[1]])
+    right = grading.is_right(question, number("NUMBER", value, low=0, high=1e9))
     hints.log(copy.folder, "answer", question.id, answer=value)
     if not right:
         out.print(

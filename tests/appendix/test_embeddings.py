@@ -118,6 +118,10 @@ async def test_what_is_wrong_is_named(make):
         field = next((name for name in body if name != "input"), "input")
         status, found = await Client(app).post("/v1/embeddings", body)
         assert (status, found["error"]["param"]) == (400, field), found
+    # The field's name, not that of completions. Without texts, Ollama's route answers an empty list.
+    for body, words in (({}, "input is missing"), ({"input": []}, "input is empty")):
+        found = (await Client(app).post("/v1/embeddings", body))[1]["error"]
+        assert words in str(found), f"{body}: {found}"
     await settle(app)
 
 

@@ -300,6 +300,16 @@ async def test_what_is_wrong_is_named_in_the_form_of_the_route(make, path, body,
     await settle(app)
 
 
+async def test_a_format_of_openai_s_is_refused_in_words_that_hold_for_ollama(make):
+    app, body = make(), REQUESTS["/api/chat"] | {"format": "json_object"}
+    status, found = await Client(app).post("/api/chat", body)
+    assert (status, found["error"]) == (
+        400,
+        "format is not supported with the value 'json_object'",
+    )
+    await settle(app)
+
+
 @pytest.mark.parametrize(
     "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "m"}]
 )

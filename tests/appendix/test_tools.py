@@ -195,6 +195,17 @@ def test_a_call_that_was_cut_off_is_not_complete():
         assert reader.complete == (cut >= whole.index("{}}") + 3), f"cut after {whole[:cut]!r}"
 
 
+@pytest.mark.parametrize("must", [True, False])
+def test_the_cut_off_mark_of_a_call_that_must_come_is_no_content(must: bool):
+    """An output with `auto` may be a text that ends so; one of `required` is not."""
+    for cut in range(1, len(HERMES.trigger)):
+        begun = HERMES.trigger[:cut]
+        reader = CallReader(HERMES, must)
+        deltas = reader.deltas(begun[:1], False) + reader.deltas(begun[1:], True)
+        content = "".join(delta["content"] for delta in deltas)
+        assert content == ("" if must else begun), f"cut after {begun!r}: content {content!r}"
+
+
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "no function": ({"tools": [{"type": "function"}]}, "tools", "tools[0]"),
     "a strange name": ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools", "a-z"),

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from benchmarks.measure import (
+    ENOUGH_SECONDS,
     Beside,
     Noise,
     Sample,
@@ -81,6 +82,16 @@ def test_evidence_names_what_ran_beside_it_and_not_its_own_processes(tmp_path):
     assert "stranger" in seen["busy"], seen
     assert "child" not in seen["busy"], seen
     assert len(seen["load"]) == 2
+
+
+def test_long_samples_are_taken_less_often(noises):
+    """What takes longer than `ENOUGH_SECONDS` in all is not sampled again; the others are."""
+    noises()
+    took = {"short": 1.0, "long": ENOUGH_SECONDS / 1.5, "longest": 47.0}
+    variants = {name: lambda _, s=seconds: {"seconds": s} for name, seconds in took.items()}
+    samples = alternate(variants, 3, warm={})
+    counts = {name: len(found.kept) for name, found in samples.items()}
+    assert counts == {"short": 3, "long": 2, "longest": 1}
 
 
 def test_order_alternates_after_a_warm_up(noises):

@@ -23,6 +23,7 @@ class Fields(Struct, kw_only=True):
     number: int | None = None
     text: str = ""
     kind: Literal["a", "b"] | None = None
+    off: Literal[False] | None = None
     nothing: None = None
     parts: list[dict[str, Any]] | None = None
 
@@ -34,6 +35,7 @@ class Fields(Struct, kw_only=True):
         ({"number": 1.5}, "number", "number must be an integer, but is a number"),
         ({"text": None}, "text", "text must be a string, but is null"),
         ({"kind": "c"}, "kind", "kind is not supported with the value 'c'"),
+        ({"off": True}, "off", "off is not supported with the value true"),
         ({"nothing": 3}, "nothing", "nothing is not supported"),
         ({"parts": [{}, 3]}, "parts", "parts[1] must be an object, but is an integer"),
         ({"parts": "x" * 5000}, "parts", "parts must be a list, but is a string"),

@@ -113,6 +113,13 @@ def test_what_was_given_is_shown_whole() -> None:
     ]  # fmt: skip
 
 
+def test_the_trap_is_shown_whole() -> None:
+    trap = "a request is preempted while its token is in flight: " + "counted twice " * 9
+    said = lines_about(Failure(message="x" * 200, trap=trap))
+    assert said[-1] == f"trap      {trap}", "a sentence of the lesson is no output of a test"
+    assert said[0].endswith("...")
+
+
 def test_a_server_that_is_interrupted_while_it_starts_is_ended() -> None:
     begun, before = ForkServer(), signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.1)  # PyTorch is not imported by then
@@ -261,3 +268,26 @@ def test_wrong_commands(
     }.items():
         code, said = ladder(capsys, *arguments)
         assert code == 2 and says in said and len(said.splitlines()) == 1, said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("02.p1", "nan", "NUMBER is nan, but must be between 0 and 1e+09"),
+        ("02.p1", "inf", "NUMBER is inf, but must be between 0 and 1e+09"),
+        ("05.p1", "3", "question is '05.p1', but must be one of 02.p1, 02.m1"),
+    ],
+)
+def test_what_is_no_answer_is_not_logged_as_a_guess(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    says: str,
+) -> None:
+    copy = making.make(tmp_path / "copy", of_phases("02"))
+    monkeypatch.chdir(copy.folder)
+    code, said = ladder(capsys, "answer", name, value)
+    assert code == 2 and says in said and len(said.splitlines()) == 1, said
+    assert hints.logged(copy.folder, name, "answer") == [], f"{name}: {value} is no guess"

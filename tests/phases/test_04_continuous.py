@@ -191,7 +191,7 @@ def test_a_request_is_not_readmitted_while_a_token_is_in_flight() -> None:
     engine.scheduler.leave(request)  # preempted, as a later phase does
     request.num_computed_tokens = 0
     engine.scheduler.add([request])
-    assert engine.scheduler.schedule() == []
+    assert engine.scheduler.schedule() == [], "request 0 has a token in flight, and must wait"
     engine.collect(pending)
     assert request.output_ids == expected_tokens([1, 2, 3], request.params, 0, MAX_LEN)[:1]
     (work,) = engine.scheduler.schedule()

@@ -524,6 +524,53 @@ def test_no_request_overtakes_one_that_waits_for_room() -> None:
     assert all(first.first_token < each.first_token for each in later)  # type: ignore[operator]
 
 
+def test_a_load_begins_beside_the_step_before_it() -> None:
+    """Two sessions come back: the second one's blocks come while the first one's prompt is computed."""
+    engine = engine_of()
+    prompts = [prompt_of(seed, 40) for seed in (61, 62)]
+    serve(engine, *prompts)
+    engine.cache.forget()
+    worker = slow(engine, polls=4)
+    requests = [engine.add(prompt, greedy(4))[0] for prompt in prompts]
+    engine.step()
+    assert len(requests[0].tokens) == 41, "the first request waits for the second one's blocks"
+    assert [load.gently for load in worker.loads] == [False, True], (
+        "the second request's load begins only after the step of the first"
+    )
+    finish(engine)
+    assert [request.cached_tokens for request in requests] == [36, 36]
+    assert [r.output_ids for r in requests] == [right(tuple(prompt)) for prompt in prompts]
+
+
+def test_a_load_may_take_as_long_as_all_that_it_brings_takes_to_compute() -> None:
+    """What was cached when a request came may be evicted before there is room: it waits for that too."""
+    engine = engine_of(blocks=26, rows=4)
+    large = prompt_of(63, 72)
+    serve(engine, large)
+    connector = connector_of(engine)
+    connector.clock = clock = Clock()
+    (grows,) = engine.add(prompt_of(64, 32), greedy(12))
+    (stays,) = engine.add(prompt_of(65, 2), greedy(40))
+    while not connector.stats.saved:
+        engine.step()
+    (request,) = engine.add(large, greedy(4))
+    cached = connector._num_cached(request)
+    engine.step()
+    (wait,) = connector.waiting.values()
+    worker = slow(engine, hang=True)
+    while wait.load is None:
+        engine.step()
+    assert grows.finish_reason and stays.finish_reason is None
+    assert len(wait.load.blocks) > 17 - cached, "nothing was evicted: the test has no case"
+    clock.now += connector.rule.compute_seconds(SIZE * cached, 72) + 0.1
+    engine.step()
+    assert request in connector.waiting, "it stopped waiting sooner than it can be computed"
+    worker.hang = wait.load.transfer.hang = False  # type: ignore[attr-defined]
+    finish(engine)
+    assert request.cached_tokens == 68 and not connector.stats.expired_requests
+    assert request.output_ids == right(tuple(large))
+
+
 def test_a_request_of_the_whole_cache_is_loaded() -> None:
     engine = engine_of(blocks=24, host=60)
     prompt = prompt_of(16, 92)

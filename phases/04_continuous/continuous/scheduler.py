@@ -141,7 +141,8 @@ class Scheduler:
         """Admit requests from the head of the waiting queue while there is room; schedule their first tokens.
 
         works: gets their works. budget: tokens of the step that are left. before: only requests of a smaller
-            rank are admitted; None: all. No request overtakes the head.
+            rank are admitted; None: all. No request overtakes the head, and one with a step in flight waits.
+            An admitted one has as many `num_computed_tokens` and `cached_tokens` as the cache has (`lookup`).
 
         Returns:
             What is left of the budget.

@@ -59,7 +59,7 @@ def encode_prompts(
         ApiError: a prompt has the wrong type or is too long.
     """
     if not given:
-        raise wrong("prompt", "the prompt is empty, but must have at least 1 token")
+        raise wrong("prompt", "prompt is empty, but must have at least 1 token")
     if isinstance(given, list) and len({*map(type, given)}) > 1:
         words = "prompt is a mixed list, but must hold only texts, token ids or lists"
         raise wrong("prompt", words)

@@ -79,7 +79,7 @@ class WaitingRequest:
 
     names: of its full blocks, from the first on, as far as they are in the cache, host memory or files.
     pinned: its blocks in host memory, those that are still being read included.
-    budget: seconds that it may still wait for blocks; computing them would take as long.
+    since: when it began to wait for files. waited: for how many seconds it did.
     deadline: when it stops waiting for files, and then for its load; 0: it waits for room.
     load: its copy; None: none yet.
     expected: its last full block, while it waits until another process has written that to a file.
@@ -88,7 +88,8 @@ class WaitingRequest:
     request: Request
     names: list[BlockName]
     pinned: list[HostBlock] = field(default_factory=list)
-    budget: float = 0.0
+    since: float = 0.0
+    waited: float = 0.0
     deadline: float = 0.0
     load: Load | None = None
     expected: BlockName | None = None
@@ -130,8 +131,8 @@ class TieredConnector(ConnectorScheduler):
 
     @property
     def _shared(self) -> bool:
-        """Return True while requests run: copies must then be slow enough not to delay their steps."""
-        return bool(self.scheduler.running)
+        """Return True while requests run, or are about to: copies must not delay their steps then."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
 
     # Admission.
 
@@ -159,7 +160,7 @@ class TieredConnector(ConnectorScheduler):
             if missing and now < wait.deadline:
                 return False
             self.stats.expired_requests += missing
-            wait.budget, wait.deadline = wait.deadline - now, 0.0
+            wait.waited, wait.deadline = now - wait.since, 0.0
         if self._need_room and self._need_room[0].request.rank < request.rank:
             return False  # no request overtakes one that waits for room
         found = self._num_cached(request)
@@ -173,7 +174,10 @@ class TieredConnector(ConnectorScheduler):
                 insort(self._need_room, wait, key=lambda each: each.request.rank)
             return False
         wait.load = self._start_load(wait, found, count)
-        wait.deadline = now + wait.budget
+        # While it waited for room, the cache may have evicted blocks of it.
+        start = found * self.cache.block_size
+        seconds = self.rule.compute_seconds(start, len(request.tokens))
+        wait.deadline = now + seconds - wait.waited
         if not self._shared:  # no other request has to wait with it
             self.worker.wait_for(wait.load.transfer)
         elif not wait.load.transfer.done():
@@ -207,7 +211,6 @@ class TieredConnector(ConnectorScheduler):
         wait = self.waiting[request] = WaitingRequest(request, names)
         size, end = self.cache.block_size, len(request.tokens)
         start, loaded = found * size, len(names) * size
-        wait.budget = self.rule.compute_seconds(start, end)
         count = len(names) - found
         if not self.rule.should_load(start, loaded, end, count, from_disk, self._shared):
             return wait
@@ -221,7 +224,8 @@ class TieredConnector(ConnectorScheduler):
             else:
                 break
             wait.pinned.append(block)
-        wait.deadline = self.clock() + wait.budget
+        wait.since = self.clock()
+        wait.deadline = wait.since + self.rule.compute_seconds(start, end)
         return wait
 
     def _enter_line(self, wait: WaitingRequest) -> bool:
@@ -270,9 +274,16 @@ class TieredConnector(ConnectorScheduler):
         return count * self.rule.should_load(start, loaded, end, count, 0, self._shared)
 
     def _has_room(self, request: Request) -> bool:
-        """Return True if the request could be admitted now, after those whose blocks are being loaded."""
-        rows = self.scheduler.rows.free > len(self.loads)
-        return rows and not self.scheduler.waiting and self.cache.fits(request)
+        """Return True if the request could be admitted now, after those whose blocks are being loaded and
+        after one that is about to run: the copy goes on beside its step.
+        """
+        line = self.scheduler.waiting
+        if len(line) > 1 or self.scheduler.rows.free <= len(self.loads) + len(line):
+            return False
+        first = sum(self.cache.blocks_for(len(each.tokens)) for each in line)
+        room = self.cache.free - self.cache.reserve_blocks - first
+        fits = not line or self.cache.blocks_for(len(request.tokens)) <= room
+        return fits and self.cache.fits(request)
 
     # Loads.
 

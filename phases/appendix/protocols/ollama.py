@@ -60,7 +60,7 @@ class OllamaFields(Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = True
     options: dict[str, Any] | None = None
-    format: str | dict[str, Any] | None = None
+    format: Literal["json", ""] | dict[str, Any] | None = None
     think: bool | str | None = None
     keep_alive: Any = None
 

@@ -32,10 +32,13 @@ class CallReader:
     The output follows a grammar, so only the borders must be found. Text that may begin a call, and spaces
     before it, are held back until that is decided. A second call is held back until it is complete: one
     that is cut off could not be carried out, nor be taken back.
+
+    must: the output is nothing but calls, so the beginning of a mark at its end is no content.
     """
 
-    def __init__(self, format: CallFormat) -> None:
+    def __init__(self, format: CallFormat, must: bool = False) -> None:
         self.format = format
+        self.must = must
         self.answer: Callable[[str, bool], str] | None = None  # all is
         self.reasoning_tokens = 0
         self.complete = False
@@ -73,7 +76,8 @@ class CallReader:
             self._rest = rest[at + len(trigger) :]
             self._state = "name"
         else:
-            known = len(rest) if last or not trigger else settled(rest, trigger)
+            whole = not trigger or (last and not self.must)
+            known = len(rest) if whole else settled(rest, trigger)
             content, self._rest = rest[:known], rest[known:]
             self._state = "text" if rest else self._state
         return [{"content": content}] if content else []

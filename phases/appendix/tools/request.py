@@ -125,7 +125,7 @@ class ToolHandler:
         request.names["grammar"] = "tools"
         request.explain = partial(refusal, grammar=grammar)
         request.constrained = must or content is not None
-        request.reader = partial(CallReader, format)
+        request.reader = partial(CallReader, format, must)
         request.mark = format.trigger or "^{"  # a client sees no text of a call
 
     def _functions(self, given: ToolFields, request: ParsedRequest) -> dict[str, Schema]:

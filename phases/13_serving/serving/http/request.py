@@ -76,7 +76,9 @@ class HttpRequest:
         return await self._read(most, self.limits.body_seconds)
 
     async def _read(self, most: int, seconds: float) -> bytes:
-        """Read and return the rest of the body, of `most` bytes, in so many `seconds`. Raises like `body`."""
+        """Read and return the rest of the body, of at most `most` bytes, in so many `seconds`. Raises like
+        `body`. `unread` tells whether more is to come.
+        """
         body, more = bytearray(), True
         try:
             async with asyncio.timeout(seconds):
