@@ -233,8 +233,13 @@ class Guess(Drafter):
 
     def __init__(self, text: str) -> None:
         self.ids = tokenizer().encode(text)
+        self.asked = 0
+
+    def begin(self, running: Sequence[Request]) -> bool:
+        return True
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
+        self.asked += 1
         return self.ids[:most]
 
 
@@ -305,13 +310,16 @@ def must_cut_guesses(plain: PagedEngine, guessing: PagedEngine) -> None:
         for s in range(5)
     ]
     expected, found = (engine.generate([PROMPT] * 5, params) for engine in (plain, guessing))
-    assert [c.token_ids for c in found] == [c.token_ids for c in expected], (
-        "drafts change the text"
-    )
+    for one, right in zip(found, expected, strict=True):
+        assert one.token_ids == right.token_ids, (
+            f"drafts change the text of request {one.index}"
+        )
     (alone,) = guessing.generate([PROMPT], params[:1])
     assert alone.token_ids == expected[0].token_ids, (
         "drafts change the text of a request that is alone"
     )
+    drafter = guessing.scheduler.drafter
+    assert not isinstance(drafter, Guess) or drafter.asked > 5, "no draft was asked for"
     check(guessing)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
@@ -22,10 +22,15 @@ class StandIns:
     templates such as `'<|' + role + '|>'` make special tokens of roles.
 
     special: texts of the special tokens. of: the stand-in of each character that begins or ends one.
+    rewritten: True if a normalizer may make a special token of another text, which has no stand-in.
     """
 
-    def __init__(self, special: Sequence[str]) -> None:
-        self.special = special
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        added = [one for one in backend.get_added_tokens_decoder().values() if one.special]
+        self.special = special = [token.content for token in added]
+        self.rewritten = backend.normalizer is not None and any(
+            one.normalized for one in added
+        )
         chars = sorted({token[place] for token in special for place in (0, -1)})
         self.of = dict(zip(chars, _STAND_INS, strict=False))
         self._longest = max(map(len, special), default=0)
@@ -97,6 +102,7 @@ class BlindTokenizer:
             [AddedToken(**{**state, "normalized": False}) for state in states]
         )
         self._backend.add_tokens([token for _, token in added if not token.special])
+        self._special = {index for index, token in added if token.special}
         pairs = ((self._backend.token_to_id(token.content), index) for index, token in added)
         # Ids of added tokens that are others than the model's.
         self._renumbered = {
@@ -107,3 +113,11 @@ class BlindTokenizer:
         """Return the model's token ids of a text; no special tokens are added."""
         (found,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return [self._renumbered.get(index, index) for index in found.ids]
+
+    def checked(self, text: str, ids: list[int]) -> list[int]:
+        """Return `ids`, the model's own of a text; if a normalizer has made more of its special tokens than
+        the text has, return those of `encode`.
+        """
+        own = self.encode(text)
+        mine, found = (sum(index in self._special for index in some) for some in (own, ids))
+        return ids if found <= mine else own

@@ -28,8 +28,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.backend.get_added_tokens_decoder().values()
-        self.stand_ins = StandIns([token.content for token in added if token.special])
+        self.stand_ins = StandIns(tokenizer.backend)
 
     def __call__(
         self,
@@ -82,7 +81,8 @@ class ChatEncoder:
             if hidden:
                 return self._blind.encode(text)
             batch = self._tokenizer.backend.encode_batch_fast([text], add_special_tokens=False)
-            return list(batch[0].ids)
+            ids = list(batch[0].ids)
+            return self._blind.checked(text, ids) if self.stand_ins.rewritten else ids
 
     def hide(self, value: Any, *, whole: bool = False) -> Any:
         """Return `value` with one character of each special token in its texts replaced.

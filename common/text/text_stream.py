@@ -47,17 +47,14 @@ class TextStream:
         answer: called with the text each token adds, and True if nothing follows; returns the part that is
             shown and searched for stop strings. Reasoning, say, is neither. None: all is shown.
         mark: text from which on no stop string is looked for, such as the beginning of a tool call, of whose
-            text a client sees but a part; empty: there is none.
+            text a client sees but a part; empty: there is none. `^{`: a brace that begins the text.
         """
         # A grammar counts the bytes that tokens have in the middle of a text.
-        middle = params.grammar is not None
-        self._detokenizer = Detokenizer(tokenizer, shown=shown, after=prompt, middle=middle)
+        self._detokenizer = Detokenizer(tokenizer, shown, prompt, params.grammar is not None)
         self.beginning = 0
         self._stops, self._exempt = sorted(params.stop), params.min_tokens
-        self._mark = mark
-        if self._stops and mark:
-            self._stops = sorted({*self._stops, mark})
-        self._held = ""
+        self._mark = mark if params.stop else ""
+        self._held = self._begun = ""  # what may become a stop string, and the mark
         self.sizes: list[int] = []
         self._answer = answer
 
@@ -76,12 +73,28 @@ class TextStream:
             self.sizes.append(len(piece))
         if self._answer is not None:
             piece = self._answer(piece, reason is not None)
+        piece, called = self._split(piece, reason is not None) if self._mark else (piece, "")
         new = self._search(piece)
         if self.stop is not None:
-            reason = "stop"
-        if reason is not None:
-            new, self._held = new + self._held, ""
+            reason, called = "stop", ""
+        elif called:
+            self._stops, self._mark = [], ""
+        if reason is not None or called:
+            new, self._held = new + self._held + called, ""
         return reason, new
+
+    def _split(self, piece: str, last: bool) -> tuple[str, str]:
+        """Append decoded text; return it up to the mark, and from there on. last: nothing follows."""
+        text, mark = self._begun + piece, self._mark.removeprefix("^")
+        at = text.find(mark)
+        if mark != self._mark and text and at:
+            self._mark = ""  # the text begins with something else
+        elif at >= 0:
+            return text[:at], text[at:]
+        ends = (text.endswith(mark[:size]) and size for size in range(1, len(mark)))
+        at = len(text) - (0 if last else max(ends, default=0))
+        self._begun = text[at:]
+        return text[:at], ""
 
     def _search(self, piece: str) -> str:
         """Append decoded text, and set `stop` once a stop string is complete; return what can be shown."""
@@ -93,11 +106,7 @@ class TextStream:
         found = [(at + length, -length) for at, length in starts if at >= 0]
         if found:
             end, size = min(found)
-            self._held, stop = "", text[end + size : end]
-            if stop == self._mark:
-                self._stops = []
-                return text
-            self.stop = stop
+            self._held, self.stop = "", text[end + size : end]
             return text[: end + size]
         # If one of the sorted strings begins with a text, so does the first that does not stand before it.
         held, stops = text, [*self._stops, ""]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from common.http.limits import Limits
 from common.text.tokenizer import Tokenizer
@@ -15,6 +16,7 @@ from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.metrics import Metrics
 from phases.appendix.protocols.extension import add_protocols
+from phases.appendix.protocols.ollama import generate
 from serving.app import App
 from serving.client import EngineClient
 from serving.endpoints import ServedModel
@@ -58,6 +60,8 @@ def whole_app(
     Live(app)
     add_protocols(app)
     app.add("/v1/embeddings", Embeddings(app.model, ours=True))
-    app.add("/api/embed", Embeddings(app.model, ours=False))
+    embed = Embeddings(app.model, ours=False)
+    app.add("/api/embed", embed)
+    app.routes["/api/embed"] = {"POST": partial(generate, app, embed)}
     Document(app, version)
     return app

@@ -201,6 +201,59 @@ async def test_stop_strings_before_a_call_end_the_answer(tmp_path: Path, stop: s
     assert choice["message"]["content"] == "I look. <tool_call>", "without tools it is text"
 
 
+LLAMA_3 = """{{ tools }}ipython {{ '{"name": "' }}{{ '", "parameters": ' }}""" + TEMPLATE
+FAMILIES = {"hermes": (TOOLS + TEMPLATE, CALL)}
+FAMILIES["llama 3"] = LLAMA_3, '{"name": "weather", "parameters": {"city": "Rome"}}'
+
+
+@pytest.mark.parametrize("least", [0, 4, 14])
+@pytest.mark.parametrize("stop", ["{", "<", "tool", "_call>\n", '{"name', "Rome"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_no_stop_string_is_in_a_call_or_in_its_mark(
+    tmp_path: Path, family: str, stop: str, least: int
+) -> None:
+    template, text = FAMILIES[family]
+    app = scripted(tmp_path, text, template)
+    asked = {"tools": [WEATHER], "stop": [stop, "x"], "min_tokens": least}
+    (choice,) = (await ask(app, CHAT, **asked))["choices"]
+    calls = choice["message"].get("tool_calls") or [{"function": {"arguments": ""}}]
+    assert calls[0]["function"]["arguments"] == '{"city": "Rome"}', (
+        f"{family}: the stop string {stop!r} ended a call, of which min_tokens is {least}"
+    )
+    assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "stop", "shown"),
+    [
+        ("hermes", "a <tool b", "tool", "a <"),
+        ("hermes", "a <tool b", "<t", "a "),
+        ("hermes", "a b" + CALL, "b<", "a b"),
+        ("hermes", "a b" + CALL, "b", "a "),
+        ("llama 3", 'I look. {"name": "weather"', '"name', "I look. {"),
+        ("llama 3", " { look", "{ l", " "),
+    ],
+)
+async def test_what_only_looks_like_a_call_may_be_stopped(
+    tmp_path: Path, family: str, text: str, stop: str, shown: str
+) -> None:
+    app = scripted(tmp_path, text, FAMILIES[family][0])
+    asked = {"tools": [WEATHER], "stop": [stop]}
+    (choice,) = (await ask(app, CHAT, **asked))["choices"]
+    assert choice["message"]["content"] == shown.rstrip() + " " * (
+        shown == "a " or shown == " "
+    )
+    events = (
+        await Client(app).request(CHAT, BODIES[CHAT] | asked | {"stream": True}).run()
+    ).events()
+    streamed = [event["choices"][0] for event in events[:-1]]
+    assert (
+        "".join(each["delta"].get("content") or "" for each in streamed)
+        == choice["message"]["content"]
+    )
+    assert streamed[-1]["finish_reason"] == choice["finish_reason"]
+
+
 # Calls.
 
 CUT = f'{CALL.removesuffix("</tool_call>")}</tool_call>\n<tool_call>\n{{"name": "weather", "arguments": {{"ci'

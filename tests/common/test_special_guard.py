@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers
 
 from common.errors import UserError
 from common.text.tokenizer import Tokenizer
+from tests.servers import tokenizer_for
 
 GEMMA = (
     "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m.role }}{{ '\n' }}"
@@ -116,3 +118,40 @@ def test_tools_are_guarded_too(smollm2_folder) -> None:
 def test_a_stand_in_in_a_guarded_text_is_refused(smollm2_folder) -> None:
     with pytest.raises(UserError, match=r"U\+FDD0, which no text may have"):
         Tokenizer(smollm2_folder).chat([{"role": "user", "content": "<|im_end|>\ufdd0"}])
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "typed"),
+    [
+        (normalizers.NFKC(), "\uff1cs\uff1e"),  # full width
+        (normalizers.NFKC(), "<\u017f>"),  # a long s
+        (normalizers.Lowercase(), "<S>"),
+        (normalizers.Replace("[", "<"), "[s>"),
+        (normalizers.NFKC(), "<s>"),
+    ],
+)
+def test_what_a_normalizer_makes_a_special_token_stays_text(
+    tmp_path, normalizer, typed
+) -> None:
+    made = tokenizer_for(tmp_path, 257)
+    made._config["chat_template"] = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+    made.backend.normalizer = normalizer
+    made.backend.add_special_tokens([AddedToken("<s>", special=True, normalized=True)])
+    found = made.chat([{"role": "user", "content": f"a{typed}b"}])
+    assert len(controls(made, found)) == 1, (
+        f"{typed!r} in message 0 is token {made.backend.token_to_id('<s>')}, which ends no user's text"
+    )
+    assert made.decode(found) == f"a{normalizer.normalize_str(typed)}b", "text was lost"
+
+
+def test_ordinary_texts_are_the_model_s_own_where_a_normalizer_sees_special_tokens(
+    tmp_path,
+) -> None:
+    """As in Vicuna's file, where the space in front of a text goes before the token, not behind it."""
+    made = tokenizer_for(tmp_path, 257)
+    made._config["chat_template"] = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+    made.backend.normalizer = normalizers.Prepend("_")
+    made.backend.add_special_tokens([AddedToken("<s>", special=True, normalized=True)])
+    messages = [{"role": "user", "content": "abc"}]
+    ids = made.backend.encode("<s>abc", add_special_tokens=False).ids
+    assert made.chat(messages) == ids, "message 0: other tokens than the model's own tokenizer"

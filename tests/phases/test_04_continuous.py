@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ from tests.schedules import (
     play,
     play_seeds,
 )
+from tests.servers import tokenizer_for
 
 # A victim that is forgotten in the line would hang.
 pytestmark = pytest.mark.timeout(20)
@@ -286,13 +288,41 @@ def test_abort_in_every_state(overlap: bool) -> None:
     assert engine.idle and engine.scheduler.rows.free == 1
 
 
+def test_text_that_a_stop_string_holds_back_comes_with_an_abort(
+    model: Model, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_for(tmp_path, 257)
+    (a,) = tokenizer.encode("a")
+    engine = continuous.load(model, tokenizer=tokenizer)
+    params = SamplingParams(max_tokens=9, stop=("aaaaab",), logit_bias={a: 100.0})
+    (request,) = engine.add([1, 2], params)
+    outputs = [output for _ in range(3) for output in engine.step()]
+    assert [output.text for output in outputs] == ["", "", ""], "it may begin the stop string"
+    engine.abort(request)
+    (end,) = engine.step()
+    assert (end.finish_reason, end.text) == ("abort", "aaa"), (
+        f"request 0 was aborted after 3 tokens, and its text ends with {end.text!r}, not 'aaa'"
+    )
+
+
+def test_the_first_token_has_one_time() -> None:
+    engine, _ = fake()
+    (request,) = engine.add([1, 2, 3], greedy(4))
+    times = [output.time for _ in range(4) for output in engine.step()]
+    assert request.first_token == times[0] and request.finished == times[-1], (
+        "request 0: first_token is the time of its first token, finished that of its last"
+    )
+
+
 def test_a_consumer_that_leaves_aborts_the_rest(model: Model) -> None:
     engine = continuous.load(model, max_rows=2)
     stream = engine.stream([[1, 2], [3], [4, 5]], greedy(50))
     for _ in range(5):
         next(stream)
     stream.close()
-    assert engine.idle and engine.scheduler.rows.free == 2
+    assert engine.idle and engine.scheduler.rows.free == 2, (
+        "the consumer of requests 0 to 2 has left, but they go on or keep their rows"
+    )
     assert generate(engine, [[9]], greedy(3)) and engine.idle
 
 
@@ -306,7 +336,10 @@ def test_streams_of_several_threads_do_not_meet() -> None:
     alone = [engine.generate(prompt, greedy(12))[0] for prompt in prompts]
     with ThreadPoolExecutor(6) as pool:
         together = list(pool.map(lambda prompt: engine.generate(prompt, greedy(12)), prompts))
-    assert [one.token_ids for (one,) in together] == [one.token_ids for one in alone]
+    for number, ((one,), right) in enumerate(zip(together, alone, strict=True)):
+        assert one.token_ids == right.token_ids, (
+            f"prompt {number} has other tokens beside others than alone"
+        )
     assert engine.idle and engine.scheduler.rows.free == 3
 
 
@@ -411,6 +444,21 @@ def test_what_an_earlier_request_left_in_a_row_is_not_seen(model: Model) -> None
     engine.runner.attention.store.data.fill_(1e3)  # type: ignore[attr-defined]
     actual = generate(engine, [[1] * 9, [5] * 3], greedy(6))
     assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+
+
+def test_the_nan_of_one_request_reaches_no_later_one_in_its_row(model: Model) -> None:
+    """Keys and values of token 50 are NaN; a masked one has weight 0, and 0 times NaN is NaN."""
+    broken = forward.load_model("random:tiny", device="cpu", dtype="float32")
+    broken.embed_tokens.weight.data[50] = float("nan")
+    engine = continuous.load(broken, max_rows=2)
+    (bad,) = generate(engine, [[50] * 40], greedy(2))
+    assert bad.finish_reason == "error", "request 0 has NaN, but no error"
+    prompts = [[1, 2, 3], [9] * 20]
+    wanted = generate(continuous.load(model, max_rows=2), prompts, greedy(6))
+    for one, right in zip(generate(engine, prompts, greedy(6)), wanted, strict=True):
+        assert one.token_ids == right.token_ids, (
+            f"request {one.index}: its tokens are wrong, since its row had held NaN"
+        )
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-window"])

@@ -22,6 +22,7 @@ from common.sampling.params import SamplingParams
 from continuous.rows import RequestRows
 from continuous.work import Work
 from forward.attention import LayerSpec
+from forward.loading import load_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import (
@@ -179,17 +180,22 @@ def test_the_room_of_a_preempted_request_is_not_given_away_in_the_same_step() ->
     engine.step()  # 2 and 3 blocks of 5
     (newcomer,) = engine.add([1] * 4, greedy(2), priority=1)
     engine.step()  # the first needs a third block, and two of the victim's three are left
-    assert (first.preemptions, victim.preemptions) == (0, 1)
-    assert newcomer.row < 0
+    assert (first.preemptions, victim.preemptions) == (0, 1), (
+        "request 0 needs a third block for token 8: request 1, the last by rank, is preempted once"
+    )
+    assert newcomer.row < 0, "request 2 got blocks in the step that took them from request 1"
     engine.step()
-    assert newcomer.row >= 0
+    assert newcomer.row >= 0, "request 2 fits, but is not admitted in the next step"
 
 
 def test_preemption_takes_the_youngest_and_loses_no_token() -> None:
     engine, runner = fake(2, 12)
     old, young = (engine.add([1] * 20, greedy(20, seed=seed))[0] for seed in (0, 1))
     finish(engine)
-    assert (old.preemptions, young.preemptions) == (0, 1)
+    assert (old.preemptions, young.preemptions) == (0, 1), (
+        f"requests 0 and 1 were preempted {old.preemptions} and {young.preemptions} times: "
+        "the youngest is, and once"
+    )
     assert old.finished < young.finished
     # All tokens but the last of each, and what the young one had computed before it was preempted.
     again = runner.computed - 2 * 39
@@ -268,17 +274,29 @@ def test_preemption_goes_on_until_there_is_room() -> None:
     finish(engine)
 
 
-def test_preemption_gives_the_same_tokens(model: Model) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"frequency_penalty": 1.0, "presence_penalty": 0.5},
+        {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.5},
+    ],
+    ids=str,
+)
+def test_preemption_gives_the_same_tokens(model: Model, sampling: dict[str, Any]) -> None:
     rng = random.Random(1)
     prompts = [
         [rng.randrange(1, 257) for _ in range(rng.randrange(20, 60))] for _ in range(10)
     ]
-    params = greedy(40)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
     roomy = paged_cache.load(model, max_rows=10)
     tight = paged_cache.load(model, max_rows=10, cache_bytes=block_bytes(model, 14))
     expected, actual = generate(roomy, prompts, params), generate(tight, prompts, params)
     assert roomy.scheduler.preemptions == 0 and tight.scheduler.preemptions > 3
-    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+    for one, right in zip(actual, expected, strict=True):
+        assert one.token_ids == right.token_ids, (
+            f"request {one.index}, {sampling}: other tokens when some are preempted"
+        )
     tight.check_integrity()
 
 
@@ -510,6 +528,44 @@ def test_what_an_earlier_request_left_in_a_block_is_not_seen(model: Model) -> No
     engine.runner.attention.pool.data.fill_(1e3)  # type: ignore[attr-defined]
     actual = generate(engine, prompts, greedy(6))
     assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+
+
+def test_the_nan_of_one_request_reaches_no_later_owner_of_its_blocks(model: Model) -> None:
+    """Token 50 is NaN. Then two samples share a block, of which one gets a copy in a wiped block."""
+    broken = load_model("random:tiny", device="cpu", dtype="float32")
+    broken.embed_tokens.weight.data[50] = float("nan")
+    engine = paged_cache.load(broken, max_rows=4)
+    (bad,) = generate(engine, [[50] * 100], greedy(2))
+    assert bad.finish_reason == "error", "request 0 has NaN, but no error"
+    prompts = [[1, 2, 3], [9] * 20]
+    params = greedy(6, n=2, seed=1)
+    wanted = generate(paged_cache.load(model, max_rows=4), prompts, params)
+    for one, right in zip(generate(engine, prompts, params), wanted, strict=True):
+        assert one.token_ids == right.token_ids, (
+            f"request {one.index}, sample {one.sample}: tokens are wrong, since a block had held NaN"
+        )
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_the_nan_of_one_request_reaches_no_other_of_its_step(bad: int) -> None:
+    """Their contexts differ, so that the blocks of two are padded."""
+    config = SHAPES["tiny"]
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    size = config.head_dim
+    rows, cache = RequestRows(3, 64), PagedCache(3, 64, 32, 4)
+    pool = BlockPool(config, 32, 4, device=torch.device("cpu"), dtype=torch.float32)
+    batch = step_of(rows, cache, [(5, 1), (9, 1), (30, 1)])
+    pool.data[:, :, cache.blocks_of(bad)] = float("nan")
+    attention = TorchPagedAttention(pool)
+    attention.begin(batch)
+    assert len(attention._others) == 1, "the three are no group, so that none is padded"
+    q = torch.randn(3, heads, size)
+    k, v = torch.randn(2, 3, kv_heads, size)
+    out = attention(LayerSpec(0, heads, kv_heads, size, 0.3), q, k, v)
+    for other in {0, 1, 2} - {bad}:
+        assert out[other].isfinite().all(), (
+            f"request {other} reads a block of request {bad}, whose keys are NaN"
+        )
 
 
 # Memory.

@@ -108,7 +108,10 @@ def test_hits_are_whole_blocks_and_leave_a_token_to_compute(
     engine, _ = fake(MAKE[index](), block_size=4)
     run(engine, (list(range(1, 15)), greedy(1)))
     (request,) = run(engine, (list(range(1, 1 + length)), greedy(1)))
-    assert request.cached_tokens == found
+    assert request.cached_tokens == found, (
+        f"{index}: of the {length} tokens of request 1, {request.cached_tokens} were found: hits are "
+        f"whole blocks of 4, and the last token is computed, so {found} must be"
+    )
 
 
 @BOTH
@@ -118,7 +121,9 @@ def test_generated_tokens_are_found_by_the_next_turn(index: str) -> None:
     history = [*first.tokens, 2, 3, 4]
     (second,) = run(engine, (history, greedy(2)))
     # 17 tokens were known and 16 computed: the last sampled one never was.
-    assert second.cached_tokens == 16
+    assert second.cached_tokens == 16, (
+        f"{index}: {second.cached_tokens} tokens of request 1 were found, but 16 of request 0 were computed"
+    )
 
 
 @BOTH
@@ -199,9 +204,9 @@ def test_eviction_makes_room_and_forgets_the_oldest(model: Model, index: str) ->
     assert stats.evicted_blocks > 0
     before = stats.hit_tokens
     generate(engine, [prompts[-1]], greedy(1))
-    assert stats.hit_tokens - before == 32  # the newest is here,
+    assert stats.hit_tokens - before == 32, f"{index}: the newest prompt was evicted"
     generate(engine, [prompts[0]], greedy(1))
-    assert stats.hit_tokens - before == 32  # the oldest is not
+    assert stats.hit_tokens - before == 32, f"{index}: the oldest prompt was not evicted"
     engine.check_integrity()
 
 
@@ -438,9 +443,11 @@ def test_a_collision_does_not_open_another_tenants_tree() -> None:
     """Same tokens, same hash, other salt: nothing wrong would be served, but a clock would tell."""
     made = HashIndex(lambda data: 7)
     cursor = grow(made, "a", 0, "one")
-    assert made.match(keys("a"), "two").blocks == [] and made.match(
-        keys("a"), "one"
-    ).blocks == [0]
+    for salt, found in (("two", []), ("one", [0])):
+        blocks = made.match(keys("a"), salt).blocks
+        assert blocks == found, (
+            f"salt {salt!r} finds blocks {blocks} of salt 'one', not {found}"
+        )
     other, held, new = made.extend(made.attach([], "two"), keys("a"), [1])
     assert (held, new, made.collisions) == ([1], [], 1)
     made.detach(cursor)

@@ -151,6 +151,22 @@ def test_a_batch_does_not_wait_for_the_drafts_of_some(rehearses: bool) -> None:
     assert machine.run(0.9, 600, right=5) < 1.01
 
 
+@pytest.mark.parametrize(
+    ("drafts", "accepted", "rate"), [(4, 2, 2 / 3), (4, 0, 0.0), (3, 3, 1.0), (0, 0, 0.0)]
+)
+def test_the_first_wrong_draft_is_a_try_and_those_behind_it_are_none(
+    drafts: int, accepted: int, rate: float
+) -> None:
+    control = DraftController(8)
+    request = Request(0, [1], 1, 10**9, SamplingParams(), num_computed_tokens=1)
+    for _ in range(500):
+        control.add_tries(request, drafts, accepted)
+    found = control.rate(request)
+    assert found == pytest.approx(min(max(rate, 0.01), 0.99), abs=0.01), (
+        f"request 0: of {drafts} drafts {accepted} are accepted in each step, a rate of {found:.2f}"
+    )
+
+
 def test_ngrams_make_no_draft_before_they_have_been_right() -> None:
     machine = Machine(256, each=share(256))
     machine.run(0.1, 600)

@@ -177,6 +177,26 @@ def clean(engine: PagedEngine) -> None:
 # Exactness.
 
 
+def test_no_accepted_draft_follows_the_end_of_its_request(
+    model: Model, truth: list[Completion]
+) -> None:
+    engine = scripted(model, truth, "always right, and beyond what was asked for")
+    prompt, said = asks()[0][0], truth[0].token_ids
+    ends = [said.index(token) + 1 for token in set(said)]  # the token that stops each request
+    params = [
+        SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=(said[end - 1],))
+        for end in ends
+    ]
+    requests = [engine.add(prompt, each)[0] for each in params]
+    outputs = [output for _ in range(99) for output in engine.step()]
+    for request, end in zip(requests, ends, strict=True):
+        reasons = [output.finish_reason for output in outputs if output.request is request]
+        assert reasons == [None] * (end - 1) + ["stop"], (
+            f"request {request.id} ends with token {end}, but was told {len(reasons)}: {reasons}"
+        )
+    clean(engine)
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_draft_changes_a_token(
@@ -601,6 +621,22 @@ def test_preemption_and_aborts_leave_nothing_in_the_draft_model(
     assert plain(engine.generate(*asks())) == plain(truth) and engine.scheduler.preemptions > 0
     clean(engine)
     clean_drafts(source)
+
+
+def test_the_drafter_forgets_who_has_left(model: Model, truth: list[Completion]) -> None:
+    engine = speculative.load(model, **SMALL)
+    assert plain(engine.generate(*asks())) == plain(truth)
+    drafter: Any = engine.scheduler.drafter
+    kept = {
+        "guesses": drafter.guesses,
+        "rehearsed drafts": drafter._rehearsed,
+        "rates": drafter.control._rates,
+        "n-grams": drafter.source.indexes,
+    }
+    for what, of in kept.items():
+        assert not of, (
+            f"{what} of requests {[one.id for one in of]}, which have left, are kept"
+        )
 
 
 # A head.

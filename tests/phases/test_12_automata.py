@@ -7,6 +7,7 @@ import json
 import random
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -23,6 +24,8 @@ from structured.automata.nodes import Alt, Call, Cat, literal
 from structured.automata.pushdown import Machine
 from structured.automata.regex import parse
 from structured.automata.trie import Trie
+from structured.vocabulary import Vocabulary
+from tests.servers import tokenizer_for
 from tests.structured_kit import EOS, SCHEMAS, mask, must_validate, tokenizer, vocabulary
 
 pytestmark = pytest.mark.timeout(120)
@@ -426,3 +429,14 @@ def test_hostile_grammars_end_soon(name: str, backend: AutomataBackend) -> None:
         mask(compiled.matcher())
         assert compiled.bytes < 200 << 20
     assert time.process_time() - started < 6, "two seconds on an idle machine"
+
+
+def test_a_grammar_allows_no_special_token(tmp_path: Path) -> None:
+    """No text shows it, so that the client's text would lack what the grammar has counted."""
+    made = tokenizer_for(tmp_path, 257)
+    made.backend.add_special_tokens(["<|own|>"])
+    own, size = made.backend.token_to_id("<|own|>"), made.vocab_size
+    found = Vocabulary.of(made, size, (EOS,))
+    matcher = AutomataBackend(found).compile(Grammar.regex("[^x]*")).matcher()
+    assert own not in mask(matcher, size), f"the mask of token 0 allows <|own|>, token {own}"
+    assert made.backend.token_to_id("<") in mask(matcher, size)

@@ -194,6 +194,27 @@ def test_min_tokens_lengthens_as_far_as_the_grammar_goes(
     assert stopped.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("guessed", ["", "aaaa"])
+def test_min_tokens_forbids_the_end_for_so_many_tokens_and_no_longer(
+    model: Model, guessed: str
+) -> None:
+    """The end is likelier than all else, and then an a: which is drafted, or not."""
+    engine = engine_of(model, overlap=False)
+    if guessed:
+        engine.scheduler.drafter = Guess(guessed)
+    (a,), (end, *_) = tokenizer().encode("a"), engine.config.eos_token_ids
+    bias, grammar = {a: 50.0, end: 100.0}, Grammar.regex("[ab]*")
+    params = [
+        SamplingParams(max_tokens=20, min_tokens=least, logit_bias=bias, grammar=grammar)
+        for least in (0, 1, 4, 7)
+    ]
+    for completion, given in zip(engine.generate([PROMPT] * 4, params), params, strict=True):
+        assert completion.token_ids == [a] * given.min_tokens + [end], (
+            f"request {completion.index}, drafts {guessed!r}: with min_tokens {given.min_tokens} "
+            f"the end came after {len(completion.token_ids) - 1} tokens"
+        )
+
+
 def test_a_cut_says_so_and_a_stop_string_stops(engine: PagedEngine) -> None:
     grammar = Grammar.regex("a{50}")
     (cut,) = engine.generate([PROMPT], SamplingParams(max_tokens=7, grammar=grammar))

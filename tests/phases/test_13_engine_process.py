@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 import zmq
 
+from common.sampling.params import SamplingParams
+from forward.model import Model
 from serving import liveness
 from serving.liveness import EngineProcess, StartupError
-from serving.messages import Ready
+from serving.messages import AddRequest, Ready
+from serving.worker import Worker
+from tests.guidance_kit import served
+from tests.servers import Lists
 
 
 @pytest.mark.parametrize(
@@ -48,3 +53,32 @@ async def test_an_engine_that_cannot_be_started_leaves_no_folder(
     with pytest.raises(StartupError, match="cannot be started"):
         await EngineProcess(make=object).run()
     assert not list(deep.iterdir())
+
+
+def test_each_completion_of_a_command_is_one_request_with_its_settings(model: Model):
+    channel = Lists()
+    worker = Worker(served(model, speculate=False), channel)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=3, n=2, seed=4, ignore_eos=True)
+    channel.commands = [AddRequest(7, [1, 2], params, priority=5, salt="a")]
+    worker.turn()
+    assert [*worker.live] == [7, 8], "the command asks for completions 7 and 8"
+    for number, request in worker.live.items():
+        found = request.sample, request.priority, request.salt
+        assert found == (number - 7, 5, "a"), (
+            f"completion {number} is sample {number - 7}, of priority 5 and salt 'a', not {found}"
+        )
+    requests = {**worker.live}
+    while not worker.engine.idle:
+        worker.turn()
+    for number, request in requests.items():
+        told = [
+            token
+            for step in channel.steps
+            for one, token in zip(step.numbers, step.tokens, strict=True)
+            if one == number
+        ]
+        assert told == request.output_ids, f"completion {number} is told {told}"
+        ends = [
+            end.reason for step in channel.steps for end in step.ends if end.number == number
+        ]
+        assert ends == ["length"], f"completion {number} is told ends {ends}"

@@ -235,7 +235,17 @@ async def test_samples_usage_and_ids(make):
     assert len({tuple(choice["token_ids"]) for choice in choices[:2]}) == 2, (
         "both samples are the same"
     )
-    assert found["usage"]["prompt_tokens"] == 5 and found["usage"]["completion_tokens"] == 12
+    used = found["usage"]
+    assert (used["prompt_tokens"], used["completion_tokens"]) == (5, 12), (
+        f"usage: prompts of 5 tokens in all, counted once, and 4 completions of 3 tokens, not {used}"
+    )
+    prompts = [app.model.tokenizer.encode(prompt) for prompt in body["prompt"]]
+    assert [choice["prompt_token_ids"] for choice in choices] == [
+        prompts[0],
+        prompts[0],
+        prompts[1],
+        prompts[1],
+    ], "prompt_token_ids: choices 0 and 1 are of prompt 0, choices 2 and 3 of prompt 1"
     _, again = await Client(app).post(path, body | {"prompt": "abc", "n": 1, "seed": 5})
     assert again["choices"][0]["token_ids"] == choices[1]["token_ids"], (
         "sample 1 has not seed 4 plus 1"
@@ -268,7 +278,10 @@ async def test_chunks_put_together_are_the_whole(make):
         mine = [
             e["choices"][0] for e in events[:-2] if e["choices"][0]["index"] == choice["index"]
         ]
-        assert mine[0]["delta"]["role"] == "assistant"
+        roles = [place for place, one in enumerate(mine) if "role" in one["delta"]]
+        assert roles == [0] and mine[0]["delta"]["role"] == "assistant", (
+            f"choice {choice['index']}: its first chunk has the role, not chunks {roles}"
+        )
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
         assert (
             "".join(c["delta"].get("content", "") for c in mine)
@@ -279,6 +292,92 @@ async def test_chunks_put_together_are_the_whole(make):
             assert one["bytes"] == other["bytes"]
             assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
         assert len(logprobs[0]["top_logprobs"]) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids"])
+async def test_what_stops_one_completion_stops_no_other(
+    make, tokenizer, field, stopped, stream
+):
+    app = make()
+    body = {"prompt": ["ab", "xy"], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True}
+    free = (await Client(app).post("/v1/completions", body))[1]["choices"]
+    texts, ids = ([choice[name] for choice in free] for name in ("text", "token_ids"))
+    stop = next(
+        char for char in texts[stopped][1:] if char not in texts[1 - stopped] + "\ufffd"
+    )
+    texts[stopped] = texts[stopped].partition(stop)[0]
+    stats, reasons = app.engine.engine.stats, ["length", "length"]
+    reasons[stopped], before = "stop", stats.computed_tokens
+    body[field] = stop if field == "stop" else tokenizer.encode(stop)
+    body |= {"stream": stream, "stream_options": {"include_usage": True}}
+    asked = await Client(app).request("/v1/completions", body).run()
+    events = asked.events()[:-1] if stream else [json.loads(b"".join(asked.chunks))]
+    used = events[-1]["usage"]["completion_tokens"]
+    for index in (0, 1):
+        mine = [one for event in events for one in event["choices"] if one["index"] == index]
+        said = "".join(one["text"] for one in mine), mine[-1]["finish_reason"]
+        assert said == (texts[index], reasons[index]), (
+            f"choice {index}, while {stop!r} stops choice {stopped}: {said}"
+        )
+        count = sum(len(one["token_ids"]) for one in mine)
+        used -= count
+        assert count == 40 if index != stopped else ids[index][:count] and count < 40, (
+            f"choice {index} has {count} tokens, while {stop!r} stops choice {stopped}"
+        )
+    assert used == 0, f"usage counts {used} tokens more than the choices have"
+    await settle(app)
+    assert stats.computed_tokens - before < 70, f"choice {stopped} went on in the engine"
+
+
+async def test_of_two_names_of_max_tokens_the_newer_one_counts(make):
+    body = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
+    for given, count in (({"max_tokens": 9}, 9), ({"max_completion_tokens": 4}, 4),
+                         ({"max_tokens": 9, "max_completion_tokens": 4}, 4)):  # fmt: skip
+        found = (await Client(make()).post("/v1/chat/completions", body | given))[1]
+        assert found["usage"]["completion_tokens"] == count, f"{given}: {found['usage']}"
+
+
+async def test_without_max_tokens_there_is_room_for_the_longest_prompt(model, tokenizer):
+    engine = load(model, max_rows=2, cache_bytes=blocks(model, 10), step_tokens=64)
+    app = whole_app(Loopback(engine), tokenizer, "tiny")
+    (end, *_) = engine.config.eos_token_ids
+    body = {"prompt": ["a" * 155, "b"], "logit_bias": {str(end): 100}}
+    status, found = await Client(app).post("/v1/completions", body)
+    assert status == 200, f"prompt 0 has 155 tokens, and 6 more fit: {found}"
+
+
+async def test_text_that_a_stop_string_holds_back_comes_with_the_end(make, tokenizer):
+    """The engine ends the completion without a token, while "aaa" may begin the stop string."""
+    app = make()
+    (a,) = tokenizer.encode("a")
+    body = {"prompt": "b", "max_tokens": 50, "stop": ["aaab"], "logit_bias": {str(a): 100}}
+    asked = asyncio.ensure_future(Client(app).post("/v1/completions", body))
+    live = app.engine.worker.live
+    while not live or len(live[0].output_ids) < 5:
+        await asyncio.sleep(0)
+    app.engine.engine.abort(live[0])
+    status, found = await asked
+    (choice,), used = found["choices"], found["usage"]["completion_tokens"]
+    assert (status, choice["text"], used) == (200, "a" * used, len(choice["text"])), (
+        f"of {used} tokens, each an a, the text is {choice['text']!r}"
+    )
+    await settle(app)
+
+
+async def test_usage_counts_the_token_that_ends_a_text(make):
+    app = make()
+    (end, *_) = app.engine.engine.config.eos_token_ids
+    body = {"prompt": "ab", "max_tokens": 9, "min_tokens": 3, "logit_bias": {str(end): 100}}
+    body |= {"return_token_ids": True}
+    found = (await Client(app).post("/v1/completions", body))[1]
+    (choice,), used = found["choices"], found["usage"]["completion_tokens"]
+    assert (choice["token_ids"][-1], choice["finish_reason"]) == (end, "stop")
+    assert len(choice["token_ids"]) == used == 4, (
+        f"usage: 3 tokens and the one that ends the text, not {used}"
+    )
 
 
 async def test_a_stop_string_ends_the_request_in_the_engine_too(make, model, tokenizer):

@@ -17,7 +17,7 @@ from common.http.errors import ApiError, ErrorForm, wrong
 from common.json_text import convert_fields, encode_json
 from phases.appendix.api.scheduling import SchedulingFields, SchedulingHandler
 from phases.appendix.embeddings.note_kinds import MEAN
-from phases.appendix.protocols.ollama import LATEST, error_form
+from phases.appendix.protocols.ollama import LATEST, check_model, error_form
 from phases.appendix.protocols.translation import renamed
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import COPIED, ServedModel
@@ -133,6 +133,17 @@ class Embeddings:
         names = {"prompt": self.source, "n": self.source}
         self.form = ErrorForm(renamed(names)) if ours else error_form(names)
 
+    def loads(self, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return Ollama's response to a request without texts, which loads a model; None: it has some.
+
+        fields: the request's body.
+        """
+        given = convert_fields(EmbedFields, fields)
+        if given.input:
+            return None
+        check_model(self.model, given.model)
+        return {"model": self.model.name, "embeddings": []}
+
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
@@ -142,7 +153,7 @@ class Embeddings:
         fields: the body. ready: the engine's sizes.
 
         Raises:
-            ApiError: a field is wrong, or the input is missing.
+            ApiError: a field is wrong.
         """
         given: Any = convert_fields(self.kinds[0], fields)
         name = fields.get("model")
@@ -152,8 +163,6 @@ class Embeddings:
         SchedulingHandler().read(convert_fields(SchedulingFields, fields), request)
         request.ignored += [name for name in COPIED if fields.get(name) is not None]
         request.headers.append((b"x-ladder-warning", WARNING))
-        if given.input is None:
-            raise wrong("prompt", "prompt is missing")
         encode_prompts(self.model, request, given.input)
         request.options["wanted"] = [MEAN]
         request.prompt_only = True

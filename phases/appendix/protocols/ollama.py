@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
@@ -19,6 +19,9 @@ from serving.endpoints import COPIED, ChatEndpoint, ServedModel
 from serving.http.request import HttpRequest
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
+
+if TYPE_CHECKING:
+    from phases.appendix.embeddings.endpoint import Embeddings
 
 LATEST = ":latest"
 VERSION = "0.12.0"
@@ -288,8 +291,8 @@ def capabilities(model: ServedModel) -> list[str]:
     return ["completion", "tools", "embedding", *thinking]
 
 
-async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
-    """Respond to `/api/generate` or `/api/chat`: generate, or only confirm that the model is loaded.
+async def generate(app: App, ollama: Ollama | Embeddings, http: HttpRequest) -> None:
+    """Respond to `/api/generate`, `/api/chat` or `/api/embed`, or only confirm that the model is loaded.
 
     app: the server. ollama: the route, which translates the request.
     """

@@ -126,7 +126,7 @@ class ToolHandler:
         request.explain = partial(refusal, grammar=grammar)
         request.constrained = must or content is not None
         request.reader = partial(CallReader, format, must)
-        request.mark = format.trigger  # a client sees no text of a call
+        request.mark = format.trigger or "^{"  # a client sees no text of a call
 
     def _functions(self, given: ToolFields, request: ParsedRequest) -> dict[str, Schema]:
         """Return name -> schema of the arguments for each function among the tools.
