@@ -31,12 +31,15 @@ from prefix_cache import Prefix
 SCALE = 8
 BLOCK = 64
 COST = PrefillCost.of(SHAPES["qwen3-8b"])
-FLOPS, BUS, STEP = 6e14, 48e9, 6.5e-3
-"""Operations a second, bytes a second, and seconds of a step of decodes."""
+FLOPS, BUS = 6e14, 48e9
+"""Operations and bytes a second."""
+STEP = 6.5e-3
+"""Seconds of a step of decodes."""
 LAUNCHES = 15e-3
 """Seconds that the host needs to launch a step with a prompt, kernel by kernel."""
 BLOCK_BYTES = 147_456 * BLOCK
-SESSIONS, TURNS, SYSTEM, NEW = 8, 10, 2048, 1500
+SESSIONS, TURNS = 8, 10
+SYSTEM, NEW = 2048, 1500
 
 
 @dataclass
@@ -144,7 +147,8 @@ def simulated(
     connector.clock = lambda: gpu.now
     connector.rule = Rule(COST, BLOCK_BYTES, FLOPS, BUS, step_seconds=STEP)
     patch.setattr(admission, "time", gpu)
-    forward, sample, wait = engine.runner.forward, engine.runner.sample, engine.wait
+    forward, sample = engine.runner.forward, engine.runner.sample
+    wait = engine.wait
 
     def launch(works: list[Work], **options: Any) -> Forwarded:
         prompts = [work for work in works if work.count > 1]
