@@ -1069,6 +1069,36 @@ def test_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert connector_of(engine).stats.loaded == 7, "host memory has them"
 
 
+def test_waiting_for_another_process_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First for the files, then for its load: together no longer than computing takes."""
+    prompt = prompt_of(66, 40)
+    serve(restarted(tmp_path), prompt)
+    engine = restarted(tmp_path)
+    connector = connector_of(engine)
+    connector.clock = clock = Clock()
+    engine.add(prompt_of(67, 8), greedy(60))
+    engine.step()
+    slow(engine, hang=True)
+    (request,) = engine.add(prompt, greedy(4))
+    monkeypatch.setattr(connector, "_is_on_disk", lambda name: False)
+    connector.expect(request)
+    most = connector.waiting[request].deadline
+    engine.step()
+    clock.now += 0.75 * most
+    monkeypatch.undo()
+    until = time.monotonic() + 60
+    while request in connector.waiting and connector.waiting[request].load is None:
+        engine.step()
+        assert time.monotonic() < until, "its files are not read"
+    assert connector.waiting[request].deadline <= most + 1e-3, "it may wait twice as long"
+    clock.now = most + 1
+    while request.finish_reason is None:
+        engine.step()
+    assert request.output_ids == right(tuple(prompt))
+
+
 def test_a_disk_that_never_answers_makes_nobody_wait_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,7 +79,7 @@ class WaitingRequest:
 
     names: of its full blocks, from the first on, as far as they are in the cache, host memory or files.
     pinned: its blocks in host memory, those that are still being read included.
-    since: when it began to wait for files. waited: for how many seconds it did.
+    since: when it began to wait for files, also for those of another process. waited: for how many seconds.
     deadline: when it stops waiting for files, and then for its load; 0: it waits for room.
     load: its copy; None: none yet.
     expected: its last full block, while it waits until another process has written that to a file.
@@ -147,9 +147,10 @@ class TieredConnector(ConnectorScheduler):
         if wait.expected:
             if now < wait.deadline and not self._is_on_disk(wait.expected):
                 return False
-            deadline = wait.deadline
+            earlier = wait
             wait = self._begin(request)
-            wait.deadline = min(wait.deadline, deadline)
+            wait.since = earlier.since
+            wait.deadline = min(wait.deadline, earlier.deadline)
         if wait.load:
             if not wait.load.finished and now < wait.deadline:
                 return False
@@ -196,7 +197,8 @@ class TieredConnector(ConnectorScheduler):
         seconds = self.rule.compute_seconds(start, len(request.tokens))
         if names and self.rule.load_seconds(len(names), len(names)) < seconds:
             wait = self.waiting[request] = WaitingRequest(request, names, expected=names[-1])
-            wait.deadline = self.clock() + seconds
+            wait.since = self.clock()
+            wait.deadline = wait.since + seconds
 
     def _begin(self, request: Request) -> WaitingRequest:
         """Find a request's blocks in host memory and files, and begin to read those on a disk if that is
