@@ -27,6 +27,7 @@ from moving_blocks.rule import GENTLE, LoadRule, PrefillCost
 from moving_blocks.tiers import TieredConnector
 from paged_cache import BlockPool, PagedEngine, PagedSizes, Recipe, build
 from prefix_cache import Prefix
+from tests.phases.test_19_moving_blocks import tiny
 
 SCALE = 8
 BLOCK = 64
@@ -110,19 +111,7 @@ def simulated(
     work: Workload, share: float, patch: pytest.MonkeyPatch
 ) -> tuple[PagedEngine, Gpu]:
     """An engine with room for a share of what a workload's prompts have in all."""
-    config = replace(
-        SHAPES["qwen3-0.6b"],
-        num_layers=1,
-        hidden_size=16,
-        intermediate_size=16,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        vocab_size=1000,
-        max_position_embeddings=8192,
-        sliding_windows=(),
-        eos_token_ids=(),
-    )
+    config = replace(tiny().config, vocab_size=1000, max_position_embeddings=8192)
     model = random_model(config, device="cpu", dtype=torch.float32)
     size = BLOCK // SCALE
     each = BlockPool.bytes_per_block(config, size, model.dtype)
