@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from common.text.detokenizer import Detokenizer
+from common.text.marks import decided_length
 
 if TYPE_CHECKING:
     from common.events import FinishReason
@@ -91,8 +92,7 @@ class TextStream:
             self._mark = ""  # the text begins with something else
         elif at >= 0:
             return text[:at], text[at:]
-        ends = (text.endswith(mark[:size]) and size for size in range(1, len(mark)))
-        at = len(text) - (0 if last else max(ends, default=0))
+        at = len(text) if last else decided_length(text, mark)
         self._begun = text[at:]
         return text[:at], ""
 

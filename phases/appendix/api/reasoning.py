@@ -13,10 +13,11 @@ from typing import Literal
 from msgspec import Struct
 
 from common.errors import UserError
+from common.text.marks import decided_length
 from common.text.tokenizer import Tokenizer
 from phases.appendix.tools.described import text_of
 from phases.appendix.tools.formats import HERMES, OPENING
-from phases.appendix.tools.reader import decided_length, settled
+from phases.appendix.tools.reader import settled
 from serving.parsed import ParsedRequest
 from serving.seams import Delta, MessageReader
 

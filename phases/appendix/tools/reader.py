@@ -6,17 +6,10 @@ import secrets
 from collections.abc import Callable
 from typing import Any, Literal
 
+from common.text.marks import decided_length
 from phases.appendix.tools.formats import OPENING, CallFormat
 from phases.appendix.tools.written import decode_written
 from serving.seams import Delta
-
-
-def decided_length(text: str, *marks: str) -> int:
-    """Return how many first characters of `text` are decided: its end may be the beginning of a mark."""
-    begun = (
-        size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])
-    )
-    return len(text) - max(begun, default=0)
 
 
 def settled(text: str, *marks: str) -> int:
