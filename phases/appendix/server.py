@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from common.http.limits import Limits
 from common.text.tokenizer import Tokenizer
@@ -16,7 +15,7 @@ from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.metrics import Metrics
 from phases.appendix.protocols.extension import add_protocols
-from phases.appendix.protocols.ollama import generate
+from phases.appendix.protocols.ollama import add_ollama
 from serving.app import App
 from serving.client import EngineClient
 from serving.endpoints import ServedModel
@@ -60,8 +59,6 @@ def whole_app(
     Live(app)
     add_protocols(app)
     app.add("/v1/embeddings", Embeddings(app.model, ours=True))
-    embed = Embeddings(app.model, ours=False)
-    app.add("/api/embed", embed)
-    app.routes["/api/embed"] = {"POST": partial(generate, app, embed)}
+    add_ollama(app, "/api/embed", Embeddings(app.model, ours=False))
     Document(app, version)
     return app

@@ -8,8 +8,8 @@ from phases.appendix.protocols.anthropic import Messages, count
 from phases.appendix.protocols.ollama import (
     VERSION,
     Ollama,
+    add_ollama,
     error_form,
-    generate,
     running,
     show,
     tags,
@@ -25,9 +25,7 @@ def add_protocols(app: App) -> None:
     app.add("/v1/responses", Responses(app.chat))
     app.add("/v1/messages", messages)
     for path, talks in (("/api/chat", True), ("/api/generate", False)):
-        ollama = Ollama(app.chat, talks=talks)
-        app.add(path, ollama)
-        app.routes[path] = {"POST": partial(generate, app, ollama)}
+        add_ollama(app, path, Ollama(app.chat, talks=talks))
     app.routes |= {
         "/v1/messages/count_tokens": {"POST": partial(count, app, messages)},
         "/api/show": {"POST": partial(show, app)},

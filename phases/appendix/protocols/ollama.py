@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
@@ -289,6 +290,12 @@ def capabilities(model: ServedModel) -> list[str]:
         return ["completion", "embedding"]
     thinking = ["thinking"] if reasons(model.tokenizer) else []
     return ["completion", "tools", "embedding", *thinking]
+
+
+def add_ollama(app: App, path: str, route: Ollama | Embeddings) -> None:
+    """Serve POST requests at `path` by `route`, those too that only load the model."""
+    app.add(path, route)
+    app.routes[path] = {"POST": partial(generate, app, route)}
 
 
 async def generate(app: App, ollama: Ollama | Embeddings, http: HttpRequest) -> None:
