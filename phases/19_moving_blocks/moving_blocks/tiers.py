@@ -282,10 +282,10 @@ class TieredConnector(ConnectorScheduler):
         line = self.scheduler.waiting
         if len(line) > 1 or self.scheduler.rows.free <= len(self.loads) + len(line):
             return False
-        first = sum(self.cache.blocks_for(len(each.tokens)) for each in line)
-        room = self.cache.free - self.cache.reserve_blocks - first
-        fits = not line or self.cache.blocks_for(len(request.tokens)) <= room
-        return fits and self.cache.fits(request)
+        needed = sum(self.cache.blocks_for(len(each.tokens)) for each in [*line, request])
+        if line and needed > self.cache.free - self.cache.reserve_blocks:
+            return False
+        return self.cache.fits(request)
 
     # Loads.
 
