@@ -118,14 +118,12 @@ def lines_about(failure: Failure) -> list[str]:
     named += [("", line) for line in ([] if failure.got else failure.message.splitlines())]
     named += [("raised in", failure.place), ("trap", failure.trap)]
     named += [("printed", line) for line in failure.printed.splitlines()]
-    lines = [f"{name:9} {text}" if name else text for name, text in named if text]
-    lines = [
-        line
-        if len(line) <= WIDEST or line.startswith("trap  ")
-        else line[: WIDEST - 3] + "..."
-        for line in lines
-    ]
-    return [f"{'' if at else 'given':9} {line}" for at, line in enumerate(given)] + lines
+    lines = [f"{'' if at else 'given':9} {line}" for at, line in enumerate(given)]
+    for name, text in named:
+        line = f"{name:9} {text}" if name else text
+        cut = len(line) > WIDEST and name != "trap"
+        lines += [line[: WIDEST - 3] + "..." if cut else line] * bool(text)
+    return lines
 
 
 @course_app.command()
