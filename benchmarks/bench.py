@@ -24,6 +24,7 @@ from benchmarks.targets import load_target, targets
 from benchmarks.workloads import SMALL, Workload, uniform, workload
 from common.events import Streams, generate
 from common.models.config import ModelConfig
+from continuous.seams import NO_DRAFTS
 from forward.model import Model
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Bench:
         """Time engines on a workload, each sample after a few tokens of the same requests.
 
         No run has tokens that one before had, so prefix caches find nothing. Quantized weights have no
-        roofline, and neither has what runs beside busy programs.
+        roofline, and neither has what guesses tokens or runs beside busy programs.
         """
         work = self.short(work)
         few, shift = work.first(len(work.items), tokens=4), count(1)
@@ -134,7 +135,8 @@ class Bench:
         runs = []
         for name, engine in engines.items():
             rows = min(len(work.items), engine.scheduler.rows.count)
-            batch = 0 if beside or name.startswith("10_quant") else rows
+            guesses = engine.scheduler.drafter is not NO_DRAFTS
+            batch = 0 if beside or guesses or name.startswith("10_quant") else rows
             config = engine.runner.model.config
             runs.append(self.run_of(name, work, kept[name], batch, config=config, **facts))
         return runs

@@ -42,6 +42,8 @@ APPENDIX = ", with the appendix"
 SERVED = f"13_serving{APPENDIX}"
 """The engine that `ladder serve` starts."""
 PERCENTILES = ("p50", "p95", "p99")
+MOST_SHARE = 1.05
+"""Of the roofline: its ceilings are good to 3 %."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,12 @@ class Run:
         """Everything by which a run is chosen, its options included."""
         names = ("variant", "workload", "model", "dtype", "weights")
         return {name: getattr(self, name) for name in names} | dict(self.options)
+
+    @property
+    def roofline_share(self) -> float | None:
+        """Share of the roofline that was reached, or None: with accepted drafts, which pass it, too."""
+        fraction = self.roofline.fraction if self.roofline else MOST_SHARE
+        return fraction if fraction < MOST_SHARE else None
 
     def median(self, metric: str) -> float:
         """Median of one metric. Raises `UserError` when it was not measured."""

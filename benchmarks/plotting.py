@@ -246,8 +246,8 @@ def _bars(axes: Axes, runs: Sequence[Run], label: str, metric: str, phase: str) 
             rows = [row] * len(samples)
             axes.plot(samples, rows, ".", color="#202020", markersize=3.5, alpha=0.7)
         text = number(value)
-        if run.roofline and metric == "output_tokens_per_s":
-            text += f" ({100 * run.roofline.fraction:.2g} % of the roofline)"
+        if run.roofline_share and metric == "output_tokens_per_s":
+            text += f" ({100 * run.roofline_share:.2g} % of the roofline)"
         texts.append((max(samples), text))
     axes.set_yticks(range(len(runs)), [label.format_map(facts(run, phase)) for run in runs])
     axes.invert_yaxis()

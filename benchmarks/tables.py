@@ -228,7 +228,8 @@ def _gains(root: Path, up: str) -> str:
 
 
 def _peers(path: Path, root: Path) -> str:
-    """Each workload that another engine ran too: the best of each engine, this course's, and the factor.
+    """Each workload that another engine ran too: the best of each engine, this course's engines, and the
+    factor of the slowest of these over the best of the others.
 
     Below it what the engines' installations lacked.
     """
@@ -236,7 +237,7 @@ def _peers(path: Path, root: Path) -> str:
     others = beside(evidence, root / PLACE)
     columns = list(dict.fromkeys(_column(run) for run in others))
     own = evidence.own()
-    lines = [["workload", "model", *columns, *own, "over the best"]]
+    lines = [["workload", "model", *columns, *own, "our least over their best"]]
     shown: list[PeerRun] = []
     for model, workload in dict.fromkeys((run.model, run.workload) for run in others):
         found = [run for run in others if (run.model, run.workload) == (model, workload)]
@@ -248,11 +249,12 @@ def _peers(path: Path, root: Path) -> str:
             continue
         theirs = {_column(run): f"{_value(run, metric)} ({run.version})" for run in found}
         rivals = [run for run in found if not run.way] or found
-        choose = min if better(metric, 0.0, 1.0) else max
+        choose, least = (min, max) if better(metric, 0.0, 1.0) else (max, min)
         best = choose(rivals, key=lambda run: run.median(metric))
+        worst = least(ours, key=lambda run: run.median(metric))
         cells = [theirs.get(name, "") for name in columns]
         cells += [_value(run, metric) for run in ours]
-        lines.append([workload, model, *cells, versus(ours[-1], best, metric)])
+        lines.append([workload, model, *cells, versus(worst, best, metric)])
         shown += found
     notes = dict.fromkeys(
         f"{run.engine} {run.version} of {run.when} ran without: {run.lacks}.\n"
@@ -281,7 +283,7 @@ SPECIAL = {"gain": "gain", "roofline": "share of roofline", "microseconds": "µs
 
 def _cell(run: Run, first: Run, name: str, metric: str) -> str:
     if name == "roofline":
-        return f"{run.roofline.fraction:.0%}" if run.roofline else ""
+        return f"{run.roofline_share:.0%}" if run.roofline_share else ""
     if name == "gain":
         if metric not in run.metrics or not first.median(metric):
             return ""

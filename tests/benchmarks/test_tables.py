@@ -196,11 +196,13 @@ def test_the_front_page_has_the_rates_of_the_evidence() -> None:
     for workload in PUBLISHED:
         metric = metric_of(workload)
         others = beside(evidence, model="qwen3-0.6b", workload=workload)
-        ours = evidence.one(evidence.phase, workload, model="qwen3-0.6b")
+        ours = [evidence.one(v, workload, model="qwen3-0.6b") for v in evidence.own().values()]
+        least = min(ours, key=lambda run: run.median(metric))
         best = max(others, key=lambda run: run.median(metric))
         start = f"| {workload} | qwen3-0.6b |"
         (row,) = [line for line in PAGE.splitlines() if line.startswith(start)]
-        assert row.endswith(f"| {ours.median(metric):,.0f} | {versus(ours, best, metric)} |")
+        rates = " | ".join(f"{run.median(metric):,.0f}" for run in ours)
+        assert row.endswith(f"| {rates} | {versus(least, best, metric)} |")
 
 
 LESSONS = [phase.folder / "README.md" for phase in PHASES]
