@@ -185,10 +185,11 @@ class Evidence:
 
         In evidence of before names said so there is only one, which has the appendix.
         """
+        phase, both = f"ours, phase {self.phase[:2]}", "ours, with the appendix"
         if not self.appendix:
-            return {f"{self.phase}{APPENDIX}": self.phase}
-        names = (self.phase, f"{self.phase}{APPENDIX}", SERVED)
-        return {name: name for name in names if self.find(name)}
+            return {both: self.phase}
+        names = {phase: self.phase, both: f"{self.phase}{APPENDIX}", "ours, as served": SERVED}
+        return {name: variant for name, variant in names.items() if self.find(variant)}
 
     def write(self, path: Path | None = None) -> Path:
         """Write the file (by default to its place in `benchmarks/results`) and return where.
