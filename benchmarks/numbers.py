@@ -33,7 +33,7 @@ from benchmarks.evidence import RESULTS, ROOT, Evidence
 from benchmarks.labels import number
 from common.errors import UserError
 
-NUMBER = re.compile(r"(<!--n:([\w.-]+)-->)(-?[\d.,]+)(<!--/n-->)")
+NUMBER = re.compile(r"(<!--n:([\w.-]+)-->)([^<\n]*)(<!--/n-->)")
 
 
 def _digits(places: int) -> Callable[[float], str]:

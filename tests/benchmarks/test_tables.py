@@ -186,7 +186,8 @@ def test_no_number_of_the_front_page_is_typed_by_hand() -> None:
 
 def test_a_number_is_read_again_whatever_stood_there() -> None:
     said = [
-        numbers.fill(f"<!--n:17.single-->{text}<!--/n-->") for text in ("1", "2,000.5", "-15")
+        numbers.fill(f"<!--n:17.single-->{text}<!--/n-->")
+        for text in ("1", "2,000.5", "-15", "", "?")
     ]
     assert len(set(said)) == 1 and "-15" not in said[0]
 
