@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import count
+from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.evidence import BenchOptions, Evidence, Roofline, Run, collect, sample_metrics
 from benchmarks.measure import (
+    ENOUGH_SECONDS,
     Sample,
     Samples,
     alternate,
@@ -118,7 +120,7 @@ class Bench:
         beside: bool = False,
         **facts: Any,
     ) -> list[Run]:
-        """Time engines on a workload, each sample after a few tokens of the same requests.
+        """Time engines on a workload, each sample after a few tokens of the same requests; fewer long ones.
 
         No run has tokens that one before had, so prefix caches find nothing. Quantized weights have no
         roofline, and neither has what guesses tokens or runs beside busy programs.
@@ -131,7 +133,9 @@ class Bench:
 
         timed = {name: self.timer(engine, work) for name, engine in engines.items()}
         before = {name: partial(warm, engine) for name, engine in engines.items()}
-        kept = alternate(timed, self.options.repeats, warm=before, beside=beside)
+        kept = alternate(
+            timed, self.options.repeats, warm=before, enough=ENOUGH_SECONDS, beside=beside
+        )
         runs = []
         for name, engine in engines.items():
             rows = min(len(work.items), engine.scheduler.rows.count)
@@ -165,13 +169,15 @@ class Bench:
         repeats: int = 0,
         warm: Mapping[str, Callable[[], object]] | None = None,
         tries: int | None = None,
+        enough: float = inf,
         **facts: Any,
     ) -> list[Run]:
         """Evidence of variants that take turns on one workload; see `alternate` and `run_of`.
 
         roofline_batch, facts: a mapping has a value for each variant.
         """
-        kept = alternate(variants, repeats or self.options.repeats, warm=warm, tries=tries)
+        taken = repeats or self.options.repeats
+        kept = alternate(variants, taken, warm=warm, tries=tries, enough=enough)
 
         def of(value: Any, name: str) -> Any:
             return value[name] if isinstance(value, Mapping) else value

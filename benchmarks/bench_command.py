@@ -31,6 +31,8 @@ from common.words import count
 from phases import EXTRAS, PHASES, ROOT, phase_named
 
 MOST_REPEATS = 1000
+SAMPLES = 3
+"""Of each variant, unless said otherwise; the fewest that are recorded."""
 
 
 def bench(given: SimpleNamespace) -> int:
@@ -46,6 +48,10 @@ def bench(given: SimpleNamespace) -> int:
         integer("--repeats", repeats, low=1, high=MOST_REPEATS)
     if quick and record:
         raise UserError("--record keeps what was measured with care: leave --quick out")
+    if record and repeats is not None and repeats < SAMPLES:
+        raise UserError(
+            f"--repeats is {repeats}, but --record keeps at least {SAMPLES} samples of each variant"
+        )
     if record:
         clean(ROOT)
     name = _named(given.what)
@@ -65,7 +71,7 @@ def bench(given: SimpleNamespace) -> int:
         dtype=pick_dtype(given.dtype, where),
         model=given.model,
         quick=quick,
-        repeats=repeats or (1 if quick else 3),
+        repeats=repeats or (1 if quick else SAMPLES),
     )
     recorded = results().get(device_is, {}).get(name)
     _announce(name, options, recorded)

@@ -2,8 +2,9 @@
 
 A speed measured once, or while something else ran, says nothing. `alternate` warms every variant up, takes
 the samples of all variants in turn (so that a slow minute of the machine hits them alike), and takes a sample
-again when other processes used a noticeable share of the processor while it ran. Of a variant whose samples
-took `ENOUGH_SECONDS` together there are enough: a long one is a mean over its own time.
+again when other processes used a noticeable share of the processor while it ran. Where no headline is at
+stake, a variant whose samples took `ENOUGH_SECONDS` together has enough: a long one is a mean over its own
+time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ LEAST_OF_A_CORE = 0.05
 TRIES = 4
 """How often a sample is taken, at most, until it is clean; `ladder bench --quick` sets it to 1."""
 ENOUGH_SECONDS = 20.0
-"""No further sample of a variant whose samples took longer than this together."""
+"""Where a bench says so, no further sample of a variant whose samples took longer than this together."""
 MAX_SAMPLE_SECONDS = 300.0
 """No further try of a sample whose tries took longer than this together."""
 
@@ -159,10 +161,11 @@ def alternate(
     warm: Mapping[str, Callable[[], object]] | None = None,
     tries: int | None = None,
     settle: float = 1.0,
+    enough: float = inf,
     beside: bool = False,
     log: Callable[[str], None] = say,
 ) -> dict[str, Samples]:
-    """Take `repeats` samples of each variant in alternating order (a b, b a, a b, ...), fewer of long ones.
+    """Take `repeats` samples of each variant in alternating order (a b, b a, a b, ...).
 
     variants: name -> function of the call's number that returns one sample. Whatever it builds and throws
         away is its own affair: only what it reports counts. No two calls have the same number, warm-ups and
@@ -171,6 +174,7 @@ def alternate(
     tries: a dirty sample is taken up to this often in all (`TRIES` by default), after a pause that grows from
         `settle` seconds, but not again once its tries took `MAX_SAMPLE_SECONDS`; the least disturbed is kept,
         and the evidence says how dirty it was.
+    enough: seconds of a variant's samples after which no further one is taken.
     beside: the caller has started busy programs. That they take the processor away is what is measured, and
         makes no sample dirty.
     log: called with one line a sample; by default it goes to standard error, since a sample may take minutes.
@@ -184,7 +188,7 @@ def alternate(
         for repeat in range(repeats):
             order = list(variants)
             for name in order if repeat % 2 == 0 else reversed(order):
-                if sum(s.get("seconds", 0.0) for s in kept[name].kept) > ENOUGH_SECONDS:
+                if sum(s.get("seconds", 0.0) for s in kept[name].kept) > enough:
                     continue
                 best: tuple[Noise, Noise, Sample] | None = None
                 begun = time.perf_counter()

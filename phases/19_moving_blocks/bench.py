@@ -24,7 +24,7 @@ import torch
 import benchmarks.bench
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import Sample, release_memory
+from benchmarks.measure import ENOUGH_SECONDS, Sample, release_memory
 from benchmarks.plotting import Panel, figure
 from benchmarks.server import Server
 from benchmarks.workloads import VOCAB, Item, Workload, agent, uniform
@@ -138,7 +138,14 @@ class Bench(benchmarks.bench.Bench):
             for engine in engines.values():
                 self.turns(engine, work.first(2 * count), -1)
             variants = {name: partial(self.turns, engines[name], work) for name in engines}
-            runs += self.compare(variants, work, warm={}, after="agents", cache_share=share)
+            runs += self.compare(
+                variants,
+                work,
+                warm={},
+                enough=ENOUGH_SECONDS,
+                after="agents",
+                cache_share=share,
+            )
             del engines, variants, engine
             release_memory(self.device)
         return runs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -44,9 +45,9 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     return checkout, cache
 
 
-def bench(**changed: bool) -> int:
-    asked = {"quick": False, "record": False} | changed
-    given = {"what": "01", "device": "cpu", "dtype": "auto", "model": None, "repeats": None}
+def bench(**changed: Any) -> int:
+    asked = {"quick": False, "record": False, "repeats": None} | changed
+    given = {"what": "01", "device": "cpu", "dtype": "auto", "model": None}
     return bench_command.bench(SimpleNamespace(**given, **asked))
 
 
@@ -89,6 +90,8 @@ def test_what_belongs_to_no_commit_and_a_quick_look_are_no_evidence(
 ) -> None:
     with pytest.raises(UserError, match="--record keeps what was measured with care"):
         bench(quick=True, record=True)
+    with pytest.raises(UserError, match="--repeats is 2, but --record keeps at least 3"):
+        bench(repeats=2, record=True)
     monkeypatch.setenv("LADDER_GIT_COMMIT", f"{'f' * 40}:{'0' * 16}")
     with pytest.raises(UserError, match="no copy of that commit"):
         bench(record=True)

@@ -85,13 +85,14 @@ def test_evidence_names_what_ran_beside_it_and_not_its_own_processes(tmp_path):
 
 
 def test_long_samples_are_taken_less_often(noises):
-    """What takes longer than `ENOUGH_SECONDS` in all is not sampled again; the others are."""
+    """What takes longer than what is enough is not sampled again; without a word, all is."""
     noises()
     took = {"short": 1.0, "long": ENOUGH_SECONDS / 1.5, "longest": 47.0}
     variants = {name: lambda _, s=seconds: {"seconds": s} for name, seconds in took.items()}
-    samples = alternate(variants, 3, warm={})
+    samples = alternate(variants, 3, warm={}, enough=ENOUGH_SECONDS)
     counts = {name: len(found.kept) for name, found in samples.items()}
     assert counts == {"short": 3, "long": 2, "longest": 1}
+    assert {len(found.kept) for found in alternate(variants, 3, warm={}).values()} == {3}
 
 
 def test_order_alternates_after_a_warm_up(noises):
