@@ -92,7 +92,7 @@ class Choice:
             if reason is None:  # a stop string, which the engine does not look for
                 group.engine.abort([group.numbers[self.index]])
         if group.streamed and len(self.texts) - self.sent > group.most_unsent:
-            group.give_up("slow", "the reader is too slow")
+            group.give_up("slow")
         else:
             group.hear(ended is not None)
 
@@ -152,8 +152,8 @@ class ChoiceGroup:
         if self.streamed or self.left == 0:
             self.updated.set()
 
-    def give_up(self, failure: str, message: str) -> None:
-        """Set `self.failure` to its kind and a sentence, and abort the completions that have not ended."""
+    def give_up(self, failure: str, message: str = "") -> None:
+        """Set `self.failure` to its kind and a sentence about it, and abort what has not ended."""
         if self.failure is None and (self.left or failure == "slow"):
             self.failure = failure, message
         self.engine.abort(self.numbers)
@@ -162,7 +162,7 @@ class ChoiceGroup:
     async def listen_for_disconnect(self, http: HttpRequest) -> None:
         """Wait until the client of `http` has closed the connection, and give up then."""
         await http.disconnected()
-        self.give_up("left", "the client has left")
+        self.give_up("left")
 
     def events(self) -> bytes:
         """Return the server-sent events for all unsent text and ends; these count as sent from now on."""
@@ -209,7 +209,7 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     except TimeoutError:
         group.give_up("deadline", OVERDUE)
     except asyncio.CancelledError:  # a proxy may end a request so when its client leaves
-        group.give_up("left", "the client has left")
+        group.give_up("left")
         raise
     finally:
         leaving.cancel()
