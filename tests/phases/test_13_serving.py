@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from common.errors import UserError
 from common.http.limits import Limits
 from common.request import Request
 from common.sampling.params import SamplingParams
@@ -415,6 +416,15 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "empty prompt": ({"prompt": ""}, 400, "prompt", "at least 1 token"),
     "long prompt": ({"prompt": "x" * 1024}, 400, "prompt", "1023"),
     "token out of range": ({"prompt": [1, 257]}, 400, "prompt", "between 0 and 256"),
+    "second prompt long": ({"prompt": ["a", "x" * 1024]}, 400, "prompt", "prompt[1] has 1024 tokens"),
+    "second prompt far too long": ({"prompt": ["a", "x" * 9**6]}, 400, "prompt", "prompt[1] has 531,441 "),
+    "second prompt empty": ({"prompt": ["a", ""]}, 400, "prompt", "prompt[1] is empty"),
+    "no token ids in the second": ({"prompt": [[1], []]}, 400, "prompt", "prompt[1] is empty"),
+    "second out of range": ({"prompt": [[1], [2, 257], [257]]}, 400, "prompt", "prompt[1] holds token id 25"),
+    "only one, in a list": ({"prompt": [[257]]}, 400, "prompt", "prompt[0] holds token id 257"),
+    "not the prompts' fault": ({"prompt": ["a", "b"], "stop_token_ids": [300]}, 400, "stop_token_ids",
+        "stop_token_ids holds token id 300"),
+    "far too long prompt": ({"prompt": "x" * 9**6}, 400, "prompt", "the prompt has 531,441 characters"),
     "token of a hundred digits": (b'{"prompt": [' + b"9" * 100 + b"]}", 400, "prompt", ""),
     "temperature": ({"prompt": "a", "temperature": -1}, 400, "temperature", "between 0"),
     "high temperature": ({"prompt": "a", "temperature": 100.5}, 400, "temperature", "between 0 and 100"),
@@ -446,6 +456,25 @@ async def test_what_is_wrong_is_named(make, what):
     assert (got, error["param"]) == (status, param), error
     assert words in error["message"] and "Traceback" not in error["message"], error
     assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == ("context_length_exceeded" if "long" in what else None), error
+    await settle(app)
+
+
+async def test_of_several_prompts_the_one_that_the_engine_refuses_is_named(make, monkeypatch):
+    app = make()
+    add = app.engine.engine.add
+
+    def choosy(prompt: list[int], *args: Any, **more: Any) -> Any:
+        if len(prompt) == 2:
+            raise UserError("the prompt has 2 tokens, which is one too many")
+        return add(prompt, *args, **more)
+
+    monkeypatch.setattr(app.engine.engine, "add", choosy)
+    for prompt, name in ((["abc", "de", "x"], "prompt[1]"), ("de", "the prompt")):
+        body = {"prompt": prompt, "n": 2, "max_tokens": 1}
+        status, found = await Client(app).post("/v1/completions", body)
+        assert (status, found["error"]["param"]) == (400, "prompt"), found
+        assert found["error"]["message"].startswith(f"{name} has 2 tokens"), found
     await settle(app)
 
 
