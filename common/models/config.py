@@ -250,6 +250,14 @@ class ModelConfig:
             i for i in range(self.num_layers) if self.delta is None or not self.delta.layers[i]
         )
 
+    def check_keys_only(self) -> None:
+        """Raise `UserError` for layers that keep a state: a cache of keys and values has no room for it."""
+        if self.delta is not None:
+            raise UserError(
+                "layer_types has linear_attention (Gated DeltaNet), whose state this phase's cache cannot "
+                "keep: take a phase from 17 on, with its hybrid_cache"
+            )
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of keys and values of one token in all attention layers; windows are ignored."""
         return (
