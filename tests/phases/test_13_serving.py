@@ -37,10 +37,53 @@ from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Asked, Client, Lists, Loopback
-from tests.serving_kit import PROMPTS, leaks, metrics, settle, texts
+from tests.serving_kit import PROMPTS, computing_at_most, leaks, metrics, settle, texts
 from tests.serving_kit import engine as engine
 from tests.serving_kit import make as make
 from tests.serving_kit import tokenizer as tokenizer
+
+LIMIT = 20.0
+"""Seconds; a hundred times what most of these requests take on an idle machine."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_hangs(request, monkeypatch):
+    """Whatever waits or computes without end fails in seconds, and says which request it was."""
+    monkeypatch.setattr(Asked, "within", LIMIT)
+    long = any(map(request.node.get_closest_marker, ("slow", "long")))
+    with contextlib.nullcontext() if long else computing_at_most(LIMIT):
+        yield
+
+
+async def test_a_request_that_never_ends_is_named(make):
+    app = make()
+    app.engine.busy = False
+    asked = Client(app).request("/v1/completions", {"prompt": "never answered"})
+    asked.within = 0.05
+    with pytest.raises(
+        AssertionError, match=r"/v1/completions .*never answered.* no whole ans"
+    ):
+        await asked.run()
+    app.engine.busy = True
+    await settle(app)
+
+
+async def test_a_request_that_computes_without_end_is_named(make, monkeypatch):
+    app = make()
+
+    async def forever(http, group):
+        while group.unsent:
+            pass
+
+    monkeypatch.setattr("serving.completion._stream", forever)
+    asked = Client(app).request("/v1/completions", {"prompt": "a", "stream": True})
+    with (
+        computing_at_most(0.3),
+        pytest.raises(pytest.fail.Exception, match=r"POST /v1/completions, has computed"),
+    ):
+        await asked.run()
+    await settle(app)
+
 
 # The loop.
 
@@ -364,6 +407,9 @@ async def test_text_that_a_stop_string_holds_back_comes_with_the_end(make, token
     (choice,), used = found["choices"], found["usage"]["completion_tokens"]
     assert (status, choice["text"], used) == (200, "a" * used, len(choice["text"])), (
         f"of {used} tokens, each an a, the text is {choice['text']!r}"
+    )
+    assert choice["finish_reason"] == "length", (
+        "the API has no word for what the engine aborts"
     )
     await settle(app)
 
