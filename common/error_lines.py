@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from common.errors import shown
 
 _TYPES = {
     "int": "an integer",
@@ -46,9 +50,9 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
-def type_error(message: str) -> tuple[str | None, str]:
+def type_error(message: str, fields: Mapping[str, Any]) -> tuple[str | None, str]:
     """Return the field in msgspec's error message (None: the whole object), and the complaint as a
-    sentence.
+    sentence, with the value of a field that is beyond its limits. fields: that were converted.
     """
     words, _, where = message.rpartition(" - at ")
     found = re.search(r"`\$\.?([^`]*)`$", where)
@@ -68,4 +72,6 @@ def type_error(message: str) -> tuple[str | None, str]:
     names = [_TYPES.get(name, name) for name in kinds[1].split(" | ") if name != "null"]
     got = f", but is {_TYPES.get(kinds[2], kinds[2])}" if kinds[2] else kinds[3]
     path = f"each key of {path}" if where.startswith("`key`") else path
+    if kinds[3] and path in fields:
+        path = f"{path} is {shown(fields[path])}, but"
     return field, f"{path} must be {' or '.join(names)}{got}"

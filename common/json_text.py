@@ -79,7 +79,7 @@ def convert_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise FieldError(*type_error(str(error))) from None
+        raise FieldError(*type_error(str(error), fields)) from None
 
 
 def encode_json(value: Any) -> bytes:

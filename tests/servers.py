@@ -278,7 +278,9 @@ class Client:
 
 
 class Asked:
-    """One request to an application and what it was answered."""
+    """One request to an application and what it was answered; it fails if it is not by `within` seconds."""
+
+    within = 200.0
 
     def __init__(
         self, app: App, path: str, body: bytes, method: str, headers: dict[str, str]
@@ -292,6 +294,7 @@ class Asked:
             "client": ("test", 1),
             "state": {"abort": self.leave},
         }
+        self.name = f"{method} {path} {body[:80].decode(errors='replace')}"
         self._body: bytes | None = body
         self._left = asyncio.Event()
         self.status = 0
@@ -332,7 +335,14 @@ class Asked:
         return HttpRequest(self.scope, self.receive, self.send, self.app.limits)
 
     async def run(self) -> Asked:
-        await self.app(self.scope, self.receive, self.send)
+        try:
+            async with asyncio.timeout(self.within):
+                await self.app(self.scope, self.receive, self.send)
+        except TimeoutError:
+            raise AssertionError(
+                f"{self.name} has got no whole answer in {self.within:g} s: a request ends with the last "
+                "token of its completions, an error, or its client's leaving"
+            ) from None
         return self
 
     def json(self) -> Any:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 import pytest
@@ -18,6 +21,7 @@ from paged_cache import PagedEngine
 from phases.appendix.observability.metrics import Metrics
 from phases.appendix.server import whole_app
 from serving.app import App
+from serving.http.request import HttpRequest
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Loopback, tokenizer_for
@@ -99,6 +103,42 @@ def texts(
             ]
         found.append(text)
     return found
+
+
+AGAIN = 0.01
+"""Seconds to the next place where a loop may be interrupted."""
+
+
+@contextmanager
+def computing_at_most(seconds: float) -> Iterator[None]:
+    """Fail what computes longer, in this process's own time: a busy machine makes nothing late.
+
+    A loop that never waits gives no limit of asyncio a turn; a signal comes in between. Other requests that
+    compute then fail at once.
+    """
+    over = False
+
+    def spent(number: int, frame: FrameType | None) -> None:
+        nonlocal over
+        at = None if frame is None else frame.f_lineno
+        while frame is not None and not isinstance(frame.f_locals.get("http"), HttpRequest):
+            frame = frame.f_back
+        if at is None or (over and frame is None):  # pytest cannot show it, or does so now
+            return
+        over = True
+        http = None if frame is None else frame.f_locals["http"]
+        whose = (
+            "the test" if http is None else f"request {http.id}, {http.method} {http.path},"
+        )
+        pytest.fail(f"{whose} has computed for {seconds:g} s: a loop neither waits nor ends")
+
+    before = signal.signal(signal.SIGVTALRM, spent)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 async def settle(app: App) -> None:

@@ -83,6 +83,18 @@ def wrong(param: str | None, message: str) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def bad_prompt(field: str, message: str, place: int | None = None) -> ApiError:
+    """Return an `ApiError` (400) about a prompt; one that is too long has a code of its own.
+
+    field: of the request, with the prompt. message: what is wrong with "the prompt". place: of the prompt in
+    the field's list; None: the field is one prompt.
+    """
+    if place is not None:
+        message = message.replace("the prompt", f"{field}[{place}]", 1)
+    code = "context_length_exceeded" if "must have at most" in message else None
+    return ApiError(400, message, param=field, code=code)
+
+
 def too_large(limit: int) -> ApiError:
     """Return the error (413) of a body with more than `limit` bytes."""
     return ApiError(413, f"the body has more than {limit:,} bytes, which is the limit")

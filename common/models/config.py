@@ -215,8 +215,9 @@ class ModelConfig:
         """
         model_type = hf.MODEL_TYPE.read(raw)
         family = hf.FAMILIES[model_type]
-        _refuse_unsupported(raw)
-        if "text_config" in raw:  # a multimodal wrapper: the language model is inside
+        _refuse_unsupported(raw, family)
+        wrapper = raw.get("text_config") is not None or family in hf.WRAPPED
+        if "text_config" in raw and wrapper:  # multimodal: the language model is inside
             inner = Field("text_config", dict).check(raw["text_config"], "text_config")
             inner_type = hf.MODEL_TYPE.read({"model_type": model_type, **inner})
             if hf.FAMILIES[inner_type] != family:
@@ -224,7 +225,7 @@ class ModelConfig:
             outside = {name: raw[name] for name in hf.OUTSIDE if name in raw}
             ends = raw.get("eos_token_id")
             raw = {**outside, **inner} | ({} if ends is None else {"eos_token_id": ends})
-            _refuse_unsupported(raw)
+            _refuse_unsupported(raw, family)
         if family in hf.NEEDED:
             said = {**hf.ROPE_PARAMETERS.read(raw), **hf.ROPE_SCALING.read(raw), **raw}
             for name in hf.NEEDED[family]:
@@ -249,6 +250,14 @@ class ModelConfig:
             i for i in range(self.num_layers) if self.delta is None or not self.delta.layers[i]
         )
 
+    def check_keys_only(self) -> None:
+        """Raise `UserError` for layers that keep a state: a cache of keys and values has no room for it."""
+        if self.delta is not None:
+            raise UserError(
+                "layer_types has linear_attention (Gated DeltaNet), whose state this phase's cache cannot "
+                "keep: take a phase from 17 on, with its hybrid_cache"
+            )
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of keys and values of one token in all attention layers; windows are ignored."""
         return (
@@ -265,12 +274,15 @@ def _named(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: {error}") from None
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], known: Mapping[str, Any] = hf.ONLY) -> None:
+def _refuse_unsupported(
+    raw: Mapping[str, Any], family: str, known: Mapping[str, Any] = hf.ONLY
+) -> None:
     """Raise `UserError` if a field of ``raw`` (a ``config.json``) differs from its value in ``known``, the
-    only one that this engine computes.
+    only one that this engine computes. False and 0 say nothing in a family that does not know the field.
     """
     for name, only in known.items():
-        if raw.get(name) not in (None, only):
+        given, read = raw.get(name), only and family in hf.KNOWN_BY.get(name, (family,))
+        if given not in (None, only) and (given or read):
             raise UserError(f"{name} is {shown(raw[name])}, but only {only} is supported")
 
 
@@ -333,7 +345,7 @@ def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
 
     Such are the layers that ``layer_types`` names, or all but every fourth.
     """
-    _refuse_unsupported(raw, hf.DELTA_ONLY)
+    _refuse_unsupported(raw, "qwen3_5", hf.DELTA_ONLY)
     full = _full_layers(raw, hf.DELTA_LAYER_TYPE, layers, hf.FULL_INTERVAL.read(raw))
     return DeltaConfig(**_read(hf.DELTA, raw), layers=tuple(not each for each in full))
 
@@ -445,7 +457,7 @@ def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(parameters: Mapping[str, Any], family: str, context: int) -> RopeConfig:
-    _refuse_unsupported(parameters)
+    _refuse_unsupported(parameters, family)
     values = _read(hf.ROPE, parameters)
     if values["share"] != 1 and family != "qwen3_5":
         raise UserError(f"partial_rotary_factor is {values['share']}, but only 1 is supported")

@@ -167,7 +167,17 @@ ONLY = {
     "attn_logit_softcapping": None,  # Gemma 3 has the field, but `transformers` does not apply it
 }
 """Fields that change what is computed, and the one value that is computed here."""
+KNOWN_BY = {
+    "qkv_bias": ("qwen2_moe",),
+    "swiglu_alpha": ("gpt_oss",),
+    "swiglu_limit": ("gpt_oss",),
+    "scale_attn_weights": ("gpt2",),
+    "decoder_sparse_step": ("qwen2_moe", "qwen3_moe"),
+}
+"""The families that have such a field, if not all do: in others nothing reads it."""
 DELTA_ONLY = {"attn_output_gate": True, "hidden_act": "silu"}
 """As `ONLY`, for models with layers of Gated DeltaNet, whose convolution has the activation of the MLP."""
+WRAPPED = ("gemma3", "qwen3_5")
+"""Families of which there are multimodal models, with the language model's fields in ``text_config``."""
 OUTSIDE = ("model_type", "tie_word_embeddings", "bos_token_id", "quantization_config")
 """Fields of a multimodal model's outer object that hold for the language model inside."""

@@ -222,7 +222,13 @@ def test_pairs_stand_apart_and_turn_as_before(attention_scaling: float) -> None:
             found.append(torch.einsum("qhd,khd->hqk", q, k))
             return q * 0 + v
 
-    pool = BlockPool(config, 1, 8, device=torch.device(DEVICE), dtype=torch.float32)
+    pool = BlockPool(
+        dataclasses.replace(config, delta=None),
+        1,
+        8,
+        device=torch.device(DEVICE),
+        dtype=torch.float32,
+    )
     attention = Scores(pool, config.num_heads)
     attention.batch = cast(Any, SimpleNamespace(slots=torch.arange(5, device=DEVICE)))
     outs = []

@@ -84,6 +84,8 @@ async def test_ollamas_routes_and_the_models_own_dimensions(make, model, tokeniz
         assert (status, found.get("embeddings")) == (200, []), (
             f"/api/embed, {body}: Ollama answers an empty list, which loads the model, not {found}"
         )
+    status, found = await Client(app).post("/api/embed", {"input": ["x", "x" * 1024]})
+    assert status == 400 and "input[1] has 1024 tokens" in found["error"], found
     for input in (["x", 3], {"x": 3}, 3):
         status, found = await Client(app).post("/api/embed", {"input": input})
         assert status == 400 and isinstance(found["error"], str), (input, found)
@@ -119,7 +121,12 @@ async def test_what_is_wrong_is_named(make):
         status, found = await Client(app).post("/v1/embeddings", body)
         assert (status, found["error"]["param"]) == (400, field), found
     # The field's name, not that of completions. Without texts, Ollama's route answers an empty list.
-    for body, words in (({}, "input is missing"), ({"input": []}, "input is empty")):
+    for body, words in (
+        ({}, "input is missing"),
+        ({"input": []}, "input is empty"),
+        ({"input": ["a", ""]}, "input[1] is empty"),
+        ({"input": [[1], [257]]}, "input[1] holds token id 257"),
+    ):
         found = (await Client(app).post("/v1/embeddings", body))[1]["error"]
         assert words in str(found), f"{body}: {found}"
     await settle(app)

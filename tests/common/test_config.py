@@ -126,6 +126,69 @@ GPT2 = {
 }
 
 
+MOE = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+MOE |= {"shared_expert_intermediate_size": 8}
+GPT_OSS = {
+    **MOE,
+    "model_type": "gpt_oss",
+    "layer_types": ["full_attention"] * 3,
+    "rope_theta": 9.0,
+}
+GPT_OSS |= {"sliding_window": 4, "rope_scaling": {"rope_type": "yarn", "factor": 2}}
+FAMILIES = {
+    **{name: {**MOE, "model_type": name} for name in ("qwen2_moe", "qwen3_moe")},
+    **{name: {**LLAMA, "model_type": name} for name in ("llama", "qwen2", "qwen3")},
+    "mistral": MISTRAL,
+    "gemma3": GEMMA,
+    "qwen3_5": {**LLAMA, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 8},
+    "gpt2": GPT2,
+    "gpt_oss": GPT_OSS,
+}
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "qkv_bias": ("qwen2_moe",),
+    "swiglu_alpha": ("gpt_oss",),
+    "swiglu_limit": ("gpt_oss",),
+    "scale_attn_weights": ("gpt2",),
+    "decoder_sparse_step": ("qwen2_moe", "qwen3_moe"),
+    "mlp_only_layers": (),
+    "attn_logit_softcapping": (),
+    "mscale": (),
+    "compression_config": (),
+    "use_bidirectional_attention": (),
+    "is_causal": tuple(FAMILIES),
+}
+"""Fields, and the families in which false means something: any is_causal, and what such a family knows."""
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_that_says_nothing_is_no_reason_to_refuse_a_model(
+    family: str, name: str
+) -> None:
+    plain = ModelConfig.from_hf(FAMILIES[family])
+    for value in (None, False, 0):
+        given = {**FAMILIES[family], name: value}
+        if value is not None and family in EXTRAS[name]:
+            with pytest.raises(UserError, match=f"{name} is {value}, but only"):
+                ModelConfig.from_hf(given)
+        else:
+            assert ModelConfig.from_hf(given) == plain, f"{name}: {value} in a {family}"
+    with pytest.raises(
+        UserError, match=f"{name} is 5, but only"
+    ):  # whoever wrote it meant something
+        ModelConfig.from_hf({**FAMILIES[family], name: 5})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_wrapper_of_nothing_is_refused_only_where_there_are_wrappers(family: str) -> None:
+    given = {**FAMILIES[family], "text_config": None}
+    if family in ("gemma3", "qwen3_5"):
+        with pytest.raises(UserError, match="text_config is None, but must be an object"):
+            ModelConfig.from_hf(given)
+    else:
+        assert ModelConfig.from_hf(given) == ModelConfig.from_hf(FAMILIES[family])
+
+
 @pytest.mark.parametrize(
     ("base", "change", "says"),
     [

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from common.errors import UserError
+from common.errors import UserError, shown
 from common.json_measure import PIECE
 from common.json_text import (
     MAX_DEPTH,
@@ -21,6 +21,7 @@ from common.json_text import (
 
 class Fields(Struct, kw_only=True):
     number: int | None = None
+    share: Annotated[int, Meta(ge=1, le=9)] | None = None
     text: str = ""
     kind: Literal["a", "b"] | None = None
     off: Literal[False] | None = None
@@ -33,6 +34,10 @@ class Fields(Struct, kw_only=True):
     [
         ({"number": "x"}, "number", "number must be an integer, but is a string"),
         ({"number": 1.5}, "number", "number must be an integer, but is a number"),
+        ({"share": 0}, "share", "share is 0, but must be an integer >= 1"),
+        ({"share": -(10**30)}, "share", f"share is {-(10**30)}, but must be an integer >= 1"),
+        ({"share": 10**99}, "share", f"share is {shown(10**99)}, but must be an integer <= 9"),
+        ({"share": "x"}, "share", "share must be an integer, but is a string"),
         ({"text": None}, "text", "text must be a string, but is null"),
         ({"kind": "c"}, "kind", "kind is not supported with the value 'c'"),
         ({"off": True}, "off", "off is not supported with the value true"),

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from common.errors import UserError
 from common.http.limits import Limits
 from common.request import Request
 from common.sampling.params import SamplingParams
@@ -36,10 +37,53 @@ from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Asked, Client, Lists, Loopback
-from tests.serving_kit import PROMPTS, leaks, metrics, settle, texts
+from tests.serving_kit import PROMPTS, computing_at_most, leaks, metrics, settle, texts
 from tests.serving_kit import engine as engine
 from tests.serving_kit import make as make
 from tests.serving_kit import tokenizer as tokenizer
+
+LIMIT = 20.0
+"""Seconds; a hundred times what most of these requests take on an idle machine."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_hangs(request, monkeypatch):
+    """Whatever waits or computes without end fails in seconds, and says which request it was."""
+    monkeypatch.setattr(Asked, "within", LIMIT)
+    long = any(map(request.node.get_closest_marker, ("slow", "long")))
+    with contextlib.nullcontext() if long else computing_at_most(LIMIT):
+        yield
+
+
+async def test_a_request_that_never_ends_is_named(make):
+    app = make()
+    app.engine.busy = False
+    asked = Client(app).request("/v1/completions", {"prompt": "never answered"})
+    asked.within = 0.05
+    with pytest.raises(
+        AssertionError, match=r"/v1/completions .*never answered.* no whole ans"
+    ):
+        await asked.run()
+    app.engine.busy = True
+    await settle(app)
+
+
+async def test_a_request_that_computes_without_end_is_named(make, monkeypatch):
+    app = make()
+
+    async def forever(http, group):
+        while group.unsent:
+            pass
+
+    monkeypatch.setattr("serving.completion._stream", forever)
+    asked = Client(app).request("/v1/completions", {"prompt": "a", "stream": True})
+    with (
+        computing_at_most(0.3),
+        pytest.raises(pytest.fail.Exception, match=r"POST /v1/completions, has computed"),
+    ):
+        await asked.run()
+    await settle(app)
+
 
 # The loop.
 
@@ -364,6 +408,9 @@ async def test_text_that_a_stop_string_holds_back_comes_with_the_end(make, token
     assert (status, choice["text"], used) == (200, "a" * used, len(choice["text"])), (
         f"of {used} tokens, each an a, the text is {choice['text']!r}"
     )
+    assert choice["finish_reason"] == "length", (
+        "the API has no word for what the engine aborts"
+    )
     await settle(app)
 
 
@@ -415,6 +462,15 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "empty prompt": ({"prompt": ""}, 400, "prompt", "at least 1 token"),
     "long prompt": ({"prompt": "x" * 1024}, 400, "prompt", "1023"),
     "token out of range": ({"prompt": [1, 257]}, 400, "prompt", "between 0 and 256"),
+    "second prompt long": ({"prompt": ["a", "x" * 1024]}, 400, "prompt", "prompt[1] has 1024 tokens"),
+    "second prompt far too long": ({"prompt": ["a", "x" * 9**6]}, 400, "prompt", "prompt[1] has 531,441 "),
+    "second prompt empty": ({"prompt": ["a", ""]}, 400, "prompt", "prompt[1] is empty"),
+    "no token ids in the second": ({"prompt": [[1], []]}, 400, "prompt", "prompt[1] is empty"),
+    "second out of range": ({"prompt": [[1], [2, 257], [257]]}, 400, "prompt", "prompt[1] holds token id 25"),
+    "only one, in a list": ({"prompt": [[257]]}, 400, "prompt", "prompt[0] holds token id 257"),
+    "not the prompts' fault": ({"prompt": ["a", "b"], "stop_token_ids": [300]}, 400, "stop_token_ids",
+        "stop_token_ids holds token id 300"),
+    "far too long prompt": ({"prompt": "x" * 9**6}, 400, "prompt", "the prompt has 531,441 characters"),
     "token of a hundred digits": (b'{"prompt": [' + b"9" * 100 + b"]}", 400, "prompt", ""),
     "temperature": ({"prompt": "a", "temperature": -1}, 400, "temperature", "between 0"),
     "high temperature": ({"prompt": "a", "temperature": 100.5}, 400, "temperature", "between 0 and 100"),
@@ -425,7 +481,9 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "bias of no token": ({"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "256"),
     "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix", ""),
     "priority": ({"prompt": "a", "priority": 1}, 400, "priority", "fcfs"),
-    "deadline": ({"prompt": "a", "deadline_ms": 0}, 400, "deadline_ms", ">= 1"),
+    "deadline": ({"prompt": "a", "deadline_ms": 0}, 400, "deadline_ms", "is 0, but must be an integer >= 1"),
+    "far deadline": ({"prompt": "a", "deadline_ms": 10**12}, 400, "deadline_ms", "is 1000000000000, but"),
+    "far priority": ({"prompt": "a", "priority": -(10**12)}, 400, "priority", "is -1000000000000, but"),
     "deadline of 400 digits": (b'{"prompt": "a", "deadline_ms": ' + b"9" * 400 + b"}", 400, "deadline_ms",
         ""),
     "grammar": ({"prompt": "a", "guided_regex": "a+"}, 400, "guided_regex", "no tokenizer"),
@@ -446,6 +504,25 @@ async def test_what_is_wrong_is_named(make, what):
     assert (got, error["param"]) == (status, param), error
     assert words in error["message"] and "Traceback" not in error["message"], error
     assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == ("context_length_exceeded" if "long" in what else None), error
+    await settle(app)
+
+
+async def test_of_several_prompts_the_one_that_the_engine_refuses_is_named(make, monkeypatch):
+    app = make()
+    add = app.engine.engine.add
+
+    def choosy(prompt: list[int], *args: Any, **more: Any) -> Any:
+        if len(prompt) == 2:
+            raise UserError("the prompt has 2 tokens, which is one too many")
+        return add(prompt, *args, **more)
+
+    monkeypatch.setattr(app.engine.engine, "add", choosy)
+    for prompt, name in ((["abc", "de", "x"], "prompt[1]"), ("de", "the prompt")):
+        body = {"prompt": prompt, "n": 2, "max_tokens": 1}
+        status, found = await Client(app).post("/v1/completions", body)
+        assert (status, found["error"]["param"]) == (400, "prompt"), found
+        assert found["error"]["message"].startswith(f"{name} has 2 tokens"), found
     await settle(app)
 
 

@@ -31,7 +31,7 @@ from forward.shapes import SHAPES
 from hybrid_cache import HybridCache, LayerGroups
 from hybrid_cache.states.delta_rule import DeltaTokens, causal_conv, recurrence, scan, unit
 from phases import phase_named
-from phases.registry import load_engine
+from phases.registry import import_phase, load_engine
 from speculative.proposer import Proposer
 from tests.fakes import FakeRunner, fingerprint, must
 from tests.oracles import assert_same_logits, logits_of, written
@@ -592,6 +592,26 @@ def test_any_schedule_reads_the_right_states(drafts: bool, seeds: int) -> None:
         snapshots += runner.snapshots
         preemptions += engine.scheduler.preemptions
     assert min(snapshots, hits, preemptions) > 5, (snapshots, hits, preemptions)
+
+
+@pytest.mark.parametrize(
+    "number",
+    ["04", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14", "15", "16", "17"],
+)
+def test_load_refuses_states_where_there_is_no_room_for_them(
+    model: Model, number: str
+) -> None:
+    """In Python, without the command line's check: the first step would fail otherwise."""
+    off = {"hybrid_cache": False} if number == "17" else {}
+    with pytest.raises(UserError, match=r"layer_types has linear_attention.* from 17"):
+        import_phase(phase_named(number)).load(model, max_rows=2, cache_bytes=1 << 20, **off)
+
+
+@pytest.mark.parametrize("number", ["02", "03"])
+def test_a_generator_refuses_states_at_its_first_request(model: Model, number: str) -> None:
+    made = import_phase(phase_named(number)).load(model)
+    with pytest.raises(UserError, match=r"layer_types has linear_attention.* from 17"):
+        list(made.stream([[1, 2, 3]], SamplingParams(max_tokens=2)))
 
 
 @pytest.mark.parametrize("number", ["02", "05", "13"])

@@ -67,6 +67,7 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        config.check_keys_only()
         self.max_len = max_len
         self.length = 0
         self.layers = []

@@ -76,6 +76,7 @@ class RowStore:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        config.check_keys_only()
         shape = (config.num_layers, 2, rows, config.num_kv_heads, max_len, config.head_dim)
         # Zeros, not garbage: a masked key's weight is exactly 0, and 0 times a stray NaN is NaN.
         self.data = torch.zeros(shape, device=device, dtype=dtype)  # [L, 2, R, KH, max_len, D]

@@ -107,6 +107,7 @@ class BlockPool:
 
         kv: the format of keys and values; None: the model's dtype.
         """
+        config.check_keys_only()
         kv = kv or KVFormat()
         shape = (
             config.num_layers,

@@ -36,12 +36,11 @@ class Piece(NamedTuple):
 class Choice:
     """One of a request's completions: a `Sink` that makes text of tokens and looks for stop strings.
 
-    group: all completions of the request. index: among them. prompt: token ids that it continues.
+    group: all completions of the request. index: among them. prompt: that it continues, the `place`-th.
     tokens, texts: each token id, and what it adds to the text; perhaps one more text at the end.
     times, logprobs: when each token came, and log-probabilities of each if they were asked for.
     notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
-    reason: why it has ended, None until then.
-    stream: makes the text.
+    reason: why it has ended, None until then. stream: makes the text.
     reader: finds reasoning and tool calls in the text; None: all of it is content.
     """
 
@@ -49,7 +48,8 @@ class Choice:
         self.group = group
         self.index = index
         self.request = request = group.request
-        self.prompt = request.prompts[index // request.params.n]
+        self.place = index // request.params.n
+        self.prompt = request.prompts[self.place]
         self.tokens = list[int]()
         self.texts = list[str]()
         self.logprobs = list[Logprob]()
@@ -92,13 +92,14 @@ class Choice:
             if reason is None:  # a stop string, which the engine does not look for
                 group.engine.abort([group.numbers[self.index]])
         if group.streamed and len(self.texts) - self.sent > group.most_unsent:
-            group.give_up("slow", "the reader is too slow")
+            group.give_up("slow")
         else:
             group.hear(ended is not None)
 
     def end(self, reason: str, message: str) -> None:
         """See `Sink.end`; a failure ends the whole group."""
         if reason in STATUS:
+            self.request.place = self.place
             self.group.give_up(reason, message)
             return
         self.texts.append(self.stream.advance(None, "length")[1])
@@ -149,12 +150,12 @@ class ChoiceGroup:
     def hear(self, ended: bool) -> None:
         """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
         self.left -= ended
-        if self.streamed or self.left == 0:
+        if self.streamed or not self.left:
             self.updated.set()
 
-    def give_up(self, failure: str, message: str) -> None:
-        """Set `self.failure` to its kind and a sentence, and abort the completions that have not ended."""
-        if self.failure is None and (self.left or failure == "slow"):
+    def give_up(self, failure: str, message: str = "") -> None:
+        """Set `self.failure` to its kind and a sentence about it, and abort what has not ended."""
+        if not self.failure and (self.left or failure == "slow"):
             self.failure = failure, message
         self.engine.abort(self.numbers)
         self.updated.set()
@@ -162,7 +163,7 @@ class ChoiceGroup:
     async def listen_for_disconnect(self, http: HttpRequest) -> None:
         """Wait until the client of `http` has closed the connection, and give up then."""
         await http.disconnected()
-        self.give_up("left", "the client has left")
+        self.give_up("left")
 
     def events(self) -> bytes:
         """Return the server-sent events for all unsent text and ends; these count as sent from now on."""
@@ -209,12 +210,12 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     except TimeoutError:
         group.give_up("deadline", OVERDUE)
     except asyncio.CancelledError:  # a proxy may end a request so when its client leaves
-        group.give_up("left", "the client has left")
+        group.give_up("left")
         raise
     finally:
         leaving.cancel()
         app.engine.abort(group.numbers)
-    if group.failure is None:
+    if not group.failure:
         return
     kind, message = group.failure
     if kind in ("left", "slow"):
@@ -227,7 +228,7 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
 async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
     """Wait until all completions of a group have ended, and send them as one response."""
     await group.updated.wait()  # at the last end, or a failure
-    if group.failure is not None:
+    if group.failure:
         return
     write = group.request.formatter.body
     long = group.prompt_tokens + group.output_tokens > LONG_ANSWER
@@ -241,7 +242,7 @@ async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
     while group.unsent:
         await group.updated.wait()
         group.updated.clear()
-        if group.failure is not None:
+        if group.failure:
             return
         first = group.unsent[0]  # behind by more than a few tokens: its reader is slow
         long = request.details and (not http.status or len(first.texts) - first.sent > 8)

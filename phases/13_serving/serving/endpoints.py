@@ -41,8 +41,7 @@ RESERVED = {
 class ServedModel:
     """The model that requests are for.
 
-    name: that clients know it by. limits: of the server.
-    defaults: sampling settings of requests that do not set them, by name.
+    name: that clients know it by. limits: of the server. defaults: of sampling settings, by name.
     """
 
     name: str
@@ -68,11 +67,11 @@ class ServedModel:
 
     def check_length(self, request: ParsedRequest, characters: int) -> None:
         """Raise `ApiError` if a prompt of so many characters is too long, before it is tokenized."""
-        source, most = request.source, request.ready.max_len
-        each = self.tokenizer.characters_per_token
-        if each is not None and characters > each * most:
-            context = f"more than a context of {most} tokens holds"
-            raise wrong(source, f"{source} has {characters:,} characters, {context}")
+        each, most = self.tokenizer.characters_per_token, request.ready.max_len
+        if each and characters > each * most:
+            raise request.refusal(
+                f"the prompt has {characters:,} characters, but must have at most what {most} tokens hold"
+            )
 
     def finish(self, request: ParsedRequest) -> None:
         """Set a request's sampling settings once its prompts are known; `ApiError` if it cannot be served."""
@@ -87,7 +86,7 @@ class ServedModel:
             given["max_tokens"] = max(most, given.get("min_tokens", 0))
         try:
             request.params = SamplingParams(**given)
-            for prompt in request.prompts:
+            for request.place, prompt in enumerate(request.prompts):  # noqa: B020
                 check_prompt(prompt, ready.vocab_size, ready.max_len, request.params)
         except UserError as error:
             raise request.refusal(str(error)) from None
@@ -96,9 +95,8 @@ class ServedModel:
 class TextEndpoint:
     """The common part of the routes for completions and chats.
 
-    model: the served one. handlers: read further fields of its requests.
-    kind: the struct of its own fields. formatter: makes its responses.
-    prefix: the beginning of the ids of responses.
+    model: the served one. handlers: read further fields of its requests. kind: the struct of its own.
+    formatter: makes its responses. prefix: the beginning of the ids of responses.
     """
 
     kind: type[Struct]
@@ -154,8 +152,9 @@ class ChatEndpoint(TextEndpoint):
         ]
         request.variables = dict(given.chat_template_kwargs or {})
         if reserved := RESERVED & request.variables.keys():
-            name = "chat_template_kwargs"
-            raise wrong(name, f"{name} may not hold {min(reserved)!r}")
+            raise wrong(
+                "chat_template_kwargs", f"chat_template_kwargs may not hold {min(reserved)!r}"
+            )
         if given.max_completion_tokens is not None:
             request.sampling["max_tokens"] = given.max_completion_tokens
             request.names["max_tokens"] = "max_completion_tokens"

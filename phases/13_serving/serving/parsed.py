@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from common.http.errors import ApiError, wrong
+from common.http.errors import ApiError, bad_prompt, wrong
 from common.sampling.params import MAX_INT, SamplingParams
 from serving.http.schema import GenerationFields
 from serving.messages import Ready
@@ -37,6 +37,7 @@ class ParsedRequest:
     fields, generation: all fields as the client has sent them, and those that every request may have.
     prompts: token ids of each.
     ready: the engine's sizes. source: the name of the field with the prompt.
+    listed: whether that field is a list of prompts. place: in it, of the prompt that errors are about.
     default_tokens: `max_tokens` where the request does not say, if there is room for so many.
     options: further fields of the command `AddRequest` by which the engine gets each prompt.
     seconds: time limit of the whole request.
@@ -56,6 +57,8 @@ class ParsedRequest:
     sampling: dict[str, Any]
     ready: Ready
     source: str = "prompt"
+    listed: bool = False
+    place: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
@@ -91,5 +94,4 @@ class ParsedRequest:
             return wrong(name, message)
         if "the prompt " not in message:
             return wrong(None, message)
-        code = "context_length_exceeded" if "must have at most" in message else None
-        return ApiError(400, message, param=self.source, code=code)
+        return bad_prompt(self.source, message, self.place if self.listed else None)

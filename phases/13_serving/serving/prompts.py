@@ -43,17 +43,14 @@ class CompletionEndpoint(TextEndpoint):
         request.default_tokens = 16  # OpenAI's
         given = convert_fields(CompletionFields, fields)
         self.read_fields(request)
-        special = request.generation.add_special_tokens is not False
-        encode_prompts(self.model, request, given.prompt, special)
+        encode_prompts(self.model, request, given.prompt)
         return request
 
 
-def encode_prompts(
-    model: ServedModel, request: ParsedRequest, given: Any, special: bool = True
-) -> None:
+def encode_prompts(model: ServedModel, request: ParsedRequest, given: Any) -> None:
     """Set the token ids of a request's prompts.
 
-    given: a text, token ids, or a list of these. special: add the tokenizer's special tokens to texts.
+    given: a text, token ids, or a list of these.
 
     Raises:
         ApiError: a prompt has the wrong type or is too long.
@@ -61,12 +58,17 @@ def encode_prompts(
     if not given:
         raise wrong("prompt", "prompt is empty, but must have at least 1 token")
     if isinstance(given, list) and len({*map(type, given)}) > 1:
-        words = "prompt is a mixed list, but must hold only texts, token ids or lists"
-        raise wrong("prompt", words)
+        raise wrong(
+            "prompt", "prompt is a mixed list, but must hold only texts, token ids or lists"
+        )
     if isinstance(given, str) or isinstance(given[0], int):
         given = [given]
+    else:
+        request.listed = True
     check_count("prompt", len(given), model.limits.max_choices, "prompts")
     if isinstance(given[0], str):
-        model.check_length(request, max(map(len, given)))
+        for request.place, text in enumerate(given):
+            model.check_length(request, len(text))
+        special = request.generation.add_special_tokens is not False
         given = [model.tokenizer.encode(text, special) for text in given]
     request.prompts = given
