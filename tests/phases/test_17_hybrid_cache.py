@@ -296,21 +296,21 @@ def test_a_model_without_windows_keeps_the_cache_it_has(model: Model) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # a real model
+@pytest.mark.timeout(600)  # a real model, and seen to take 72 s beside other tests
 @torch.inference_mode()
 def test_gemma_far_beyond_its_window(gemma3_folder: Path) -> None:
-    """1,300 tokens are over two windows of 512: after every prefix transformers chooses the same token."""
+    """2,100 tokens are four windows of 512: after every prefix transformers chooses the same token."""
     transformers = pytest.importorskip("transformers")
     model = load_model(str(gemma3_folder), device="cpu", dtype="float32")
     rng = random.Random(0)
-    prompt = [2, *(rng.randrange(1000, 50_000) for _ in range(1299))]
+    prompt = [2, *(rng.randrange(1000, 50_000) for _ in range(2099))]
     params = greedy(8)
     engine = build(
-        Recipe(model, PagedSizes(max_rows=2, max_len=1400), (Chunked(), Prefix(), Hybrid()))
+        Recipe(model, PagedSizes(max_rows=2, max_len=2200), (Chunked(), Prefix(), Hybrid()))
     )
     first, again = (generate(engine, [prompt], params)[0].token_ids for _ in range(2))
     assert first == again and isinstance(engine.cache, HybridCache)
-    assert engine.cache.stats.hit_tokens == 1296, "the second time the prompt is found"
+    assert engine.cache.stats.hit_tokens == 2096, "the second time the prompt is found"
     layout = LayerGroups.of(model.config)
     assert [len(groups) for groups in layout.by_window.values()] == [5, 1] and layout.size == 3
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
