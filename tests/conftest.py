@@ -24,6 +24,7 @@ if (
 from common.errors import UserError
 from common.models.hub import model_folder
 from tests.coroutines import asynchronously
+from tests.interpreting import patch_once
 from tests.masks import masks_of_booleans as masks_of_booleans
 from tests.poison import poison as poison
 
@@ -72,6 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Seed what a test draws; the course's proof runs them under other seeds, too."""
+    patch_once()
     seed = int(os.environ.get("LADDER_TEST_SEED", "0"))
     random.seed(seed)
     numpy.random.seed(seed)

@@ -31,6 +31,8 @@ LIMIT = 60.0
 CASES_LIMIT = 5.0
 """As `LIMIT`, for an exercise's worked cases, of which the slowest need half a second."""
 OPTIONS = ["-x", "-v", "-p", "no:cacheprovider", "--tb=short", "-m", "not gpu and not weights"]
+# The plugins that tests need: others that are installed take longer to import than most tests.
+OPTIONS += ["-p", "timeout", "-p", "hypothesispytest"]
 FOUND = "with it a test passes that must fail: it changed what tests judge with"
 CANARIES = 9
 COPIED = ("common", "phases", "tests", "benchmarks")

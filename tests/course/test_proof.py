@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,23 +19,43 @@ from tests.course.proof import blank_fails, reference_passes
 EACH = pytest.mark.parametrize("exercise", exercises(), ids=lambda exercise: exercise.id)
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """Under another seed than the suite's."""
+    with ForkServer(seed=1) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the reference, in which runs can write nothing that another would read."""
+    folder = tmp_path_factory.mktemp("copy").resolve()
+    copy_reference(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def passed() -> set[str]:
+    """Tests that an earlier phase names as well: of the same reference they say the same."""
+    return set()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
 def test_the_reference_passes_all_cases_and_tests_of_a_phase(
-    phase: Phase, tmp_path: Path
+    phase: Phase, server: ForkServer, copy: Path, passed: set[str]
 ) -> None:
-    """The tests together, once, under another seed than the suite's; a test that is named is there."""
+    """The tests together, once; a test that is named is there."""
     chosen = [one for one in exercises() if one.phase is phase]
-    nodes = list(
-        dict.fromkeys(node for one in chosen for node in (*one.tests, *one.hidden, *one.later))
+    named = dict.fromkeys(
+        node for one in chosen for node in (*one.tests, *one.hidden, *one.later)
     )
+    nodes = [node for node in named if node not in passed]
     cases = tuple(case for one in chosen for case in one.cases)
-    copy_reference(tmp_path)
     whole = replace(chosen[0], cases=cases)
-    with ForkServer(seed=1) as server:
-        found = _record(tmp_path, whole, [], server, 300)
-        ran = _record(tmp_path, whole, nodes, server, 300)
+    found = _record(copy, whole, [], server, 300)
+    ran = _record(copy, whole, nodes, server, 300)
     assert not found["ended"] and not ran["ended"], (found["ended"], ran["ended"])
     for case, said in zip(cases, found["cases"], strict=True):
         assert _of_case(whole, case, said) is None, f"{case.call}: {said}"
@@ -46,6 +67,7 @@ def test_the_reference_passes_all_cases_and_tests_of_a_phase(
         if not any(f"{name}[".startswith(f"{node}[") for name in ran["tests"])
     ]
     assert not missing, f"tests that an exercise names, and that are gone: {missing}"
+    passed.update(nodes)
 
 
 @EACH

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -150,7 +153,7 @@ original, seen = getattr(os, call), []
 def stop(*args, **options):
     seen.append(args)
     if len(seen) == number:
-        print("here", flush=True)
+        print("here", os.getpid(), flush=True)
         time.sleep(1000)
     return original(*args, **options)
 
@@ -158,46 +161,66 @@ setattr(os, call, stop)
 serve(engine_of(folder=Path(sys.argv[1])), prompt_of(8, 60))
 """
 LOOP = """
-import itertools, sys
+import itertools, os, sys
 from pathlib import Path
 from moving_blocks.disk import BlockFiles
-from moving_blocks.names import chain, namespace_of
 from moving_blocks.names import chain
 
 files = BlockFiles(Path(sys.argv[1]), 1 << 26, 1 << 20)
-print("here", flush=True)
+print("here", os.getpid(), flush=True)
 for number in itertools.count():
     (name,) = chain(b"n", "", [number.to_bytes(16, "little")])
     files.write(name, memoryview(bytes([number % 256]) * (1 << 20)))
 """
 
 
-def kill_in(code: str, *arguments: str, after: float = 0.0) -> None:
-    """Start a process, and kill it (SIGKILL) once it says that it has come to the place, or a bit later."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+FORKS = """
+import json, os, sys
+import tests.phases.test_19_moving_blocks  # once for all that are killed
+
+for line in sys.stdin:
+    code, *sys.argv[1:] = json.loads(line)
+    if not (child := os.fork()):
+        exec(code, {})
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    """A process that runs each program that it is given in a fork."""
     with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        env=environment,
+        [sys.executable, "-c", FORKS],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    ) as child:
-        assert child.stdout is not None
-        said = child.stdout.readline()
-        try:
-            child.wait(after)
-        except subprocess.TimeoutExpired:
-            child.kill()
-        assert said == "here\n" and child.wait() == -signal.SIGKILL
+    ) as started:
+        yield started
+
+
+def kill_in(
+    forks: subprocess.Popen[str], code: str, *arguments: str, after: float = 0.0
+) -> None:
+    """Start a process, and kill it (SIGKILL) once it says that it has come to the place, or a bit later."""
+    assert forks.stdin is not None and forks.stdout is not None
+    print(json.dumps([code, *arguments]), file=forks.stdin, flush=True)
+    said = forks.stdout.readline()
+    assert said.startswith("here "), said
+    time.sleep(after)
+    os.kill(int(said.removeprefix("here ")), signal.SIGKILL)
+    assert forks.stdout.readline() == f"{-signal.SIGKILL}\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["fsync", "utime", "replace"])
 def test_kill_9_in_the_middle_of_a_write_leaves_nothing_that_is_read_wrongly(
-    call: str, tmp_path: Path
+    call: str, tmp_path: Path, forks: subprocess.Popen[str]
 ) -> None:
     """a3 with a real process: the sixth file is begun, and is none."""
     folder = tmp_path / "blocks"
-    kill_in(CHILD, str(folder), call, "6")
+    kill_in(forks, CHILD, str(folder), call, "6")
     suffixes = [path.suffix for path in files_in(folder)]
     assert sorted(suffixes) == [".kv"] * 5 + [".tmp"]
     engine = engine_of(folder=folder)
@@ -210,10 +233,12 @@ def test_kill_9_in_the_middle_of_a_write_leaves_nothing_that_is_read_wrongly(
 
 
 @pytest.mark.slow
-def test_kill_9_at_any_moment_leaves_whole_files(tmp_path: Path) -> None:
+def test_kill_9_at_any_moment_leaves_whole_files(
+    tmp_path: Path, forks: subprocess.Popen[str]
+) -> None:
     folder = tmp_path / "blocks"
     for moment in (0.0, 0.01, 0.02, 0.05, 0.1):
-        kill_in(LOOP, str(folder), after=moment)
+        kill_in(forks, LOOP, str(folder), after=moment)
     files = BlockFiles(folder, 1 << 26, 1 << 20)
     whole_files = 0
     for number in range(100_000):  # a process on a busy machine is killed late

@@ -6,7 +6,6 @@ import ipaddress
 import os
 import socket
 import stat
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -104,26 +103,3 @@ def test_a_stranger_at_the_port_of_a_rank_learns_and_changes_nothing():
     for addresses, total in together(2, strangers_at_the_meeting):
         assert addresses and set(addresses) == {"127.0.0.1"}
         assert total == [0.0, 2.0, 4.0]
-
-
-@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
-def test_replicas_listen_on_the_loopback_but_for_one_port_each_that_asks_for_a_token():
-    with Running(*SMALL, "--replicas", "2", within=250.0) as server:
-        found = listening(psutil.Process(server.process.pid))
-        assert any(port == server.port and ip == "127.0.0.1" for _, ip, port in found)
-        reachable = [(name, port) for name, ip, port in found if not is_loopback(ip)]
-        assert len(reachable) <= 2, reachable
-        for name, port in reachable:
-            assert name.startswith("ray::ServeReplica"), reachable
-            assert "authentication token" in said_to_a_stranger(port)
-
-
-def said_to_a_stranger(port: int) -> str:
-    """What a replica answers to a call without a token."""
-    import grpc
-
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
-        with pytest.raises(grpc.RpcError) as caught:
-            call(b"", timeout=60)
-    return str(caught.value)
