@@ -168,7 +168,9 @@ def follow(
     events = engine.stream(prompts, each)  # type: ignore[arg-type]  # refuses what is no prompt
     ids = [list(prompt) for prompt in prompts]
     completions = {
-        (index, sample): Completion(index, sample, prompt, arrival)
+        (index, sample): Completion(
+            index, sample, prompt, arrival, logprobs=None if settings.logprobs is None else []
+        )
         for index, (prompt, settings) in enumerate(zip(ids, each, strict=True))
         for sample in range(settings.n)
     }

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from common.errors import UserError
 from common.events import (
     FinishReason,
+    Logprob,
     Params,
     TokenEvent,
     generate,
@@ -87,6 +88,20 @@ def test_generate_collects_in_prompt_and_sample_order() -> None:
         (1, 0, [3], [10, 11], "length"),
     ]
     assert found[2].times == [5.0, 7.0] and not found[2].text
+
+
+@pytest.mark.parametrize("reason", ["length", "abort", "error", "stop"])
+@pytest.mark.parametrize("wanted", [0, 3, None])
+def test_log_probabilities_that_were_asked_for_are_one_a_token_also_of_no_token(
+    reason: FinishReason, wanted: int | None
+) -> None:
+    lone = [TokenEvent(0, None, reason, 1.0, sample=sample) for sample in range(2)]
+    found = generate(Script(lone), [[1]], SamplingParams(n=2, logprobs=wanted))
+    none: list[Logprob] | None = None if wanted is None else []
+    assert [one.logprobs for one in found] == [none, none], (
+        f"logprobs: {wanted} were asked for, the completion ended with {reason} and no token"
+    )
+    assert none is None or found[0].logprobs is not found[1].logprobs, "one list for each"
 
 
 def test_one_params_for_all_or_one_for_each() -> None:
