@@ -145,6 +145,7 @@ def test_a_student_does_not_steer_the_terminal(state: str) -> None:
     assert not [c for line in spoken for c in line if c != "\n" and not c.isprintable()]
 
 
+@pytest.mark.slow
 def test_a_case_says_what_it_printed_and_does_not_take_a_minute(server: ForkServer) -> None:
     exercise = find("01.1")
     reference = exercise.path.read_text(encoding="utf-8")

@@ -163,6 +163,7 @@ def simulated(
     return engine, gpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share, gain", [(0.25, 3.0), (1.25, 4.0)])
 def test_sessions_of_agents_compute_only_what_is_new(
     share: float, gain: float, monkeypatch: pytest.MonkeyPatch
