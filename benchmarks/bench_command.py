@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from benchmarks.evidence import (
     FIGURES,
     RESULTS,
+    SAMPLES,
     BenchOptions,
     Evidence,
     Run,
@@ -31,8 +32,6 @@ from common.words import count
 from phases import EXTRAS, PHASES, ROOT, phase_named
 
 MOST_REPEATS = 1000
-SAMPLES = 3
-"""Of each variant, unless said otherwise; the fewest that are recorded."""
 
 
 def bench(given: SimpleNamespace) -> int:

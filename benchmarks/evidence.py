@@ -42,6 +42,8 @@ APPENDIX = ", with the appendix"
 SERVED = f"13_serving{APPENDIX}"
 """The engine that `ladder serve` starts."""
 PERCENTILES = ("p50", "p95", "p99")
+SAMPLES = 3
+"""Timed samples of each variant, unless said otherwise; the fewest that are recorded."""
 MOST_SHARE = 1.05
 """Of the roofline: its ceilings are good to 3 %."""
 
@@ -54,7 +56,7 @@ class BenchOptions:
     dtype: torch.dtype
     model: str | None = None
     quick: bool = False
-    repeats: int = 3
+    repeats: int = SAMPLES
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,10 @@ class Run:
 
     @property
     def roofline_share(self) -> float | None:
-        """Share of the roofline that was reached, or None: with accepted drafts, which pass it, too."""
-        fraction = self.roofline.fraction if self.roofline else MOST_SHARE
-        return fraction if fraction < MOST_SHARE else None
+        """Share of the roofline that was reached; None without one, or where accepted drafts beat it."""
+        if self.roofline is None or self.roofline.fraction >= MOST_SHARE:
+            return None
+        return self.roofline.fraction
 
     def median(self, metric: str) -> float:
         """Median of one metric. Raises `UserError` when it was not measured."""
