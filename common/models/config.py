@@ -281,9 +281,11 @@ def _refuse_unsupported(
     only one that this engine computes. False and 0 say nothing in a family that does not know the field.
     """
     for name, only in known.items():
-        given, read = raw.get(name), only and family in hf.KNOWN_BY.get(name, (family,))
-        if given not in (None, only) and (given or read):
-            raise UserError(f"{name} is {shown(raw[name])}, but only {only} is supported")
+        given = raw.get(name)
+        known_here = family in hf.KNOWN_BY.get(name, (family,))
+        ignored = not given and not (only and known_here)
+        if given not in (None, only) and not ignored:
+            raise UserError(f"{name} is {shown(given)}, but only {only} is supported")
 
 
 def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -173,9 +173,8 @@ def test_a_field_that_says_nothing_is_no_reason_to_refuse_a_model(
                 ModelConfig.from_hf(given)
         else:
             assert ModelConfig.from_hf(given) == plain, f"{name}: {value} in a {family}"
-    with pytest.raises(
-        UserError, match=f"{name} is 5, but only"
-    ):  # whoever wrote it meant something
+    # Whoever wrote 5 meant something.
+    with pytest.raises(UserError, match=f"{name} is 5, but only"):
         ModelConfig.from_hf({**FAMILIES[family], name: 5})
 
 
