@@ -120,9 +120,11 @@ def lines_about(failure: Failure) -> list[str]:
     named += [("printed", line) for line in failure.printed.splitlines()]
     lines = [f"{'' if at else 'given':9} {line}" for at, line in enumerate(given)]
     for name, text in named:
+        if not text:
+            continue
         line = f"{name:9} {text}" if name else text
         cut = len(line) > WIDEST and name != "trap"
-        lines += [line[: WIDEST - 3] + "..." if cut else line] * bool(text)
+        lines.append(line[: WIDEST - 3] + "..." if cut else line)
     return lines
 
 
