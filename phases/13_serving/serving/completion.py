@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 class Choice:
     """One of a request's completions: a `Sink` that makes text of tokens and looks for stop strings.
 
-    group: all completions of the request. index: among them. prompt: that it continues, the `place`-th.
+    group: all completions of the request. index: among them. prompt: its token ids, the `place`-th.
     tokens, texts: each token id, and what it adds to the text; perhaps one more text at the end.
     times, logprobs: when each token came, and log-probabilities of each if they were asked for.
     notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
