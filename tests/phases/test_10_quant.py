@@ -152,23 +152,24 @@ def test_every_way_gives_the_same_tokens(tiny: Model, scheme: str | None, kv: st
 @pytest.mark.skipif(
     not os.environ.get("TRITON_INTERPRET"), reason="needs triton's interpreter"
 )
-@pytest.mark.parametrize("scheme", ["fp8", "int8", "w8a8", "int4"])
+@pytest.mark.parametrize(
+    ("scheme", "kv"), [("fp8", "none"), ("int8", "none"), ("w8a8", "fp8"), ("int4", "int8")]
+)
 def test_kernels_give_the_same_tokens(
-    tiny: Model, scheme: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Model, scheme: str, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the definition: kernels multiply in float32, a CPU's own routines in bfloat16."""
     params = replace(PARAMS[0], max_tokens=3)
+    formats = {"quantization": scheme, "kv_cache": kv}
     with monkeypatch.context() as exact:
         exact.setattr("quant.cpu.install", lambda model: None)
-        (wanted,) = quant.load(tiny, quantization=scheme, **SMALL).generate(
-            PROMPTS[:1], params
-        )
-    engine = quant.load(tiny, quantization=scheme, kernels=True, graphs=False, **SMALL)
+        (wanted,) = quant.load(tiny, **formats, **SMALL).generate(PROMPTS[:1], params)
+    engine = quant.load(tiny, **formats, kernels=True, graphs=False, **SMALL)
     assert not any(isinstance(part, nn.Linear) for part in engine.runner.model.modules()), (
         "a plain layer"
     )
     (found,) = engine.generate(PROMPTS[:1], params)
-    assert found.token_ids == wanted.token_ids
+    assert found.token_ids == wanted.token_ids, f"request 0, {scheme} with {kv} keys"
 
 
 # Keys and values.

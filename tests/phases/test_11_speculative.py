@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import forward
 import speculative
 from benchmarks import coupling
 from common.errors import UserError
-from common.events import Completion
+from common.events import Completion, generate
 from common.models.hub import model_folder
 from common.request import Request
 from common.sampling.metadata import SamplingFlags
@@ -34,7 +35,7 @@ from continuous.work import Work
 from cuda_graphs.runner import GraphRunner
 from forward.model import Model
 from forward.surgery import clone
-from paged_cache import EngineBuilder, PagedEngine, PagedSizes, Recipe
+from paged_cache import EngineBuilder, Feature, PagedEngine, PagedSizes, Recipe
 from prefix_cache import PrefixCache
 from speculative import head, ngram, rejection
 from speculative.control import DraftController
@@ -719,6 +720,31 @@ def test_a_head_that_comes_back_sees_the_prompt(
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("drafter", ["ngram", "head", "model"])
+def test_a_warm_up_that_runs_steps_may_come_first(
+    model: Model, drafter: str, tmp_path: Path
+) -> None:
+    """A feature of a phase below may compile its kernels so; its request gets drafts like any other."""
+    found: list[list[int]] = []
+
+    @dataclass(frozen=True)
+    class Rehearsing(Feature):
+        name, phase = "rehearsing", 6
+
+        def install(self, builder: EngineBuilder) -> None:
+            builder.warmups.append(lambda engine: found.append(made_up(engine)))
+
+    def made_up(engine: PagedEngine) -> list[int]:
+        return generate(engine, [[5, 6, 7] * 4], SamplingParams(max_tokens=6))[0].token_ids
+
+    save_head(head_of(model), tmp_path / "head")
+    draft_model = {"ngram": None, "head": str(tmp_path / "head"), "model": "random:tiny"}
+    asked: dict[str, Any] = {"draft_adaptive": False, "draft_model": draft_model[drafter]}
+    preset = speculative.PRESET.plus(on=[Rehearsing])
+    engine = preset.load(model, drafter=drafter, **asked, **SMALL)
+    assert found == [made_up(engine)], f"{drafter}: the warm-up's request got other tokens"
+
+
 def test_a_head_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None:
     """The oracle recomputes: the model's hidden states of all known tokens, then the head's own."""
     engine, source = with_head(model, prefix_cache=False)

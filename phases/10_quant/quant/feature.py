@@ -68,8 +68,10 @@ class Quant(Feature):
         INT4.with_group(self.group_size)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Quantize layers while the model is loaded."""
+        """Quantize layers while the model is loaded, and let keys and values get their scales from it."""
         builder.weight_loader.replace(self, self.weight_loader())
+        if self.kv_cache != PLAIN:
+            builder.surgeries.append(self._scale_keys)
 
     def weight_loader(self) -> WeightLoader:
         """Return the loader that quantizes linear layers as these options say."""
@@ -87,11 +89,13 @@ class Quant(Feature):
         scheme = SCHEMES[name]
         return scheme.with_group(self.group_size) if scheme.scales == "group" else scheme
 
+    def _scale_keys(self, builder: EngineBuilder) -> None:
+        """Set the format of keys and values, while the layers still take any attention: kernels need a cache."""
+        scales = head_scales(builder.model, [sample(builder.model)], self.kv_cache)
+        builder.kv.replace(self, KVFormat(KV_DTYPES[self.kv_cache], scales))
+
     def install(self, builder: EngineBuilder) -> None:
-        """Set the format of keys and values, and give quantized layers the device's fastest product."""
-        if self.kv_cache != PLAIN:
-            scales = head_scales(builder.model, [sample(builder.model)], self.kv_cache)
-            builder.kv.replace(self, KVFormat(KV_DTYPES[self.kv_cache], scales))
+        """Give quantized layers the device's fastest product."""
         if not any(isinstance(layer, QuantLinear) for layer in builder.model.modules()):
             return
         if builder.feature(Kernels) is not None:

@@ -76,7 +76,7 @@ class Speculate(Feature):
         source = DRAFTERS[self.drafter].make(self, builder)
         drafter = SpeculativeRunner(source, self.length, adaptive=self.draft_adaptive)
         builder.drafter.replace(self, drafter)
-        builder.warmups.append(drafter.attach)
+        builder.warmups.insert(0, drafter.attach)  # before one that runs steps
         builder.verifier.replace(self, lambda rows: Verifier(rows.tokens, source.agree))
         SmallSteps(self.length).install(builder)
 

@@ -110,11 +110,12 @@ class ExpertParallel(Feature):
             assert loader is None or isinstance(loader, Quantize)
             own = OwnExpertsLoader(loader, split.ranks)
             builder.weight_loader.decorate(self, lambda inner: own)
-            builder.surgeries.append(partial(_sum_over_ranks, split.ranks))
+            # The first: others may run the model.
+            builder.surgeries.insert(0, partial(_sum_over_ranks, split.ranks))
 
 
 def _sum_over_ranks(ranks: Ranks, builder: EngineBuilder) -> None:
     """Give each layer of experts of the builder's model a function that sums its output over all ranks."""
-    for layer in expert_layers(builder.model):
+    for layer in expert_layers(builder.own_model()):
         layer.first = own_experts(layer.facts.count, ranks).start
         layer.all_reduce = ranks.all_reduce
