@@ -90,7 +90,7 @@ class Quant(Feature):
         return scheme.with_group(self.group_size) if scheme.scales == "group" else scheme
 
     def _scale_keys(self, builder: EngineBuilder) -> None:
-        """Set the format of keys and values, while the layers still take any attention: kernels need a cache."""
+        """Set the format of keys and values, while the layers still take an attention without a cache."""
         scales = head_scales(builder.model, [sample(builder.model)], self.kv_cache)
         builder.kv.replace(self, KVFormat(KV_DTYPES[self.kv_cache], scales))
 
