@@ -1,1 +1,1 @@
-"""Appendix to phase 13: the rest of the API that clients of OpenAI and vLLM know."""
+"""Appendix to phase 13: request fields and routes of OpenAI's and vLLM's APIs that phase 13 lacks."""

@@ -1,4 +1,4 @@
-"""The rest of the API: handlers of fields, and a document that is made of the structs that declare them."""
+"""Handlers of the appendix's request fields, and the OpenAPI document of all fields and routes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ REFERENCES = "#/components/schemas/{name}"
 
 
 def completion_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
-    """Return the handlers of the request fields that the appendix adds to `/v1/completions`.
+    """Return the objects that handle the request fields which the appendix adds to `/v1/completions`.
 
-    limits: the server's, such as the largest grammar.
+    tokenizer: the model's. limits: the server's, such as the most bytes of a grammar.
     """
     return [
         SchedulingHandler(),
@@ -39,9 +39,10 @@ def completion_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandl
 
 
 def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
-    """Return the handlers of the request fields that the appendix adds to chats, in their order of reading.
+    """Return the objects that handle the request fields which the appendix adds to chats.
 
-    limits: the server's, such as the largest grammar.
+    They read a request in the order of the list. tokenizer: the model's. limits: the server's, such as the
+    most bytes of a grammar.
     """
     return [
         SchedulingHandler(),
@@ -55,8 +56,9 @@ def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
 
 
 class Document:
-    """The API described as an OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.0), and as an HTML
-    page.
+    """The API of the server `app` as an OpenAPI 3.1 document and as an HTML page.
+
+    It adds the routes `/openapi.json`, `/docs`, `/version` and `/ping`: https://spec.openapis.org/oas/v3.1.0.
 
     version: of the server.
     """
@@ -73,8 +75,9 @@ class Document:
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """Return the OpenAPI document as a dictionary; each route that generates has a schema of all its
-        fields.
+        """Return the OpenAPI document as a dictionary that can be written as JSON.
+
+        It lists every route; a route that generates tokens has a schema of all its request fields.
         """
         responses = {
             "default": {

@@ -1,6 +1,6 @@
-"""Constrained output: the fields that ask for it, and the `Grammar` of phase 12 that they become.
+"""Constrained output: the request fields that ask for it, and the `Grammar` of phase 12 made of them.
 
-An engine without grammars refuses them when the request reaches it.
+An engine without grammars refuses such a request when it reaches the engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GrammarFields(Struct, kw_only=True):
 
 
 class GrammarHandler:
-    """Makes a grammar of the request fields that constrain the output, such as `response_format`."""
+    """Reads the request fields that constrain the output, such as `response_format`, into a `Grammar`."""
 
     fields = GrammarFields
     names = frozenset(GrammarFields.__struct_fields__)
@@ -55,6 +55,9 @@ class GrammarHandler:
 
     def read(self, given: GrammarFields, request: ParsedRequest) -> None:
         """Set `request`'s grammar from the fields in `given`; do nothing if none of them is set.
+
+        Keywords of a schema with `strict: false` that cannot be followed are left out and named in a response
+        header.
 
         Raises:
             ApiError: the fields give two grammars, or one of an unknown form or too large.
@@ -96,14 +99,18 @@ class GrammarHandler:
 
 
 def loosen(request: ParsedRequest, keywords: list[str]) -> None:
-    """Add a response header that names schema `keywords` which the output need not follow."""
+    """Add the response header that names schema `keywords` which the output does not have to follow."""
     request.headers.append((b"x-ladder-loosened", listed(keywords)))
 
 
 def schema_of(form: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the JSON schema in a `response_format`; None if it has none.
+    """Return the JSON schema in a `response_format`; None if there is no format, or its type is `text`.
 
     form: OpenAI's, with the schema under `json_schema`, or the flat form with the schema beside the type.
+        Without a schema, `json_object` means `{"type": "object"}`.
+
+    Raises:
+        ApiError: the type is unknown, or the schema is missing or no object.
     """
     if form is None or form.get("type") == "text":
         return None

@@ -1,4 +1,4 @@
-"""Log-probabilities and ids of tokens, and prompts that are echoed with theirs."""
+"""Response fields with log-probabilities and ids of tokens, also for prompts that are echoed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from serving.parsed import ParsedRequest
 
 
 def spelled(tokenizer: Tokenizer, choice: Choice, place: int, token: int) -> bytes:
-    """Return the bytes by which a token stands in a completion's text; they may be a part of a character.
+    """Return the UTF-8 bytes that a token has in a completion's text, perhaps only part of a character.
 
-    place: index of the token in `choice.tokens`. The first token with text may lose its leading space.
-    token: its id, or that of another candidate for this place.
+    choice: the completion. place: index of the token in `choice.tokens`. The first token with text may lose
+        its leading space.
+    token: id of the token, or of another candidate for this index.
     """
     known, special = tokenizer.token_bytes, tokenizer.special_ids
     first = place < choice.stream.beginning and token not in special
@@ -31,9 +32,10 @@ def spelled(tokenizer: Tokenizer, choice: Choice, place: int, token: int) -> byt
 
 
 def scored(choice: Choice, piece: Piece) -> Iterator[tuple[int, int, Logprob]]:
-    """Yield (index in the output, token id, log-probabilities) for each token of a piece of a completion.
+    """Yield (index in `choice.tokens`, token id, log-probabilities) for each token of `piece`.
 
-    Tokens without log-probabilities are left out.
+    piece: the part of the completion `choice` that is sent now. Tokens without log-probabilities are left
+        out.
     """
     for place in range(piece.start, min(piece.stop, len(choice.logprobs))):
         yield place, choice.tokens[place], choice.logprobs[place]
@@ -46,16 +48,17 @@ Entry = tuple[Spell, int, Logprob | None]
 
 
 def _with_prompt(echoed: list[str], choice: Choice, piece: Piece) -> dict[str, Any]:
-    """Return `{"text": ...}`: a piece's text, with the prompt's text in front if it is the first piece.
+    """Return `{"text": ...}`: the text of a piece, after the prompt's text if it is the first piece.
 
-    echoed: text of each prompt of the request.
+    echoed: text of each prompt of the request. choice: the completion. piece: the part of it that is sent
+        now.
     """
     prompt = "" if piece.start else echoed[choice.index // choice.request.params.n]
     return {"text": prompt + piece.text}
 
 
 class CompletionLogprobFields(Struct, kw_only=True):
-    """Request fields of completions about log-probabilities: `logprobs` (how many a token) and `echo`."""
+    """Request fields of completions: `logprobs` (likeliest tokens to list for each) and `echo`."""
 
     logprobs: int | None = None
     echo: bool | None = False
@@ -63,9 +66,7 @@ class CompletionLogprobFields(Struct, kw_only=True):
 
 
 class CompletionLogprobs:
-    """Handles `logprobs` and `echo` of `/v1/completions`: lists of tokens and log-probabilities in the
-    response.
-    """
+    """Handles `logprobs` and `echo` of `/v1/completions`, which add to the response."""
 
     fields = CompletionLogprobFields
     names = frozenset(CompletionLogprobFields.__struct_fields__)
@@ -74,7 +75,10 @@ class CompletionLogprobs:
         self.tokenizer = tokenizer
 
     def read(self, given: CompletionLogprobFields, request: ParsedRequest) -> None:
-        """Set up `request` for `logprobs` and `echo`, and register what adds them to the response."""
+        """Set up `request` for `logprobs` and `echo`, with functions that add to its response.
+
+        given: the two fields, as the client has sent them.
+        """
         echoed = list[str]()  # the text of each prompt
         if given.echo:
             request.on_prompt.append(
@@ -95,11 +99,14 @@ class CompletionLogprobs:
                 request.options["wanted"] = [PROMPT_LOGPROBS]
 
     def lists(self, echoed: list[str], choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the response's `logprobs`: tokens, log-probabilities, likeliest tokens, and offsets in
-        the text.
+        """Return `{"logprobs": ...}` of a piece of a completion, in OpenAI's form.
 
-        echoed: texts of the prompts; if not empty, the first piece has entries of the prompt, too.
-        choice, piece: the completion, and which of its tokens to list.
+        The value has four lists with an entry for each token, or is None without tokens: texts,
+        log-probabilities, {text: log-probability} of the likeliest tokens, and offsets in the text
+        (characters).
+
+        echoed: texts of the prompts; if not empty, the first piece has entries of the prompt's tokens, too.
+        choice: the completion. piece: the part of it that is sent now.
         """
         entries, offsets = list[Entry](), list[int]()
         before = 0
@@ -131,13 +138,20 @@ class CompletionLogprobs:
         }
 
     def _text(self, prompt: list[int], request: ParsedRequest) -> str:
-        """Return a prompt's text, without a last character of which the output has the other bytes."""
+        """Return the text of `prompt` (token ids), as it is put in front of the output.
+
+        If its last tokens are the beginning of a character and the output continues it, these bytes are left
+        out: the output's text has the character.
+        """
         decoder = Detokenizer(self.tokenizer)
         text = "".join(map(decoder.push, prompt))
         return text + decoder.incomplete() if request.prompt_only else text
 
     def _prompt(self, choice: Choice) -> Iterator[Entry]:
-        """Yield the entry of each prompt token."""
+        """Yield (spelling function, token id, log-probabilities) for each token of a prompt.
+
+        The first token has None for log-probabilities.
+        """
         first = choice.group.choices[choice.index - choice.index % choice.request.params.n]
         known, special = self.tokenizer.token_bytes, self.tokenizer.special_ids
         entries = [None, *first.notes[PROMPT_LOGPROBS]]
@@ -148,9 +162,10 @@ class CompletionLogprobs:
             yield spell, token, entry and Logprob(entry[0], tuple(map(tuple, entry[1])))
 
     def _top(self, spell: Spell, token: int, entry: Logprob) -> dict[str, float]:
-        """Return {text: log-probability} of the most likely tokens and of `token` itself.
+        """Return {text: log-probability} of the likeliest tokens in `entry`, and of the chosen `token`.
 
-        The key is `token_id:N` if another token has the same text.
+        spell: returns the bytes of a token id in the text. A token's key is `token_id:N` if another token has
+            the same text.
         """
         own, top = _text(spell(token)), dict[str, float]()
         for other, value in (*entry.top, (token, entry.chosen)):
@@ -161,7 +176,7 @@ class CompletionLogprobs:
 
 
 class ChatLogprobFields(Struct, kw_only=True):
-    """Request fields of chats about log-probabilities: `logprobs` and `top_logprobs` (how many a token)."""
+    """Request fields of chats: `logprobs` (yes or no), `top_logprobs` (likeliest tokens to list)."""
 
     logprobs: bool | None = False
     top_logprobs: int | None = None
@@ -169,7 +184,7 @@ class ChatLogprobFields(Struct, kw_only=True):
 
 
 class ChatLogprobs:
-    """Handles a chat's `logprobs` and `top_logprobs`: one object for each token in the response."""
+    """Handles a chat's `logprobs` and `top_logprobs`: adds an object for each token to the response."""
 
     fields = ChatLogprobFields
     names = frozenset(ChatLogprobFields.__struct_fields__)
@@ -178,7 +193,9 @@ class ChatLogprobs:
         self.tokenizer = tokenizer
 
     def read(self, given: ChatLogprobFields, request: ParsedRequest) -> None:
-        """Set up `request` for `logprobs` and `top_logprobs`, and register what adds them to the response.
+        """Set up `request` for `logprobs` and `top_logprobs`, with a function that adds to its response.
+
+        given: the two fields, as the client has sent them.
 
         Raises:
             ApiError: `top_logprobs` is given without `logprobs`.
@@ -191,7 +208,11 @@ class ChatLogprobs:
             request.details.append(self.content)
 
     def content(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the response's `logprobs` in OpenAI's form, with one entry for each token of a piece."""
+        """Return `{"logprobs": ...}` of a piece of a chat's output, in OpenAI's form.
+
+        choice: the completion. piece: the part of it that is sent now. The value has an entry for each token
+            of the piece, or is None without tokens.
+        """
         content = []
         for place, token, logprob in scored(choice, piece):
             top = [self._one(choice, place, *other) for other in logprob.top]
@@ -201,9 +222,9 @@ class ChatLogprobs:
         return {"logprobs": {"content": content, "refusal": None} if content else None}
 
     def _one(self, choice: Choice, place: int, token: int, logprob: float) -> dict[str, Any]:
-        """Return one token's entry: text, log-probability, and bytes (none for a special token).
+        """Return a token's entry in a chat's `logprobs`: keys `token` (text), `logprob`, `bytes`.
 
-        place: index in the completion's tokens. token: its id.
+        choice: the completion. place: index in its tokens. token: its id; a special token has no bytes.
         """
         data = spelled(self.tokenizer, choice, place, token)
         added = b"" if token in self.tokenizer.special_ids else data
@@ -211,7 +232,7 @@ class ChatLogprobs:
 
 
 class TokenFields(Struct, kw_only=True):
-    """Request fields `return_token_ids` and `return_token_marks` (which tokens were drafts)."""
+    """Request fields `return_token_ids` and `return_token_marks` (which tokens were speculative drafts)."""
 
     return_token_ids: bool | None = False  # vLLM's
     return_token_marks: bool | None = (
@@ -236,16 +257,18 @@ class TokenIds:
             request.details.append(self.marks)
 
     def ids(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return `token_ids` of a piece of the output; if the response is not streamed, also
-        `prompt_token_ids`.
+        """Return `{"token_ids": [...]}` of a piece, with `prompt_token_ids` unless it is streamed.
+
+        choice: the completion. piece: the part of it that is sent now.
         """
         found = {"token_ids": choice.tokens[piece.start : piece.stop]}
         return found if choice.group.streamed else found | {"prompt_token_ids": choice.prompt}
 
     def marks(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return `token_marks`: (text, "draft" or "") for each token of a piece that has a text.
+        """Return `{"token_marks": [...]}`: (text, "draft" or "") for each token with a text.
 
-        Of several tokens that one step sampled, all but the last were drafts.
+        choice: the completion. piece: the part of it that is sent now. Of several tokens that one step of the
+            engine gave, all but the last were drafts.
         """
         texts, times = (
             choice.texts[piece.start : piece.stop],

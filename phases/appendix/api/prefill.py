@@ -1,4 +1,4 @@
-"""Continue the last turn of the assistant."""
+"""Let a chat's output continue the last message, which is the assistant's (prefill)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class PrefillFields(Struct, kw_only=True):
 
 
 class Prefill:
-    """Handles `continue_final_message`: the output continues the last message, which must be the
-    assistant's.
-    """
+    """Handles `continue_final_message`: the output continues the assistant's last message."""
 
     fields = PrefillFields
     names = frozenset(PrefillFields.__struct_fields__)
 
     def read(self, given: PrefillFields, request: ParsedRequest) -> None:
-        """Have the prompt end with the content of the last message, for which the template closes no turn.
+        """Have the prompt end within the last message, to be continued, if `given` asks for it.
+
+        The chat template then writes no end of that message.
 
         Raises:
-            ApiError: the last message is not a text of the assistant.
+            ApiError: the last message is not the assistant's, has no text, or calls tools.
         """
         if not given.continue_final_message:
             return

@@ -1,6 +1,7 @@
-"""Reasoning: switched and measured by a request's fields, and parted from the answer as the text comes.
+"""Reasoning of chat models: how much is set by request fields; its text is split from the answer.
 
-Some models write it between `<think>` and `</think>` before their answer, gpt-oss in a channel of its own.
+Some models write reasoning between `<think>` and `</think>` before their answer, gpt-oss in a channel of its
+own.
 """
 
 from __future__ import annotations
@@ -31,16 +32,14 @@ TAIL = 8
 
 
 class ReasoningFields(Struct, kw_only=True):
-    """Request fields about reasoning: `reasoning_effort`, and `separate_reasoning` from the answer."""
+    """Request fields `reasoning_effort` and `separate_reasoning` (split it from the answer)."""
 
     reasoning_effort: str | None = None
     separate_reasoning: bool | None = True
 
 
 class Reasoning:
-    """Handles `reasoning_effort` and `separate_reasoning`: how much a model reasons, and whether that is
-    split off.
-    """
+    """Handles `reasoning_effort` (how much a model reasons) and `separate_reasoning` (split it off)."""
 
     fields = ReasoningFields
 
@@ -51,8 +50,10 @@ class Reasoning:
             self.names |= {"messages"}  # any chat's answer may have some
 
     def read(self, given: ReasoningFields, request: ParsedRequest) -> None:
-        """Set the chat template's variables for the effort, and plan how to split reasoning from the
-        answer. Variables of the client's that the template does not read are added to `request.ignored`.
+        """Set the chat template's variables for the effort, and a reader that splits off reasoning.
+
+        Names of the client's template variables that the template does not read are added to
+        `request.ignored`.
         """
         variables = request.fields.get("chat_template_kwargs") or {}
         unread = sorted(variables.keys() - self.tokenizer.templates.plain.variables)
@@ -77,7 +78,10 @@ class Reasoning:
             request.ignored.append("reasoning_effort")
 
     def _part(self, request: ParsedRequest) -> None:
-        """Have a `ReasoningReader` read the outputs of `request`, in front of the reader that it has."""
+        """Let a `ReasoningReader` split each output of `request` into reasoning and answer.
+
+        The request's own reader, if any, then reads the answer, such as for tool calls.
+        """
         tokenizer, inner = self.tokenizer, request.reader
         if has_channels(tokenizer):
             request.reader = lambda: ChannelReader(inner and inner())
@@ -96,7 +100,10 @@ class Reasoning:
 
 
 def reasons(tokenizer: Tokenizer) -> bool:
-    """Return True if the model's chat template shows that it writes reasoning before an answer."""
+    """Return True if the model's chat template shows that the model writes reasoning before an answer.
+
+    False: it does not, or the model has no template.
+    """
     try:
         return BEGIN in tokenizer.templates.plain.source or has_channels(tokenizer)
     except UserError:  # it has no template
@@ -104,15 +111,16 @@ def reasons(tokenizer: Tokenizer) -> bool:
 
 
 def has_channels(tokenizer: Tokenizer) -> bool:
-    """Return True if the model's chat template has gpt-oss's format, whose messages name a channel."""
+    """Return True if the model's chat template is of gpt-oss's format, in which messages name a channel."""
     source = tokenizer.templates.plain.source
     return CHANNEL in source and MESSAGE in source
 
 
 def opened(tokenizer: Tokenizer, prompt: list[int]) -> bool | None:
-    """Return True if a prompt ends with `<think>`, so that the output begins within reasoning; else False.
+    """Return True if `prompt` (token ids) ends with `<think>`: the output begins with reasoning.
 
-    None: the model's chat template has no reasoning, so the output is not split. prompt: token ids.
+    Return False if it does not, and None if the chat template has no `<think>`, so that the output is not
+    split.
     """
     if BEGIN not in tokenizer.templates.plain.source:
         return None
@@ -120,9 +128,12 @@ def opened(tokenizer: Tokenizer, prompt: list[int]) -> bool | None:
 
 
 class ReasoningReader:
-    """Base class of readers of an output's text (`MessageReader`) that has reasoning before its answer.
+    """Base class of readers that split an output's text, as it comes, into reasoning and answer.
 
-    inner: reads the answer, such as for tool calls; None: all of it is content.
+    A `MessageReader` of phase 13: `answer` gets the output's text token by token, `deltas` the text of the
+    answer.
+
+    inner: a reader of the answer, such as one that finds tool calls; None: all of the answer is content.
     """
 
     def __init__(self, inner: MessageReader | None = None) -> None:
@@ -135,19 +146,24 @@ class ReasoningReader:
 
     @property
     def complete(self) -> bool:
-        """Return True if there are calls, and the answer has ended after a whole one."""
+        """Return True if the answer has ended after a complete tool call, as `inner` says; else False."""
         return self._inner is not None and self._inner.complete
 
     def answer(self, text: str, last: bool) -> str:
-        """Add the text of the next token; return the new text of the answer.
+        """Add the output's next token (text); return the text that it adds to the answer, perhaps "".
 
-        Text that may be part of a mark is held back. last: the output has ended, so nothing is held back.
+        Text that may be the beginning of a mark such as `<think>` is held back. last: the output has ended,
+        so nothing is held back.
         """
         raise NotImplementedError
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Add the next text of the answer; return the parts that it and the reasoning add to the message, in
-        the order in which they came.
+        """Add `text`, the next part of the answer; return what it and reasoning add to the chat message.
+
+        Each part is a dictionary in OpenAI's form, such as `{"reasoning_content": "..."}` or `{"content":
+        "..."}`, in the order in which the texts came.
+
+        last: the output has ended, so no text is held back.
         """
         found, parts = list[Delta](), self._reasoning_parts
         while parts and (last or parts[0][0] <= self._read + len(text)):
@@ -170,9 +186,10 @@ class ReasoningReader:
 class ThinkReader(ReasoningReader):
     """Splits an output's text into the reasoning, from `<think>` to `</think>`, and the answer after it.
 
-    opened: whether the prompt has opened the reasoning; otherwise the output may begin with `<think>`.
-    inner: finds tool calls in the answer, of which the beginning of one ends the reasoning, too; None: there
-        are no tools.
+    opened: whether the prompt ends with `<think>`, so that the output begins with reasoning; otherwise the
+        output may begin with `<think>`.
+    inner: a reader that finds tool calls in the answer; the beginning of a call ends the reasoning, too.
+        None: there are no tools.
     """
 
     def __init__(self, opened: bool, inner: MessageReader | None = None) -> None:
@@ -188,7 +205,7 @@ class ThinkReader(ReasoningReader):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Return how many tokens so far belong to the reasoning, at least in part."""
+        """Return how many of the output's tokens so far belong to the reasoning, at least in part."""
         offsets, count = self._offsets, len(self._offsets)
         if not count or self._stop == 0:
             return 0
@@ -198,7 +215,10 @@ class ThinkReader(ReasoningReader):
         )
 
     def answer(self, text: str, last: bool) -> str:
-        """Add a token's text; return the answer's new text, maybe "". last: the output ends with it."""
+        """Add the output's next token (text); return the text that it adds to the answer, perhaps "".
+
+        last: the output ends with this token.
+        """
         if self._state == "text":
             return text
         total = (self._offsets[-1] if self._offsets else 0) + len(text)
@@ -223,7 +243,7 @@ class ThinkReader(ReasoningReader):
         return text
 
     def _think(self, total: int, last: bool) -> None:
-        """Move text of the reasoning, up to `</think>` or a tool call, to what `deltas` returns.
+        """Take reasoning from the unread text, up to `</think>` or a tool call, for `deltas` to return.
 
         total: characters of the output so far. last: the output has ended, so no text is held back.
         """
@@ -251,17 +271,20 @@ class ThinkReader(ReasoningReader):
 class ChannelReader(ReasoningReader):
     """Splits an output in gpt-oss's format, messages with a channel each, into reasoning and answer.
 
-    `analysis` is reasoning, `final` the answer. A tool call becomes text in Hermes' form (`<tool_call>` and
-    JSON) within the answer.
+    The channel `analysis` is reasoning, `final` the answer. A tool call becomes text in Hermes' form
+    (`<tool_call>` and JSON) within the answer.
 
-    inner: finds the calls of tools; None: there are no tools.
+    inner: a reader that finds the tool calls in the answer; None: there are no tools.
     """
 
     reasoning_tokens = 0
     _state: Literal["start", "head", "analysis", "answer", "call"] = "start"
 
     def answer(self, text: str, last: bool) -> str:
-        """Add a token's text; return the answer's new text, maybe "". last: the output ends with it."""
+        """Add the output's next token (text); return the text that it adds to the answer, perhaps "".
+
+        last: the output ends with this token.
+        """
         self._rest += text
         before, answer = self._state, list[str]()
         if self._state == "start":
@@ -278,10 +301,10 @@ class ChannelReader(ReasoningReader):
         return "".join(answer)
 
     def _step(self, answer: list[str], last: bool) -> bool:
-        """Read the output up to its next special mark; return True if there was a mark, so that more may
-        follow.
+        """Read the output up to its next mark, such as `<|end|>`; return True if there was one.
 
-        answer: gets the text that belongs to the answer. last: the output has ended.
+        False: all the text so far is read. answer: a list to which the text that belongs to the answer is
+            appended. last: the output has ended.
         """
         marks = (MESSAGE,) if self._state == "head" else ENDS
         found = [(place, mark) for mark in marks if (place := self._rest.find(mark)) >= 0]
@@ -307,10 +330,11 @@ class ChannelReader(ReasoningReader):
         return bool(found)
 
     def _open(self, head: str) -> str:
-        """Begin a message; return the text that its head adds to the answer: the start of a tool call, or
-        "".
+        """Begin a message of gpt-oss's format; return the text that its head adds to the answer.
 
-        head: what stands between the marks of channel and message, such as `final`.
+        This is the start of a tool call in Hermes' form, or "" for other messages.
+
+        head: the text between the marks `<|channel|>` and `<|message|>`, such as `final`.
         """
         channel = head.rpartition(CHANNEL)[2].strip().partition(" ")[0]
         _, called, name = head.partition(RECIPIENT)  # behind the role or behind the channel

@@ -1,4 +1,4 @@
-"""When a request is served, and beside whom: its priority, its deadline, and who may share its blocks."""
+"""Request fields for the scheduler: priority, deadline, and who may share a request's cached blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving.parsed import ParsedRequest
 
 
 class SchedulingFields(Struct, kw_only=True):
-    """Request fields for the scheduler: vLLM's `priority` and `cache_salt`, and `deadline_ms`."""
+    """Request fields `priority` and `cache_salt`, as vLLM has them, and `deadline_ms` (milliseconds)."""
 
     priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: str | None = None
@@ -26,11 +26,12 @@ class SchedulingHandler:
     names = frozenset(SchedulingFields.__struct_fields__)
 
     def read(self, given: SchedulingFields, request: ParsedRequest) -> None:
-        """Set a request's place in the waiting line, its salt (who may share its cached blocks) and its
-        deadline.
+        """Set a request's priority, deadline, and salt: requests of one salt share cached blocks.
+
+        given: the fields, as the client has sent them.
 
         Raises:
-            ApiError: a priority is given, but the server schedules first come, first served.
+            ApiError: a priority other than 0 is given, but the server schedules first come, first served.
         """
         policy = request.ready.policy
         if given.priority and policy != "priority":
