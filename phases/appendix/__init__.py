@@ -1,7 +1,7 @@
-"""The appendix: entries that make a phase faster, broader or easier to operate, and are no part of the climb.
+"""The appendix: optional entries that make a phase (a chapter's engine) faster or broader.
 
-An entry is a folder with a short README, its code, and tests in `tests/appendix`. No phase's package
-imports an entry: the registry adds its feature to those of the phase, for the command line and the
+An entry is a folder with a short README, its code, and tests in `tests/appendix`. No phase's package imports
+an entry: the registry of features adds its feature to those of the phase, for the command line and the
 benchmarks.
 """
 
@@ -32,8 +32,9 @@ Behind it stands the phase that it extends; it is on where its `enabled_by_defau
 
 
 def features(number: int) -> list[type[Feature]]:
-    """Return the `Feature` classes of the appendix's entries that extend phase `number` or a phase below
-    it.
+    """Return the appendix's `Feature` classes that extend phase `number` or an earlier phase.
+
+    They are imported, and in the order in which an engine installs them.
     """
     return [
         resolve_name(f"{__name__}.{place}")

@@ -1,4 +1,4 @@
-"""The whole server: phase 13's with every entry that extends it."""
+"""The complete server: phase 13's HTTP server with every appendix entry that extends it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def whole_app(
     defaults: Mapping[str, float] | None = None,
     version: str = "0",
 ) -> App:
-    """Return the ASGI application that `ladder serve` runs: phase 13's, with the appendix's routes and
-    fields.
+    """Return the ASGI app of `ladder serve`: phase 13's with the appendix's routes and request fields.
 
-    model: its name. hosts: names in the Host header that are accepted; `*`: any.
+    engine: the client by which the API process reaches the engine's process. model: its name, which clients
+        see.
+    hosts: names in the Host header that are accepted; `*`: any.
     allowed_origins: web origins, such as `https://example.org`, whose pages may read responses.
     keys: API keys of which a client must send one; none: no key is needed.
     access_log: a path, "-" for standard error, or "none". limits: on what a client may send; None: the
         defaults.
-    defaults: sampling settings of requests that do not set them, by name. version: of the server.
+    defaults: sampling settings, by name, of requests that do not set them. version: of the server.
     """
     checked = limits or Limits()
     app = App(

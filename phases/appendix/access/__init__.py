@@ -1,1 +1,1 @@
-"""Appendix to phase 13: keys, and what web pages may ask of a server, by its name and by their origin."""
+"""Appendix to phase 13, the HTTP server: API keys, and allowed host names and web pages."""

@@ -13,17 +13,20 @@ OPEN = ("/health", "/ready", "/ping", "/", "/docs")
 
 
 class ApiKeys:
-    """Refuse HTTP requests to `app` that have none of its API keys (`keys`)."""
+    """A check before every route of the server `app`: a client must send one of the API `keys`."""
 
     def __init__(self, app: App, keys: tuple[str, ...]) -> None:
         self.keys = [key.encode() for key in keys]
         app.before.append(self.before)
 
     async def before(self, http: HttpRequest) -> bool:
-        """Raise `ApiError` for a request without one of the keys; all are compared, in constant time.
+        """Raise `ApiError` (401) if a request sends no valid API key.
+
+        Paths such as `/health` need none. A key comes in the header `Authorization: Bearer KEY` or
+        `x-api-key`; it is compared with all keys in constant time.
 
         Returns:
-            False: the request is not answered here.
+            False: the app goes on to the request's route.
         """
         if http.path in OPEN:
             return False

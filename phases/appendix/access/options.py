@@ -13,19 +13,24 @@ ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+"
 
 
 def hosts(given: str | None) -> tuple[str, ...]:
-    """Return the host names of a text with commas between them, in lower case; none for None.
+    """Return the host names in `given`, the text of `--allowed-hosts`, in lower case; () for None.
+
+    given: host names with commas between them; `*` stands for any.
 
     Raises:
-        UserError: an entry is neither a host name without a port nor `*`.
+        UserError: the text is empty, or an entry is neither a host name without a port nor `*`.
     """
     return _listed("--allowed-hosts", given, HOST, "a host is a name without a port")
 
 
 def origins(given: str | None) -> tuple[str, ...]:
-    """Return the origins (`scheme://host` or `scheme://host:port`) of a text with commas; none for None.
+    """Return the web origins in `given`, the text of `--allowed-origins`; () for None.
+
+    given: origins (`scheme://host` or `scheme://host:port`; lowered in the result) with commas between them;
+        `*` stands for any.
 
     Raises:
-        UserError: an entry is neither an origin nor `*`.
+        UserError: the text is empty, or an entry is neither an origin nor `*`.
     """
     return _listed(
         "--allowed-origins", given, ORIGIN, "an origin is scheme://host or scheme://host:port"
@@ -43,10 +48,10 @@ def _listed(flag: str, given: str | None, pattern: str, what: str) -> tuple[str,
 
 
 def names_of(host: str, allowed: tuple[str, ...], *, keys: bool) -> frozenset[str]:
-    """Return the host names by which clients may address a server; `*` stands for any name.
+    """Return the host names that a server accepts in the Host header; `{"*"}` means any.
 
-    host: the address that the server listens on.
-    allowed: further names. If there are any, a server with keys checks names, too.
+    host: the address that the server listens on, always accepted, as are `localhost` and this machine's name.
+    allowed: further names; `*`: any.
     keys: whether clients need an API key. If so, and `allowed` is empty, any name is accepted: a foreign web
         page has no key.
     """

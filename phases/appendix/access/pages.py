@@ -1,7 +1,9 @@
-"""Headers by which pages of other origins may read: https://fetch.spec.whatwg.org/#http-cors-protocol.
+"""CORS headers, which let web pages of other origins read responses.
 
-Such a page may send requests, but a browser lets it read a response only if the server says so. No cookies or
-passwords go along: a page has to send a key of its own.
+https://fetch.spec.whatwg.org/#http-cors-protocol
+
+A page of another origin may send requests, but a browser lets it read a response only if the server says so.
+No cookies or passwords go along: a page has to send an API key of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ SECONDS = b"600"
 
 
 def allow_pages(http: HttpRequest, origins: tuple[str, ...], app: App) -> bool:
-    """Add to the response the headers that let pages of the allowed `origins` read it.
+    """Add the CORS headers that let web pages of the allowed `origins` read a response.
+
+    app: the server, which knows the methods of each path.
 
     Returns:
-        True if the request is a preflight: a browser's question whether it may send the real request.
+        True if the request is a preflight (a browser's `OPTIONS`, which asks whether it may send the real
+        request), so that only an empty response is left to send; False for any other request.
 
     Raises:
         ApiError: the preflight is of a page whose origin is not allowed.

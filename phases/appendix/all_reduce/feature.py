@@ -1,4 +1,4 @@
-"""The kernels' sums as a feature of an engine in ranks."""
+"""The custom all-reduce as a feature of a tensor-parallel engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class CustomAllReduce(Feature):
-    """Custom all-reduce: sum small tensors over ranks in memory that all GPUs share; NCCL sums the others."""
+    """Sum small tensors over ranks by a kernel in memory that all GPUs share; NCCL sums larger ones."""
 
     name = "own_sums"
     phase = 14
@@ -22,8 +22,12 @@ class CustomAllReduce(Feature):
     on_device = "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
-        """Give the tensor-parallel ranks of the engine an all-reduce over shared memory; do nothing for a
-        single rank.
+        """Give each tensor-parallel rank an all-reduce over shared GPU memory.
+
+        Does nothing for a single rank.
+
+        Raises:
+            UserError: the model is not on a GPU.
         """
         split = builder.feature(Split)
         if split is None:

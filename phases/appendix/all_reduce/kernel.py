@@ -1,16 +1,16 @@
 """One-shot all-reduce over peers' memory, with the residual addition in the same kernel.
 
-One-shot: every rank reads all ranks' parts and adds them up by itself.
+One-shot: every rank reads the inputs of all ranks and adds them up by itself.
 
-Program `b` of every rank works with program `b` of all other ranks and with no other program. It has a slot
-of its own in the memory, and a counter of its own, to which each peer adds one at a barrier. Barrier number
-n is over when the counter has reached n times the number of peers. A slow rank cannot be counted as two: to
-reach the next barrier a rank must leave this one, and the first to leave has seen all others. So counters
-only grow, and are never reset.
+Program `b` of every rank works with program `b` of all other ranks and with no other program. Each program
+has a slot for its inputs in its rank's shared memory, and a counter there, to which each peer adds one at a
+barrier. Barrier number n is over when the counter has reached n times the number of peers. A slow rank cannot
+be counted as two: to reach the next barrier a rank must leave this one, and the first to leave has seen all
+others. So counters only grow, and are never reset.
 
-Slots alternate between two halves of the memory by the number of the barrier. So no rank waits at the end:
-a rank that writes to a half again has left a barrier that all others reached after they had read that half.
-All of it lies in memory, not in arguments, so a graph can be replayed.
+Slots alternate between two halves of the memory by the number of the barrier. So no rank waits at the end: a
+rank that writes to a half again has left a barrier that all others reached after they had read that half.
+Counters and barrier numbers lie in memory, not in arguments, so a CUDA graph of the kernel can be replayed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ ALIGN = tl.constexpr(128)
 
 @triton.jit
 def address_of(table, peer, offset, kind: tl.constexpr):
-    """Return the address of byte `offset` of rank `peer`'s memory, as a pointer of type `kind`.
+    """Return byte `offset` of rank `peer`'s shared memory as a pointer of type `kind`.
 
-    table: `[RANKS]` int64, where each rank's memory begins. The start is read from memory, so the compiler
-        must know that it is aligned to 16 bytes, or numbers would go over NVLink one by one.
+    table: `[RANKS]` int64, the address at which each rank's memory begins. That address is read from memory,
+        so the code states that it is aligned to 16 bytes: else the compiler would load numbers over NVLink
+        one by one.
     """
     return tl.multiple_of((tl.load(table + peer) + offset).to(kind), 16)
 
@@ -40,14 +41,13 @@ def barrier(
     counter, table, barrier_number, stop,
     RANK: tl.constexpr, RANKS: tl.constexpr, LOOK: tl.constexpr = 256,
 ):  # fmt: skip
-    """Wait until the same program of every rank has reached the barrier; their earlier writes are then
-    visible.
+    """Wait until the same program of every rank is at this barrier, and its writes are visible.
 
     counter: offset of the program's counter in a rank's memory, in bytes.
     table: `[RANKS]` int64, where each rank's memory begins.
-    barrier_number: number of barriers that the program has passed after this one; from 1.
-    stop: int32 on the host; anything but 0 ends the wait, since a rank is lost.
-    LOOK: polls of the counter between two polls of `stop`.
+    barrier_number: number of the program's barriers so far, this one included; from 1.
+    stop: pointer to int32 in host memory; anything but 0 ends the wait, since a rank is lost.
+    RANK, RANKS: this rank, and the number of ranks. LOOK: polls of the counter between two polls of `stop`.
     """
     tl.debug_barrier()  # all threads' stores come before the counters
     peers = tl.arange(0, triton.next_power_of_2(RANKS))
@@ -83,12 +83,15 @@ def all_reduce_kernel(
 ):  # fmt: skip
     """Write the sum of all ranks' `part [rows, SIZE]`, plus `residual` if any, to `out [rows, SIZE]`.
 
-    Program `b` of `n` computes the rows `b, b + n, ...`. A rank's memory is two halves of HALF bytes for
-    parts, with SLOT bytes for each program, and from byte COUNTERS on the counters.
+    Program `b` of `n` computes the rows `b, b + n, ...`. A rank's shared memory holds two halves of HALF
+    bytes for the ranks' inputs, with SLOT bytes for each program, and from byte COUNTERS on a barrier counter
+    for each program.
 
+    residual: `[rows, SIZE]`, or None. SIZE_PAD: SIZE rounded up to a power of two.
     table: `[RANKS]` int64, where each rank's memory begins.
     barriers_passed: `[programs]` int64, how many barriers each of this rank's programs has passed.
-    stop: int32 on the host; anything but 0 ends waits, since a rank is lost.
+    stop: pointer to int32 in host memory; anything but 0 ends waits, since a rank is lost.
+    PDL: the kernel runs under programmatic dependent launch, so it waits for the kernel before.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if PDL:

@@ -1,6 +1,6 @@
-"""Memory that every rank has, at an address that all ranks know, and sums over it.
+"""Symmetric memory (buffers of which all ranks know the addresses), and sums in it.
 
-PyTorch's symmetric memory: each rank's part is mapped into the others' address spaces, so a kernel reads and
+PyTorch's symmetric memory maps each rank's buffer into the other ranks' address spaces, so a kernel reads and
 writes it over NVLink as if it were its own.
 """
 
@@ -28,19 +28,21 @@ _buffers_made = 0
 
 
 class OtherRanks(UserError):
-    """Raised if this process has already shared memory with other ranks, which it can do only once.
+    """Raised if a process shared memory with other ranks before, which it can do only once.
 
-    PyTorch numbers a process's rendezvous over symmetric memory, and ranks whose numbers differ would wait
-    forever.
+    PyTorch numbers the times that a process shares memory (rendezvous), and ranks whose numbers differ would
+    wait forever.
     """
 
 
 class SymmetricBuffer:
-    """A buffer of every rank, mapped into the address spaces of all ranks.
+    """A buffer of `size` bytes on every rank, mapped into the address spaces of all ranks.
 
     table: `[ranks]` int64 on the device, the address at which each rank's buffer begins.
-    stop: int32 `[1]` in pinned memory; the host sets it to 1 to end the waits of kernels when a rank is
-        lost.
+    stop: int32 `[1]` in pinned memory; the host sets it to 1 to end the waits of kernels when a rank is lost.
+
+    Raises:
+        OtherRanks: some rank's process has made another number of buffers before.
     """
 
     def __init__(self, ranks: Ranks, size: int) -> None:
@@ -67,9 +69,9 @@ MOST = 512 << 10
 
 
 class SymmetricMemoryReducer(Reducer):
-    """An all-reduce (sum over ranks) by one kernel, for parts of up to `most` bytes.
+    """An all-reduce (sum over ranks) by one kernel, for `[..., hidden]` of at most `most` bytes.
 
-    NCCL sums larger tensors and other dtypes.
+    NCCL sums larger tensors, and tensors of another last dimension or dtype.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class SymmetricMemoryReducer(Reducer):
         self.barriers_passed = torch.zeros(PROGRAMS, dtype=torch.int64, device=ranks.device)
 
     def sum(self, ranks: Ranks, part: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the sum of all ranks' `part`, plus `residual` if there is one, in its shape and dtype."""
+        """Return the sum of all ranks' `part`, plus `residual` if given, in `part`'s shape and dtype."""
         rows, size = part.numel() // self.hidden, self.hidden
         same = part.shape[-1] == size and part.dtype == self.dtype
         if not same or not 0 < rows <= self.most_rows:
@@ -105,5 +107,5 @@ class SymmetricMemoryReducer(Reducer):
         return out
 
     def stop(self) -> None:
-        """End the wait of every kernel of this rank, because another rank has died; sums are then wrong."""
+        """End the waits of this rank's kernels, since another rank has died; their sums are wrong."""
         self.shared.stop.fill_(1)
