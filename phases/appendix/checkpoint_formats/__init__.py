@@ -1,1 +1,1 @@
-"""Checkpoint formats: quantized models as other tools write them, read and written."""
+"""Checkpoint formats: load quantized models as other tools (AutoGPTQ, AutoAWQ, LLM Compressor) write them."""

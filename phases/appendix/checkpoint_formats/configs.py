@@ -1,9 +1,10 @@
-"""Read a checkpoint's ``quantization_config``, and refuse what cannot be computed here.
+"""Read a checkpoint's ``quantization_config``, and refuse settings that this engine cannot compute.
 
-Five methods name the same facts in five ways. A scheme that is not known is refused by its name: numbers
-that are read as something else still make fluent text, only worse. The fields of a scheme are a closed list
-in compressed-tensors, so there any other field is refused. Files of the other methods hold whatever the
-tool that wrote them had to say of itself; there the fields that change what numbers mean are refused.
+Each of the methods (``quant_method``) has its own names for the same facts. A scheme that is not known is
+refused by its name: numbers that are read in a wrong format still make fluent text, only worse. In
+compressed-tensors the fields of a scheme are a closed list, so any other field is refused. Configurations of
+the other methods may have fields about the tool that wrote them; there only fields that change what the
+numbers mean are refused.
 
 Formats: https://github.com/vllm-project/compressed-tensors (``compressed-tensors``), ``fp8`` as in
     https://huggingface.co/Qwen/Qwen3-8B-FP8, GPTQ as AutoGPTQ and GPTQModel write it, AWQ as AutoAWQ writes
@@ -73,8 +74,9 @@ class Stored:
     plain: tuple[str, ...]
 
     def layout(self, name: str) -> TensorLayout | None:
-        """Return the layout of our layer `name`, such as `layers.0.mlp.up_proj`; None if it is not
-        quantized.
+        """Return how layer `name` of the model is stored; None if it is not quantized.
+
+        name: such as `layers.0.mlp.up_proj`, without the checkpoint's prefix.
         """
         if any(matches(each, name) for each in self.plain):
             return None
@@ -88,7 +90,7 @@ def stored(raw: Mapping[str, Any]) -> Stored:
     """Return the storage format that a checkpoint's ``quantization_config`` (`raw`) describes.
 
     Raises:
-        UserError: the method or a setting is not supported; the text names which.
+        UserError: the method or a setting is not supported; the message names it.
     """
     method = Field("quant_method", str, choices=tuple(_METHODS)).read(raw)
     try:
@@ -101,9 +103,11 @@ def stored(raw: Mapping[str, Any]) -> Stored:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return True if a pattern of a checkpoint means our layer `name`.
+    """Return True if `pattern`, from a checkpoint's configuration, matches the model's layer `name`.
 
-    pattern: the layer's full name there, or ``re:`` and a regular expression for its beginning.
+    pattern: the layer's full name in the checkpoint, or ``re:`` and a regular expression that its beginning
+        must match; outside of the blocks, also the last part of the name, such as `lm_head`.
+    name: the layer's name in the model, without the checkpoint's prefix, such as `layers.0.mlp.up_proj`.
     """
     names = [prefix + name for prefix in _PREFIXES]
     if pattern.startswith("re:"):
@@ -116,10 +120,10 @@ def matches(pattern: str, name: str) -> bool:
 def _parts(
     raw: Mapping[str, Any], name: str, start: str = ".*", end: str = ""
 ) -> tuple[str, ...]:
-    """Return patterns ``re:{start}TEXT{end}``, one for each TEXT in the list `raw[name]` (a missing one
-    is empty).
+    """Return a pattern ``re:{start}TEXT{end}`` of layer names for each TEXT in the list `raw[name]`.
 
-    start, end: regular expressions for what may stand before and after TEXT in a layer's name.
+    Empty if there is no such list. start, end: regular expressions for what may stand before and after TEXT
+    in a layer's name.
     """
     given = Field(name, list, default=[]).read(raw)
     return tuple(
@@ -153,10 +157,12 @@ def _patterns(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _fp8(raw: Mapping[str, Any]) -> Stored:
-    """Return the format of an `fp8` configuration `raw`: e4m3 weights, and inputs that are scaled at run
-    time.
+    """Return the storage format of an `fp8` configuration `raw`: weights of type e4m3.
 
-    Weights have a scale for each block of 128 x 128, or one for the tensor.
+    A weight has a scale for each block of 128 x 128, or one in all; inputs get their scales at run time.
+
+    Raises:
+        UserError: a setting is not supported.
     """
     _only(raw, "activation_scheme", "dynamic")
     _only(raw, "fmt", "e4m3", missing=True)
@@ -176,8 +182,9 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
 
 
 def _gptq(raw: Mapping[str, Any]) -> Stored:
-    """Return the format of a GPTQ configuration `raw` (4 bits); with act-order, `g_idx` gives each input
-    its group.
+    """Return the storage format of a GPTQ configuration `raw`: four-bit weights in groups of inputs.
+
+    With act-order (`desc_act`), the tensor `g_idx` gives the group of each input.
     """
     _only(raw, "bits", 4)
     head = () if Field("lm_head", bool, default=False).read(raw) else ("lm_head",)
@@ -191,7 +198,10 @@ def _gptq(raw: Mapping[str, Any]) -> Stored:
 
 
 def _awq(raw: Mapping[str, Any]) -> Stored:
-    """Return the format of an AutoAWQ configuration `raw`: 4 bits in groups, with zero points."""
+    """Return the storage format of an AutoAWQ configuration `raw`: 4-bit weights with zero points.
+
+    Inputs form groups, which have a scale and a zero point for each output.
+    """
     _only(raw, "bits", 4)
     _only(raw, "version", "gemm", missing=True)
     _only(raw, "zero_point", True, missing=True)
@@ -201,8 +211,9 @@ def _awq(raw: Mapping[str, Any]) -> Stored:
 
 
 def _compressed(raw: Mapping[str, Any]) -> Stored:
-    """Return the format of a compressed-tensors configuration `raw`: groups of layers, each with its own
-    layout.
+    """Return the storage format of a compressed-tensors configuration `raw`.
+
+    It has groups of layers, each with a format of its own.
     """
     _only(raw, "quantization_status", "compressed", missing=True)
     groups = Field("config_groups", dict).read(raw)
@@ -266,9 +277,12 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
 
 
 def _activations(group: Mapping[str, Any]) -> Activations | None:
-    """Return the eight-bit format ("fp8" or "int8") to which layers round their inputs; None: no rounding.
+    """Return the format to which layers round their inputs, "fp8" or "int8"; None: no rounding.
 
-    group: an entry of compressed-tensors' `config_groups`. Each token has a scale of its own.
+    group: an entry of compressed-tensors' `config_groups`. Each token's input has its own scale.
+
+    Raises:
+        UserError: the inputs have another format.
     """
     name = "input_activations"
     if group.get(name) is None:
@@ -298,7 +312,7 @@ def _known(raw: Mapping[str, Any], fields: Sequence[str], where: str = "") -> No
 
 
 def _only(raw: Mapping[str, Any], name: str, value: Any, missing: bool = False) -> None:
-    """Raise `UserError` unless `raw[name]` equals `value`; upper and lower case are the same.
+    """Raise `UserError` unless `raw[name]` equals `value`; the case of letters does not matter.
 
     missing: whether the field may also be absent.
     """

@@ -17,13 +17,18 @@ from quant.loading import Quantize, plain_layers
 
 
 class ReadFormats(Quantize):
-    """A weight loader that keeps the layers which the checkpoint stores quantized, and may quantize the
-    others.
+    """A weight loader for checkpoints with quantized layers, which stay in the checkpoint's numbers.
+
+    Other checkpoints are loaded as phase 10's `Quantize` does, which may quantize layers.
     """
 
     def expect(self, model: Model) -> None:
-        """Replace modules of a model on the `meta` device, so that it has the checkpoint's quantized
-        tensors.
+        """Replace the linear layers that the checkpoint stores quantized, before weights are read.
+
+        Each becomes a `StoredLinear`, which has the checkpoint's tensors. model: on the `meta` device.
+
+        Raises:
+            UserError: the format is not supported, or the user asks for another quantization.
         """
         stored_as = model.config.quantization
         if stored_as is None or stored_as["quant_method"] == METHOD:
@@ -44,7 +49,7 @@ class ReadFormats(Quantize):
                 model.set_submodule(name, StoredLinear(layer, layout, name))
 
     def finish(self, model: Model) -> Model:
-        """Turn the tensors that were loaded into quantized layers; return the same model."""
+        """Replace each `StoredLinear`, now loaded, by a quantized layer; return the same model."""
         for name in [
             name for name, layer in model.named_modules() if isinstance(layer, StoredLinear)
         ]:
@@ -56,17 +61,16 @@ class ReadFormats(Quantize):
 
 @dataclass(frozen=True)
 class CheckpointFormats(Feature):
-    """Checkpoints in AWQ's, GPTQ's, FP8's and compressed-tensors' formats load as they are."""
+    """Load quantized checkpoints in the formats of AWQ, GPTQ, FP8 and compressed-tensors."""
 
     name = "checkpoint_formats"
     phase = 10
     needs = on_with = (Quant,)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Set a weight loader that reads the checkpoint's quantized layers, if there are any; else do
-        nothing.
+        """Set a weight loader that keeps the layers which a checkpoint stores quantized.
 
-        Other layers follow the option of phase 10 that quantizes weights.
+        Checkpoints without such layers are quantized or not, as the option of phase 10 says.
         """
         plain = builder.weight_loader.part
         assert isinstance(plain, Quantize)

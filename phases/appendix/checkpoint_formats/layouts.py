@@ -1,7 +1,7 @@
-"""Layouts of a quantized layer's tensors in checkpoints, and the way from each to `QuantizedWeight`.
+"""Layouts of a quantized layer's tensors in checkpoints, and how each becomes a `QuantizedWeight`.
 
-All formats' four-bit numbers are the same sixteen; they differ in the side they are packed along, in their
-order within a word, and in what a zero point is counted from.
+The four-bit numbers are the same in all formats, 0 to 15; formats differ in the side along which numbers are
+packed, in their order within a word, and in what a zero point is counted from.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class TensorLayout:
     """Layout of the tensors of one quantized layer in a checkpoint's file.
 
     scheme: format of the numbers and of their scales. scale: name of the tensor of scales.
-    one_less: True if zero points are stored less one, as in GPTQ's first format. one_scale: True if the file
+    one_less: True if the file has zero points minus 1, as in GPTQ's first format. one_scale: True if the file
         has one scale for all channels.
-    kind: plain: numbers as they are, and scales (`float-quantized`, `int-quantized`, `fp8`). packed: eight
-        nibbles or four bytes of neighbouring inputs in a word, the first lowest, each plus half the range
-        (`pack-quantized`). gptq: words along the inputs. awq: words along the outputs, nibbles shuffled.
+    kind: "plain": numbers as they are, and scales (formats `float-quantized`, `int-quantized`, `fp8`).
+        "packed": an int32 word has eight four-bit or four eight-bit numbers of neighbouring inputs, the first
+        in the lowest bits, each plus half the range (`pack-quantized`). "gptq": words of neighbouring inputs.
+        "awq": words of neighbouring outputs, in AWQ's own order.
     """
 
     kind: Kind
@@ -49,13 +50,12 @@ class TensorLayout:
     one_scale: bool = False
 
     def tensors(self, n: int, k: int, name: str) -> Expected:
-        """Return the shape and dtype of each of the file's tensors for a weight `[n, k]`, by the tensor's
-        name.
+        """Return {tensor name: (shape, dtype)} of the file's tensors for a layer's weight `[n, k]`.
 
         name: of the layer, for errors.
 
         Raises:
-            UserError: a weight of this shape has no such layout.
+            UserError: `n` or `k` is no multiple of the layout's groups or words.
         """
         per_word, group = 32 // self.scheme.bits, self.scheme.group
         if self.kind == "plain":
@@ -163,7 +163,7 @@ class TensorLayout:
 
 
 class StoredLinear(nn.Module):
-    """Holds the tensors of one quantized layer as they lie in the file, until `understood` converts them."""
+    """Holds the tensors of one quantized layer as they are in the file, until `understood` converts them."""
 
     def __init__(self, linear: nn.Linear, layout: TensorLayout, name: str) -> None:
         super().__init__()
@@ -174,7 +174,9 @@ class StoredLinear(nn.Module):
         self.bias = linear.bias
 
     def understood(self, name: str) -> QuantLinear:
-        """Return the quantized layer that the loaded tensors describe. name: of the layer, for errors.
+        """Return the quantized linear layer that the loaded tensors describe.
+
+        name: of the layer, for errors.
 
         Raises:
             UserError: a tensor holds a value that the format forbids.
@@ -186,21 +188,24 @@ class StoredLinear(nn.Module):
 
 
 def unpack_words(words: Tensor) -> Tensor:
-    """Unpack int32 words `[R, C]` into numbers of four bits, `[R, C * 8]` uint8, lowest first."""
+    """Unpack int32 words `[R, C]` into four-bit numbers `[R, C * 8]` uint8, lowest bits first."""
     return unpack_nibbles(words.contiguous().view(torch.uint8))
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """Unpack words `[R, C]` int32 in AWQ's order into numbers `[R, C * 8]` uint8."""
+    """Unpack int32 words `[R, C]` in AWQ's order into eight four-bit numbers each: `[R, C * 8]` uint8."""
     numbers = unpack_words(words).view(len(words), -1, 8)
     return numbers[..., list(AWQ_ORDER)].flatten(1)
 
 
 def _order(groups: Tensor, size: int, name: str) -> Tensor | None:
-    """Return the input numbers `[K]` sorted by group; None if the groups are in order already.
+    """Return the numbers of the inputs sorted by group, `[K]` int64; None if they are sorted already.
 
-    groups: `[K]`, the group of each input (GPTQ's `g_idx`). size: inputs of a group. name: of the layer, for
+    groups: `[K]`, the group of each input (GPTQ's `g_idx`). size: inputs of a group. name: of the tensor, for
         errors.
+
+    Raises:
+        UserError: a group does not exist, or has not `size` inputs.
     """
     count = len(groups) // size
     if bool(((groups < 0) | (groups >= count)).any()):
