@@ -1,1 +1,1 @@
-"""Appendix to phase 13: connections of clients that are slow on purpose, or send more than they should."""
+"""Appendix to phase 13: limits for clients that are slow on purpose, or send more than they should."""

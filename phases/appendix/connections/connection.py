@@ -1,9 +1,10 @@
-"""A connection of the server: uvicorn's protocol with one clock, one request at a time, and a bound on bytes.
+"""A client's connection to the server: one request at a time, a limit of bytes, and one timer.
 
-A connection waits for a request, receives one, owes an answer, or closes, when its client has to read what is
-left. One clock runs in all states, in the third only while the client does not read, and no byte that arrives
-moves it. What arrives while an answer is owed is kept aside unread, up to the limit of a request's headers:
-so reading goes on, and a client that leaves is noticed.
+It extends uvicorn's protocol. A connection waits for a request, receives one, owes a response, or closes,
+when its client has to read what is left. One timer runs in all states (while a response is owed, only if the
+client does not read it), and no byte that arrives restarts it. What arrives while a response is owed is
+stored unparsed, up to the limit of a request's headers: so the socket is still read, and a client that
+disconnects is noticed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,13 @@ class Connection(HttpToolsProtocol):
     """A server's side of one HTTP connection (asyncio protocol of uvicorn), with limits of size and time.
 
     owed: requests without a complete response; more than one if a client sends several without waiting.
-    since: the event loop's time at which it began to wait for the client.
+    since: when the connection began to wait for its client, in seconds of the event loop's clock.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Set up a new connection. If there are too many, close the one that has waited longest for its
-        client.
+        """Set up a new connection; if there are too many, close one that waits for its client.
 
-        If no other connection waits for its client, the new one is closed.
+        That is the one that has waited longest; if no other one waits, the new one is closed.
         """
         super().connection_made(transport)
         self.limits = self.read_limits()
@@ -69,7 +69,7 @@ class Connection(HttpToolsProtocol):
         self._expect(self.limits.body_seconds, TIMED_OUT)
 
     def read_limits(self) -> Limits:
-        """Return the limits on requests that the application has."""
+        """Return the application's limits on requests: bytes, seconds, connections."""
         return cast("App", self.config.app).limits
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,11 +82,15 @@ class Connection(HttpToolsProtocol):
 
     @property
     def keeps_waiting(self) -> bool:
-        """Return True if the client has to send something before the server can do anything."""
+        """Return True if the server can do nothing until the client sends more; False once closing."""
         return not self.transport.is_closing() and (not self.owed or self.owed[0].more_body)
 
     def data_received(self, data: bytes) -> None:
-        """Parse the next bytes; keep them for later while a response is owed, drop them after a refusal."""
+        """Parse the next bytes of a client.
+
+        While a response is owed they are stored, to be parsed after it; once the connection closes they are
+        dropped.
+        """
         if self.transport.is_closing():
             return
         if self.owed and not self.owed[-1].more_body:
@@ -98,14 +102,15 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
 
     def _should_upgrade(self) -> bool:
-        """Return True if the request that is being received asks for another protocol, such as HTTP/2."""
+        """Return True if the request's header `Upgrade` asks for another protocol, such as HTTP/2."""
         return any(name == b"upgrade" for name, _ in self.headers)
 
     def handle_websocket_upgrade(self) -> None:
-        """Parse a request that asks for another protocol again, without its header `Upgrade`.
+        """Parse a request that asks for another protocol once more, without its header `Upgrade`.
 
-        Java's client sends this header with every request. The parser takes what follows the headers, so the
-        body too, for bytes of that protocol. uvicorn calls this while it handles the parser's exception.
+        Java's client sends this header with every request. The parser takes all that follows the headers,
+        including the body, for bytes of that other protocol. uvicorn calls this method while it handles the
+        parser's exception.
         """
         stopped = sys.exception()
         assert isinstance(stopped, HttpParserUpgrade)
@@ -120,24 +125,27 @@ class Connection(HttpToolsProtocol):
         self.data_received(b"".join(head) + b"\r\n" + self._data[stopped.args[0] :])
 
     def on_message_begin(self) -> None:
-        """Begin a request: count its bytes from 0, and start its clock."""
+        """Begin a request: count its header bytes from 0, and start the timer within which it must arrive."""
         super().on_message_begin()
         self._bytes = 0
         if not self.owed:
             self._expect(self.limits.body_seconds, TIMED_OUT)
 
     def on_url(self, url: bytes) -> None:
-        """Count the bytes of the request's URL; a request with too many bytes is refused (431)."""
+        """Count the bytes of the request's URL; refuse the request (431) if it has too many."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count the bytes of a header; a request with too many bytes is refused (431)."""
+        """Count the bytes of a header; refuse the request (431) if its headers have too many."""
         self._count(len(name) + len(value) + 4)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Note that the request needs a response, and stop the clock: the application times the body."""
+        """Note that the request needs a response, and stop the timer: the application times the body.
+
+        A timer starts if the client has not yet read the response before.
+        """
         if self.parser.should_upgrade() and self._should_upgrade():
             self.scope["method"] = self.parser.get_method().decode()
             self.scope["http_version"] = self.parser.get_http_version()
@@ -150,7 +158,10 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()  # uvicorn stops at a pipelined request, and would not see a client leave
 
     def on_response_complete(self) -> None:
-        """End a request whose response was sent: parse the next one; close if its body was not all read."""
+        """End a request whose response was sent: parse the next one, or close the connection.
+
+        It closes if the request's body has not been read to its end.
+        """
         answered = self.owed.popleft()
         if answered.more_body:
             self.transport.close()
@@ -166,20 +177,20 @@ class Connection(HttpToolsProtocol):
             self.data_received(later)
 
     def pause_writing(self) -> None:
-        """Start the clock of a client that does not read what is written: `limits.slow_seconds`."""
+        """Start the timer of a client that does not read: `limits.slow_seconds` until it is aborted."""
         super().pause_writing()
         self._set_deadline()
 
     def resume_writing(self) -> None:
-        """Stop the clock of a client that has read enough; a connection that is closing is still timed."""
+        """Stop the timer of a client that has read enough; a connection that is closing keeps its timer."""
         super().resume_writing()
         if self.owed and not self.transport.is_closing():
             self._stop_clock()
 
     def send_400_response(self, msg: str) -> None:
-        """Send a 400 response to bytes that are no HTTP, and close; only close if a response has begun.
+        """Send a 400 response to bytes that are no HTTP, and close the connection.
 
-        msg: the response's text.
+        If another response has begun, only close. msg: the response's text.
         """
         if any(cycle.response_started for cycle in self.owed):
             self.transport.close()
@@ -194,7 +205,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError("too many bytes of headers")  # the parser gives up
 
     def _expect(self, seconds: float, answer: bytes) -> None:
-        """Close the connection in `seconds`, unless this clock is stopped or set anew before.
+        """Close the connection in `seconds`, unless the timer is stopped or restarted before.
 
         answer: bytes of the response to send first, perhaps none.
         """

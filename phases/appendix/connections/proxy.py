@@ -1,4 +1,4 @@
-"""Connections of the proxy in front of replicas, which Ray's server makes."""
+"""Connections to the proxy in front of several replicas of the server, which Ray's HTTP server accepts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PROXY = f"{__name__}:ProxyConnection"
 
 
 class ProxyConnection(Connection):
-    """A client's connection to the proxy before several replicas."""
+    """A client's connection to the proxy in front of several replicas of the server."""
 
     def read_limits(self) -> Limits:
-        """Return the limits on requests, the same for all replicas."""
+        """Return the limits on requests (bytes, seconds, connections), equal for all replicas."""
         return _limits(os.environ.get(LIMITS, "{}"))
 
 

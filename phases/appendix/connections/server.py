@@ -1,6 +1,6 @@
-"""The HTTP server around the application: uvicorn with httptools, and what uvicorn leaves to others.
+"""The HTTP server around the application: uvicorn with httptools, and a shutdown in two steps.
 
-It adds a shutdown in which streams may finish while `/ready` already says no.
+While streams may still finish, `/ready` already says no.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ CONFIG: dict[str, Any] = {
 
 
 class HttpServer(uvicorn.Server):
-    """The HTTP server (uvicorn), which ends in two steps: first streams may finish, then connections are
-    closed.
+    """The HTTP server (uvicorn), which shuts down in two steps: streams finish, then connections close.
 
-    app: what it serves. on_ready: called when the engine first takes requests.
+    app: the application that it serves. on_ready: called when the engine first takes requests.
     code: the exit code with which the process should end.
     """
 
@@ -58,13 +57,16 @@ class HttpServer(uvicorn.Server):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Finish running streams at the first SIGTERM or SIGINT (`drain`); end at once at the second."""
+        """Call `drain` at SIGTERM or SIGINT: the first lets running streams finish, the second does not.
+
+        sig, frame: the signal and the interrupted frame, not used.
+        """
         self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Take no new requests, and shut down when running streams have finished or the grace period is over.
+        """Take no new requests, and shut down when all running ones have finished.
 
-        A second call shuts down at once.
+        At the latest, shut down after `limits.grace_seconds`; a second call shuts down at once.
         """
         if self.app.draining:
             self.code = TERMINATED
@@ -88,8 +90,10 @@ class HttpServer(uvicorn.Server):
     async def serve(
         self, sockets: Any = None, engine: asyncio.Future[None] | None = None
     ) -> None:
-        """Serve until a signal comes, or the engine is no longer kept alive. sockets: uvicorn's; None: it
-        opens its own. engine: the task that runs the engine; None: it is started here.
+        """Serve until a signal comes or the engine ends.
+
+        sockets: those to listen on; None: uvicorn opens its own. engine: the task that runs the engine; None:
+            it is started here.
 
         Raises:
             StartupError, UserError: the engine cannot be started.
@@ -111,5 +115,5 @@ class HttpServer(uvicorn.Server):
 
     @property
     def _groups(self) -> list[ChoiceGroup]:
-        """Return the requests for tokens that are being served, each as the group of its completions."""
+        """Return the running requests that generate tokens, each as the group of its completions."""
         return [http.group for http in self.app.requests if http.group is not None]
