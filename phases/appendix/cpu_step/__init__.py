@@ -1,1 +1,1 @@
-"""A decode step on a CPU is one call: its operators are tasks of one C++ function that all threads share."""
+"""Decode steps on a CPU as one call of a C++ function, whose threads share the operators' tasks."""

@@ -1,4 +1,4 @@
-"""Products with a GGUF file's blocks in C++, as a feature of an engine."""
+"""Products with a GGUF file's quantized weights in C++, as a feature of an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from quant.blocks import BlockLinear
 class BlockProduct:
     """The product of inputs with a GGUF file's quantized weights, in C++.
 
-    Rows of the weight are unpacked once for all tokens of a call. Replaces `quant.blocks.Product`.
+    A call unpacks each row of the weight once for all its tokens. Used in place of `quant.blocks.Product`.
+
+    library: the compiled `step.cpp`. layer: whose weight is multiplied.
     """
 
     def __init__(self, library: CDLL, layer: BlockLinear) -> None:
@@ -35,7 +37,7 @@ class BlockProduct:
         )
 
     def __call__(self, layer: BlockLinear, x: Tensor) -> Tensor:
-        """Return `x [..., K]` float32 times the layer's weight `[N, K]`: `[..., N]` float32."""
+        """Return `x [..., K]` times the layer's weight `[N, K]`, transposed: `[..., N]`, float32."""
         outputs, inputs = layer.shape
         flat = x.reshape(-1, inputs)
         space = torch.empty(whole_tiles(len(flat)), inputs + outputs)
@@ -47,15 +49,16 @@ class BlockProduct:
 
 @dataclass(frozen=True)
 class CpuBlocks(Feature):
-    """Linear layers with a GGUF file's quantized weights multiply float32 inputs in compiled C++."""
+    """Multiply float32 inputs with a GGUF file's quantized weights in compiled C++."""
 
     name = "cpu_blocks"
     phase = 10
     on_with = (CpuStep,)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Make the model's layers with a GGUF file's weights multiply in C++; change nothing without a
-        compiler.
+        """Let the model's layers with a GGUF file's weights multiply in C++, if the model is on a CPU.
+
+        Without a C++ compiler nothing changes.
         """
         layers = [layer for layer in builder.model.modules() if isinstance(layer, BlockLinear)]
         compiled = library() if layers and builder.model.device.type == "cpu" else None

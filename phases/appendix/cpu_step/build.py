@@ -1,7 +1,8 @@
-"""Compile a shared library once, and load it from the cache folder as long as it is what was compiled.
+"""Compile a shared library once, and load it from the cache folder as long as the file is unchanged.
 
-A damaged library ends the process that loads it, and one of another user runs as this user. So a file is
-loaded only from a folder that no other user can write, and only if its SHA-256 is the one beside it.
+A damaged library ends the process that loads it, and a library of another user would run as this user. So a
+file is loaded only from a folder that no other user can write, and only if its SHA-256 is the one recorded
+beside it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ MOST_RECORD_BYTES = 1 << 10
 def load_library(source: Path, compiler: Sequence[str]) -> CDLL:
     """Return a C++ library from the cache folder; compile it from `source` if no valid one is there.
 
-    Its file name depends on source, compiler, and what `-march=native` means on this machine. Where the
-    folder cannot be trusted or written, the library is compiled each time, and a line on standard error
+    Its file name depends on the source, the compiler, and what `-march=native` means on this machine. Where
+    the folder cannot be trusted or written, the library is compiled each time, and a line on standard error
     says so.
 
     Args:
@@ -68,7 +69,11 @@ def load_library(source: Path, compiler: Sequence[str]) -> CDLL:
 
 
 def _run(command: Sequence[str]) -> bytes:
-    """Run a command and return its standard error; kill it and its children after `PATIENCE` seconds."""
+    """Run a command and return its standard error; kill it and its children after `PATIENCE` seconds.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot be started, fails, or takes too long.
+    """
     nothing = subprocess.DEVNULL
     with subprocess.Popen(
         command, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE, start_new_session=True
@@ -87,10 +92,10 @@ def _run(command: Sequence[str]) -> bytes:
 
 
 def _prepare(folder: Path) -> str:
-    """Create the cache folder, and delete files that killed processes have left.
+    """Create the cache folder, and delete files that killed processes have left in it.
 
     Returns:
-        Why the folder must not be used, or an empty string.
+        Why the folder must not be used; an empty string if it may be.
     """
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -105,10 +110,11 @@ def _prepare(folder: Path) -> str:
 
 
 def may_be_written_by_others(path: Path, *, inside: bool = True) -> bool:
-    """Return True if another user than this one and root can replace a file at `path`, or in it.
+    """Return True if another user, except root, could replace the file or folder `path`.
 
-    inside: True: any file in the folder counts. False: only this user's folders in it, which the sticky bit
-        of `/tmp` protects; and a group of the user's own number has no other member.
+    inside: True: for a folder, also if another user could replace or add any file in it. False: only
+        replacing this user's own folders in it counts, which the sticky bit of `/tmp` prevents; a group with
+        the user's own number is taken to have no other member.
     """
     found = path.stat()
     user = os.geteuid()
@@ -131,8 +137,9 @@ def _record(image: bytes) -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the library's bytes if other users cannot write the file and its SHA-256 is as recorded,
-    else None.
+    """Return the bytes of the library at `path`; None if it is missing or must not be loaded.
+
+    It is loaded only if other users cannot write the file, and size and SHA-256 are as recorded beside it.
     """
     try:
         if may_be_written_by_others(path):
@@ -148,7 +155,7 @@ def _store(image: bytes, path: Path) -> str:
     """Write a library `image` to `path`, and its size and SHA-256 into a file beside it.
 
     Returns:
-        Why they cannot be written, or an empty string.
+        Why they cannot be written; an empty string if they were.
     """
     try:
         for file, content in ((path, image), (_record_of(path), _record(image).encode())):

@@ -1,4 +1,4 @@
-"""Decode steps of at most 16 requests as one call of `step.cpp`, without copies of weights or cache."""
+"""Decode steps of at most 16 requests as one call of `step.cpp`, without copies of weights or KV cache."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ POINTERS = "weight scale minimum bias q_norm k_norm keys values"
 
 
 class Operator(Structure):
-    """One operator of a compiled decode step, laid out as in `step.cpp`: numbers, then addresses of
-    tensors.
+    """One operator (product, norm, attention, ...) of a compiled decode step, laid out as in `step.cpp`.
+
+    Its fields are numbers, and then addresses of tensors.
     """
 
     _fields_ = [(name, c_int64) for name in (NUMBERS + POINTERS).split()] + [
@@ -69,7 +70,7 @@ class Operator(Structure):
 
 
 def make_operator(x: int, y: int, **fields: Any) -> Operator:
-    """Return an operator that reads workspace columns from `x` on and writes columns from `y` on.
+    """Return an operator that reads a workspace from column `x` on and writes to it from column `y` on.
 
     fields: further fields of `Operator`: numbers, tensors (their addresses are stored), or None for 0.
     """
@@ -80,7 +81,7 @@ def make_operator(x: int, y: int, **fields: Any) -> Operator:
 
 
 def block_fields(layer: BlockLinear) -> dict[str, Any]:
-    """Return `Operator` fields for a product with a GGUF file's weight: code, sizes, and its tensors."""
+    """Return the `Operator` fields for a product with a GGUF file's weight: code, sizes, and its tensors."""
     outputs, inputs = layer.shape
     tensors = {"weight": layer.data, "scale": layer.scale, "minimum": layer.minimum}
     sizes = {"outputs": outputs, "inputs": inputs, "tasks": min(-(-outputs // BLOCK), TASKS)}
@@ -88,7 +89,7 @@ def block_fields(layer: BlockLinear) -> dict[str, Any]:
 
 
 def whole_tiles(count: int) -> int:
-    """Return the rows of a workspace for `count` tokens: 1, or `count` rounded up to a multiple of `SIDE`."""
+    """Return the rows of a workspace: 1 for 1 token, else `count` up to a multiple of `SIDE`."""
     return 1 if count == 1 else -(-count // SIDE) * SIDE
 
 
@@ -101,11 +102,12 @@ def call_step(
     tables: Tensor | None = None,
     half: bool = False,
 ) -> None:
-    """Run a C array of operators over the first `count` rows of a workspace, which they change in place.
+    """Run operators in C++ over the first `count` rows of a workspace, which they change in place.
 
-    call: the C function. operators: the array of `Operator`. space: `[rows, columns]` float32, the workspace.
+    call: the C++ function. operators: a ctypes array of `Operator`. space: `[rows, columns]` float32, the
+        workspace, with a row for each token.
     positions, tables: positions and block tables of the requests; None if no operator is attention.
-    half: whether the KV cache has half precision.
+    half: whether the KV cache has bfloat16 instead of float32.
     """
     addresses = [
         0 if tensor is None else tensor.data_ptr() for tensor in (space, positions, tables)
@@ -116,9 +118,11 @@ def call_step(
 
 
 class OneCall:
-    """An executor of decode steps in one call of C++: the model's operators over a workspace.
+    """An executor of decode steps (it runs their forward pass) by one call of C++.
 
-    Each request of a step has a row of the workspace.
+    The call runs the model's operators over a workspace, which has a row for each request.
+
+    library: the compiled `step.cpp`. runner: the engine's, with model and KV cache.
 
     Raises:
         NotImplementedError: the model has something that `step.cpp` does not compute.
@@ -158,10 +162,11 @@ class OneCall:
         self.operators = (Operator * len(made))(*made)
 
     def operator(self, code: int, x: int, y: int, tasks: int = 1, **fields: Any) -> Operator:
-        """Return an operator from workspace columns at `x` to columns at `y`; it keeps its tensors alive.
+        """Return an operator that reads workspace columns from `x` on and writes them from `y` on.
 
         code: which operator, a constant such as `NORM`. tasks: parts that threads can take. fields: further
-            fields of `Operator`; the model's hidden size and norm epsilon are filled in.
+            fields of `Operator`, whose tensors are kept alive; the model's hidden size and norm epsilon are
+            the defaults.
         """
         self.kept += fields.values()
         defaults = {
@@ -172,9 +177,9 @@ class OneCall:
         return make_operator(x, y, code=code, tasks=tasks, **defaults | fields)
 
     def block(self, block: Any) -> list[Operator]:
-        """Return the records (for `step.cpp`) of a block's operators in order: attention, then the MLP.
+        """Return the operators of a transformer block in order: attention, then the MLP.
 
-        block: a layer of phase 01's model; Gemma's also normalizes the outputs of both.
+        block: a layer of phase 01's model; Gemma's also normalizes the outputs of attention and MLP.
         """
         config = self.config
         attention = block.self_attn
@@ -215,12 +220,12 @@ class OneCall:
         ]
 
     def products(self, owner: nn.Module, x: int, y: int, *names: str) -> Iterator[Operator]:
-        """Yield the operators of linear layers with one input; their outputs lie next to each other.
+        """Yield the operators of linear layers that share one input; their outputs lie side by side.
 
         Args:
             owner: the module with the layers.
-            x, y: columns of the workspace for the input and for the first output.
-            names: of children of `owner`.
+            x, y: first columns of the workspace for the input and for the outputs.
+            names: of the layers, children of `owner`, in the order of their outputs.
         """
         for name in names:
             layer: Any = owner.get_submodule(name)
@@ -271,10 +276,10 @@ class OneCall:
         return {"code": code, "group": group, "weight": weight, "scale": scale, **sizes}
 
     def norm(self, code: int, norm: nn.Module) -> Operator:
-        """Return the operator of an RMSNorm. code: which of two operators.
+        """Return the operator of an RMSNorm over the workspace.
 
-        `NORM`: normalize a layer's output in place. `ADD`: add that output to the residual stream, and write
-        the normalized sum into columns of its own.
+        code: `NORM`: normalize a layer's output in place. `ADD`: add that output to the residual stream, and
+            write the normalized sum into columns of its own. norm: the module with the weights.
         """
         x, y = (self.y, self.y) if code == NORM else (self.x, self.h)
         return self.operator(code, x, y, weight=self.factors(norm))
@@ -284,10 +289,11 @@ class OneCall:
         return None if norm is None else norm.weight.float() + (1 if self.gemma else 0)
 
     def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
-        """Return True if a step has at most `MOST` requests that each compute and sample one token, else
-        None.
+        """Return True if this executor can run a step, else None, so that another executor runs it.
 
-        None: another executor runs the step. works: the step's requests with the tokens that each computes.
+        It runs steps of at most `MOST` requests that each compute and sample one token.
+
+        works: the step's requests with the tokens that each computes.
         masked: whether a grammar masks the logits, which makes no difference here.
         """
         return (
@@ -296,9 +302,9 @@ class OneCall:
         ) or None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
-        """Compute the hidden states and logits of a step, whose tokens the runner samples afterwards.
+        """Run a step's forward pass; return its hidden states and logits, from which the runner samples.
 
-        works: the step's requests, one token each; they are returned in the order of their rows.
+        works: the step's requests, one token each; the result has them in the order of their rows.
         ticket: what `supports` returned.
         """
         works = sorted(works, key=lambda work: work.row)
@@ -326,8 +332,9 @@ class CpuStep(Feature):
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True on a CPU with AVX2 or AVX-512, unless `others` (the features switched on) have
-        Triton kernels.
+        """Return True on a CPU with AVX2 or AVX-512, unless Triton kernels are switched on.
+
+        others: the features that are switched on.
         """
         return device.type == "cpu" and CAPABLE and find(others, Kernels) is None
 
@@ -341,8 +348,10 @@ class CpuStep(Feature):
 
 
 def one_call(runner: PagedRunner) -> OneCall | None:
-    """Return the compiled step for a runner; None if `step.cpp` cannot compute its model, or without a
-    compiler.
+    """Return the executor that runs a runner's decode steps in C++; None if there can be none.
+
+    That is so without a compiler, with an attention other than PyTorch's, or if `step.cpp` cannot compute the
+    model.
     """
     compiled = library()
     if compiled is not None and type(runner.attention) is TorchPagedAttention:
@@ -353,7 +362,7 @@ def one_call(runner: PagedRunner) -> OneCall | None:
 
 @cache
 def library() -> CDLL | None:
-    """Return the compiled library; None, after a line on standard error, if it cannot be compiled."""
+    """Return the compiled `step.cpp`; None, after a line on standard error, if it cannot be compiled."""
     command = [os.environ.get("CXX", "g++"), *FLAGS, *os.environ.get("CXXFLAGS", "").split()]
     try:
         return load_library(SOURCE, command)
