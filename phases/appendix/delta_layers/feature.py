@@ -1,4 +1,4 @@
-"""Layers of Qwen3.5 in fused kernels, as a feature of an engine."""
+"""Qwen3.5's layers (Gated DeltaNet, gated attention) in fused kernels, as a feature of an engine."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from triton_paged_attention.feature import check_triton
 
 @dataclass(frozen=True)
 class DeltaLayers(Feature):
-    """Fuse the kernels of Gated DeltaNet layers, and compute their prompts in two parts."""
+    """Compute Qwen3.5's Gated DeltaNet and gated attention layers by fused Triton kernels."""
 
     name = "delta_layers"
     phase = 17
     needs = on_with = (Hybrid, Kernels)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Let the loader replace Qwen3.5's layers by fused ones, before other features replace their
-        products.
+        """Let the model loader replace Qwen3.5's layers by fused ones.
+
+        This happens before other features replace the linear layers in them.
         """
         builder.surgeries.append(_fuse)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Let one kernel look up KV blocks and state slots of each step, instead of many operations of
-        PyTorch.
+        """Let one kernel, not many PyTorch operations, look up KV blocks and state slots of a step.
+
+        Does nothing for a model without Gated DeltaNet layers.
         """
         if builder.model.config.delta is None:
             return

@@ -1,8 +1,8 @@
-"""Kernels of layers with states: prompts in two kernels, the gate of attention, and the start of a step.
+"""Kernels of Gated DeltaNet's prompts, of gated attention's gate, and of the lookups when a step begins.
 
-For prompts `prepare_kernel` makes queries, keys, values and the inverses of the triangular systems, with up
-to `MOST_PARTS` programs for a request's chunks; `scan_kernel` has only matrix products left, with the state
-in registers.
+A prompt is cut into chunks of `CHUNK` tokens. `prepare_kernel` makes queries, keys, values and the inverses
+of each chunk's triangular system, with up to `MOST_PARTS` programs for a request's chunks; `scan_kernel` then
+has only matrix products left, with the state in registers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ MOST_PARTS = 16
 def solve(system, t, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Return the inverse of `1 - system`, `[CHUNK, CHUNK]`, for a strictly lower triangular `system`.
 
-    It is built from diagonal blocks of 1, then of 2, and so on. t: `arange(CHUNK)`. PRECISION: of `tl.dot`.
+    It is built from the inverses of diagonal blocks of size 1, then 2, and so on. t: `arange(CHUNK)`.
+    PRECISION: `tl.dot`'s `input_precision`.
     """
     inverse = (t[:, None] == t[None, :]).to(tl.float32)
     size = 1
@@ -63,15 +64,17 @@ def prepare_kernel(
     C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Prepare chunks of a request's prompt for one key head: q, k, v, decays, and each chunk's solved
-    system.
+    """Prepare chunks of prompts for one key head: q, k, v, decays, and each chunk's solved system.
 
-    One program per request, key head and part of its chunks. Requests of one token are skipped. x: `[T,
-        WIDTH]`, the first projection's output. weight: `[C, W]`, of the convolution. a_log, dt_bias: `[H]`.
-    q_out, k_out: `[T, KH, DK]`. v_out: `[T, H, DV]`, H = KH GROUPS. totals: `[T, H]`, running sums of decays.
-    solved, scores: `[T, H, CHUNK]`: inverted systems times beta; and products of queries and keys.
-    kept: `[slots, W - 1, C]`, inputs that the convolution keeps. step: `[4, requests]`, the slots to use.
-    query_starts: `[requests + 1]`. scale: of queries.
+    One program per request, key head and part of the request's chunks. Requests of one token are skipped.
+    x: `[T, WIDTH]`, the first projection's output. weight: `[C, W]`, of the convolution. a_log, dt_bias:
+        `[H]`, of the decay.
+    q_out, k_out: `[T, KH, DK]`. v_out: `[T, H, DV]`, H = KH GROUPS. totals: `[T, H]`, sums of the logarithmic
+        decays since the chunk began.
+    solved, scores: `[T, H, CHUNK]`: inverted systems times beta; and products of queries and keys, decayed.
+    kept: `[slots, W - 1, C]`, the last convolution inputs of each state slot. step: `[4, requests]`, the
+        state slots to use.
+    query_starts: `[requests + 1]`, each request's first token. scale: factor of the queries.
     """
     request = tl.program_id(0)
     key_head = tl.program_id(1)
@@ -145,14 +148,16 @@ def scan_kernel(
     C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Run the recurrence over a request's prepared chunks for one value head; write outputs and the new
-    state.
+    """Run the recurrence over requests' prepared chunks for one value head; write outputs and new states.
 
     One program per request and value head. Requests of one token are skipped. out: `[T, H, DV]`, normalized
-        and gated. q_in, k_in, v_in, solved, scores, totals: the outputs of `prepare_kernel`.
-    x: `[T, WIDTH]`, the first projection's output, for the gate. norm: `[DV]`, weights of the output's norm.
-    states: `[slots, H, DK, DV]` float32. kept: `[slots, W - 1, C]`, inputs that the convolution keeps.
-    step: `[4, requests]`, the slots to read and to write. query_starts: `[requests + 1]`.
+    and gated. q_in, k_in, v_in, solved, scores, totals: the outputs of `prepare_kernel`.
+    x: `[T, WIDTH]`, the first projection's output, for the gate. norm: `[DV]`, weights of the output's norm,
+        eps: its epsilon.
+    states: `[slots, H, DK, DV]` float32. kept: `[slots, W - 1, C]`, the last convolution inputs of each state
+        slot.
+    step: `[4, requests]`, the slots to read and to write. query_starts: `[requests + 1]`, each request's
+        first token.
     """
     request, head = tl.program_id(0), tl.program_id(1)
     first, count, source, into = work_of(query_starts, step, request, requests)
@@ -219,13 +224,14 @@ def scan_kernel(
 
 
 def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Tensor:
-    """Return the inputs `[T, H Dv]` of a Gated DeltaNet layer's last projection; update the recurrent
-    states.
+    """Run a Gated DeltaNet layer between its projections; return its output `[T, H Dv]`.
 
-    x: `[T, ...]`, the first projection's outputs for the step's tokens, request after request.
-    weights: of the layer between its projections. decodes: True if every request computes one token; requests
-        of several tokens need two kernels more.
+    The recurrent states in `pool` are updated in place.
+
     pool: recurrent states, and which slots of them this step reads and writes.
+    weights: those between the projections. x: `[T, ...]`, the first projection's outputs for the step's
+        tokens, request after request.
+    decodes: True if every request computes one token; otherwise two more kernels run for the longer requests.
     """
     number, config, conv, *rates, norm = weights
     states, kept = (part[pool.index[number]] for part in (pool.recurrent, pool.conv))
@@ -266,10 +272,10 @@ def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Ten
 def apply_gate_kernel(
     out, x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Write `x * sigmoid(gate)` for BLOCK numbers of a row to `out`. One program per row and part of it.
+    """Write `x * sigmoid(gate)` to `out` for BLOCK numbers of a row. One program per row and BLOCK numbers.
 
-    out, x: `[T, SIZE]`. gate: rows `stride` numbers apart. PDL: the next kernel may start early, since it
-        reads only weights before its wait.
+    out, x: `[T, SIZE]`. gate: `[T, SIZE]`, rows `stride` numbers apart. PDL: programmatic dependent launch is
+        on, so let the next kernel start early, since it reads only weights before it waits for this one.
     """
     if PDL:
         gdc_launch_dependents()
@@ -286,7 +292,7 @@ def apply_gate_kernel(
 
 
 def apply_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """Return `x * sigmoid(gate)`, both `[T, N]`; the rows of `gate` may have any stride."""
+    """Return `x * sigmoid(gate)`, `[T, N]` like both inputs; the rows of `gate` may have any stride."""
     out, size = torch.empty_like(x), x.shape[-1]
     apply_gate_kernel[len(x), triton.cdiv(size, 1024)](
         out, x, gate, gate.stride(0),
@@ -304,15 +310,18 @@ def begin_kernel(
 ):  # fmt: skip
     """Look up a step's blocks and state slots for every KV cache group. One program per request or token.
 
-    Writes: tables: `[KINDS, requests, width]`, block tables. slots: `[KINDS, tokens]`, block times P plus
-        place in it. step: `[4, requests]`: state slot to read; slot for the state at the snapshot boundary
-        (-1: none); slot for the last state (-1: padding, `null + 1`: drafts that are not kept); tokens
-        before the boundary.
-    Reads: page_tables: `[requests, width]`, pages: numbers that stand for a block in each group. page_slots:
-        `[tokens]`, page times P plus place, -1: padding. blocks: `[KINDS, pages]`, of each page.
-        query_starts: `[requests + 1]`. context_lens: `[requests]`. states: `[pages]`, the state slot of each
-        page, or `null`. tokens_after_snapshot: `[pages]`, tokens of a step that ends there after its snapshot
-        boundary; negative: drafts. All int32.
+    A page is a number that stands for one block in each group; P is the tokens of a page. All tensors are
+    int32.
+
+    Writes: tables: `[KINDS, requests, width]`, block tables of the groups. slots: `[KINDS, tokens]`, where
+        each token's key and value go: block times P plus offset in it. step: `[4, requests]`: state slot to
+        read; slot for the state at the snapshot boundary (-1: none); slot for the last state (-1: padding,
+        `null + 1`: drafts, whose state is not stored); tokens before the boundary.
+    Reads: page_tables: `[requests, width]`, pages of each request. page_slots: `[tokens]`, page times P plus
+        offset, -1: padding. blocks: `[KINDS, pages]`, the block of each page. query_starts: `[requests + 1]`,
+        each request's first token. context_lens: `[requests]`. states: `[pages]`, the state slot of each
+        page, or `null`. tokens_after_snapshot: `[pages]`, tokens of a step that ends in the page after its
+        snapshot boundary; negative: they are drafts.
     """
     at = tl.program_id(0)
     if at < tokens:
@@ -347,12 +356,12 @@ def begin_kernel(
 
 
 def begin(pool: HybridPool, batch: PagedBatch) -> list[PagedBatch]:
-    """Return a step's batch for each KV cache group, with that group's block tables and slots, by one
-    kernel.
+    """Return a step's batch once for each KV cache group, with that group's block tables and slots.
 
-    Also writes which state slots the step reads and writes into `pool`.
-    pool: blocks and recurrent states. batch: the step's; its tables hold pages, which stand for a block in
-        each group.
+    One kernel looks them up, and also writes into `pool` which state slots the step reads and writes.
+
+    pool: blocks and recurrent states. batch: the step's; its tables hold pages, numbers that stand for one
+        block in each group.
     """
     states = pool.states
     kinds = len(pool.page_blocks)

@@ -1,7 +1,7 @@
-"""Qwen3.5's layers over kernels: built from those they replace, with whose weights they work.
+"""Qwen3.5's layers by fused kernels, built from the original layers with their weights.
 
-`fuse` puts them into a model that has just been loaded. Phase 06 then fuses the rest. What adds ways to its
-`FusedLinear` finds these layers' as well.
+`fuse` puts them into a model that has just been loaded; then phase 06 fuses the other layers. Their
+projections are phase 06's `FusedLinear`, so features that add kernels to a `FusedLinear` add them here, too.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from triton_paged_attention.linear import join, linear_of
 class FusedGatedAttention(FusedAttention):
     """Qwen3.5's `GatedAttention` by phase 06's kernels; the QKV projection also computes the gate.
 
-    old: the layer that it replaces. turned: how many numbers of a head rotate.
-    attention_scaling: factor of the numbers that rotate, multiplied into the norms' weights.
+    old: the layer that it replaces. turned: how many numbers of a head RoPE rotates.
+    attention_scaling: factor of the numbers that rotate, multiplied into the weights of the head norms.
 
-    Phase 06 rotates pairs of numbers that are half a head apart. The numbers of a head may stand in any
-    order, if queries and keys have the same order. So the pairs that rotate are moved half a head apart
-    here, and pairs that do not rotate have an angle of 0.
+    Phase 06 rotates pairs of numbers that are half a head apart. The numbers of a head may have any order, if
+    it is the same for queries and keys. So the pairs that rotate are moved half a head apart here, and pairs
+    that do not rotate have an angle of 0.
     """
 
     def __init__(self, old: GatedAttention, turned: int, attention_scaling: float) -> None:
@@ -73,11 +73,10 @@ class FusedGatedAttention(FusedAttention):
         norm: NormWeights | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Map hidden states `x [T, hidden]` to the layer's output, same shape, plus `residual` if there
-        is one.
+        """Return the attention layer's output for `x [T, hidden]`, in its shape, plus `residual` if given.
 
-        cos_sin: RoPE's cosines and sines. attention: the engine's, with the KV cache.
-        norm: of the input; None: it is normalized already.
+        cos_sin: RoPE's cosines and sines. attention: the engine's attention over the KV cache.
+        norm: RMSNorm to apply to `x` first; None: `x` is normalized already.
         """
         made = self.qkv_proj(x, norm=norm)
         out = self.spec.num_heads * self.spec.head_dim
@@ -103,8 +102,9 @@ class FusedGatedAttention(FusedAttention):
 
 
 class FusedDelta(nn.Module):
-    """A Gated DeltaNet layer with one projection of its input, and fused kernels up to its output
-    projection.
+    """A Gated DeltaNet layer as one input projection, fused kernels, and the output projection.
+
+    old: the layer that it replaces.
     """
 
     def __init__(self, old: GatedDeltaNet) -> None:
@@ -122,11 +122,10 @@ class FusedDelta(nn.Module):
         norm: NormWeights | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Map hidden states `x [T, hidden]` to the layer's output, same shape, plus `residual` if there
-        is one.
+        """Return the layer's output for `x [T, hidden]`, in its shape, plus `residual` if given.
 
-        mixer: runs the recurrence over the engine's states. norm: of the input; None: it is normalized
-            already.
+        mixer: has the engine's recurrent states and the step's slots in them. norm: RMSNorm to apply to `x`
+            first; None: `x` is normalized already.
         """
         assert isinstance(mixer, GroupedTriton) and mixer.pool.states is not None
         x = self.in_proj(x, norm=norm)
@@ -137,7 +136,10 @@ class FusedDelta(nn.Module):
 class FusedHybridBlock(nn.Module):
     """A transformer block of Qwen3.5 by fused kernels.
 
-    The next block's norm does the last residual addition; for one token, a projection's kernel does it.
+    The next block's norm does this block's last residual addition; for one token, the down projection's
+    kernel does it.
+
+    block: the block that it replaces.
     """
 
     input_layernorm: FusedRMSNorm
@@ -159,11 +161,11 @@ class FusedHybridBlock(nn.Module):
         attention: Attention,
         mixer: Mixer,
     ) -> Tensor | Stream:
-        """Map `x [T, hidden]` to the block's output: a tensor, or a `Stream`, two tensors that the next
-        norm adds.
+        """Return the block's output for hidden states `x [T, hidden]`: a tensor, or a `Stream`.
 
-        x: such a pair or a tensor, too. cos_sin: RoPE's cosines and sines. attention: the engine's.
-        mixer: runs Gated DeltaNet over the engine's recurrent states.
+        A `Stream` is two tensors whose sum the next norm computes; `x` may be one, too. cos_sin: RoPE's
+        cosines and sines. attention: the engine's attention over the KV cache.
+        mixer: has the engine's recurrent states for Gated DeltaNet.
         """
         layer: Callable[..., Tensor]
         if self.keeps_state:
@@ -182,7 +184,7 @@ class FusedHybridBlock(nn.Module):
 
 
 def fuse(model: Qwen35) -> None:
-    """Replace Qwen3.5's unquantized layers, in place, by ones that run fused kernels."""
+    """Replace Qwen3.5's unquantized attention, Gated DeltaNet layers and blocks by fused ones, in place."""
     replace(model, GatedDeltaNet, FusedDelta)
     turned_parts = [
         part for name, part in model.named_modules() if name.endswith((".q_proj", ".k_proj"))
@@ -197,6 +199,9 @@ def fuse(model: Qwen35) -> None:
 
 
 def picked(linear: nn.Linear, rows: Tensor) -> nn.Linear:
-    """Return an `nn.Linear` with the outputs `rows` of `linear`, in that order; rows: int64, any shape."""
+    """Return an `nn.Linear` with only the outputs `rows` of `linear`, in that order.
+
+    rows: indices of outputs, int64 of any shape, which is flattened.
+    """
     rows = rows.flatten()
     return linear_of(linear.weight[rows], None if linear.bias is None else linear.bias[rows])

@@ -1,8 +1,8 @@
 """Gated DeltaNet's step of one token in Triton: all between a layer's two projections, in one launch.
 
 A program owns a key head of a request, with the value heads that share its keys: their channels of the
-convolution, and their states. So no other program reads what it updates in place, and every number of a state
-crosses the memory bus once each way.
+convolution, and their recurrent states. So no other program reads what this program updates in place, and
+every number of a state crosses the memory bus once each way.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def unit(x):
 
 @triton.jit
 def gates(row, live, head, a_log, dt_bias, H: tl.constexpr, SIDE: tl.constexpr):
-    """Return the decay (its logarithm) and the strength beta of the tokens for one head, float32 `[rows]`
-    each.
+    """Return (logarithm of the decay, update strength beta) of each token for one head: float32 `[rows]`.
 
-    row: pointers `[rows]` to the tokens' projections; from SIDE on lie beta and decay of H heads.
-    live: `[rows]`, True where there is a token. head: its number. a_log, dt_bias: `[H]`.
+    row: pointers `[rows]` to the tokens' rows of the first projection's output; from SIDE on they hold betas
+        and then decays of H heads, before activation.
+    live: `[rows]`, True where there is a token. head: the head's number. a_log, dt_bias: `[H]`.
     """
     b = tl.load(row + SIDE + head, mask=live, other=0.0).to(tl.float32)
     a = tl.load(row + SIDE + H + head, mask=live, other=0.0) + tl.load(dt_bias + head).to(
@@ -46,7 +46,8 @@ def gates(row, live, head, a_log, dt_bias, H: tl.constexpr, SIDE: tl.constexpr):
 def finish(o, z, weight, eps, DV: tl.constexpr):
     """Return a head's outputs `o [rows, DV_PAD]` normalized and gated: `norm(o) * silu(z)`, float32.
 
-    z: `[rows, DV_PAD]`, the gate. weight: `[DV_PAD]`, eps: of the norm. Rounded between steps like PyTorch's.
+    z: `[rows, DV_PAD]`, the gate. weight: `[DV_PAD]`, eps: of the RMSNorm. Intermediate results are rounded
+        to `z`'s dtype as in PyTorch.
     """
     o = o.to(z.dtype).to(tl.float32)
     scale = tl.rsqrt(tl.sum(o * o, axis=-1, keep_dims=True) / DV + eps)
@@ -61,8 +62,8 @@ def inputs_at(
 ):
     """Load a request's convolution inputs at token offsets `at [n]` for channels `channel [m]`: `[n, m]`.
 
-    x: pointer to its first row, rows WIDTH apart. kept: pointer to the `[W - 1, C]` inputs before it,
-        which negative offsets read. mask: `[n, m]`.
+    x: pointer to the request's first row in the step, rows WIDTH apart. kept: pointer to the `[W - 1, C]`
+        stored inputs before that row, which negative offsets read. mask: `[n, m]`, False: 0 is returned.
     """
     new, old = mask & (at >= 0)[:, None], mask & (at < 0)[:, None]
     fresh = tl.load(
@@ -78,11 +79,11 @@ def convolve(
     x, weight, kept, at, live, start,
     C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return the causal convolution and SiLU of SIZE channels from `start` on: `[rows, padded]` float32.
+    """Return SiLU of the causal convolution for SIZE channels from `start` on: `[rows, padded]` float32.
 
-    x: pointer to the request's first row, rows WIDTH apart. weight: `[C, W]`. kept: pointer to the
-        `[W - 1, C]` inputs before it. at: `[rows]`, the tokens' offsets in the request. live: `[rows]`, True
-        where there is a token.
+    x: pointer to the request's first row in the step, rows WIDTH apart. weight: `[C, W]`. kept: pointer to
+        the `[W - 1, C]` stored inputs before that row. at: `[rows]`, the tokens' offsets from that row. live:
+        `[rows]`, True where there is a token.
     """
     i = tl.arange(0, padded(SIZE))
     total = tl.zeros([at.shape[0], padded(SIZE)], tl.float32)
@@ -100,10 +101,13 @@ def shift(
     x, kept, source, boundary, into, cut, count, start,
     C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store the last `W - 1` convolution inputs before token `cut` and before token `count`, for later steps.
+    """Store the `W - 1` convolution inputs before token `cut`, and those before token `count`.
 
-    x: pointer to the request's first row, rows WIDTH apart. kept: `[slots, W - 1, C]`: `source` is read,
-        `boundary` gets the inputs before `cut` (negative: none), and `into` those before `count`.
+    Later steps continue the convolution from them.
+
+    x: pointer to the request's first row in the step, rows WIDTH apart. kept: `[slots, W - 1, C]`, stored
+        inputs: slot `source` is read, slot `boundary` gets those before `cut` (negative: none is written),
+        and slot `into` those before `count`, the request's number of tokens in the step.
     start: first of SIZE channels.
     """
     row, i = tl.arange(0, triton.next_power_of_2(W)), tl.arange(0, padded(SIZE))
@@ -124,9 +128,10 @@ def shift(
 
 @triton.jit
 def work_of(query_starts, step, request, requests):
-    """Return a request's first token and number of tokens, the slot of its state, and the slot of the next.
+    """Return (first token, number of tokens, state slot to read, state slot to write) of a request.
 
-    query_starts: `[requests + 1]`. step: `[4, requests]`, of which rows 0 and 2 are these slots. All int64.
+    query_starts: `[requests + 1]`, each request's first token. step: `[4, requests]`, whose rows 0 and 2 have
+        these slots. All four results are int64.
     """
     first = tl.load(query_starts + request).to(tl.int64)
     count = tl.load(query_starts + request + 1) - first
@@ -144,11 +149,15 @@ def step_kernel(
     """Compute a Gated DeltaNet layer for one token and key head. One program per request and key head.
 
     Requests of more than one token are skipped. out: `[T, H, DV]`, normalized and gated; H = KH GROUPS.
-    x: `[T, WIDTH]`, the first projection's output. weight: `[C, W]`, of the convolution. scale: of queries.
-    a_log, dt_bias: `[H]`. norm, eps: `[DV]`, of the output's norm. query_starts: `[requests + 1]`.
-    states: `[slots, H, DK, DV]` float32. kept: `[slots, W - 1, C]`, inputs that the convolution keeps.
+    x: `[T, WIDTH]`, the first projection's output. weight: `[C, W]`, of the convolution. scale: factor of the
+        queries.
+    a_log, dt_bias: `[H]`, of the decay. norm, eps: `[DV]` weights of the output's norm and its epsilon.
+        query_starts: `[requests + 1]`, each request's first token.
+    states: `[slots, H, DK, DV]` float32. kept: `[slots, W - 1, C]`, the last convolution inputs of each state
+        slot.
     step: `[4, requests]`, the slots to read and to write.
-    The state is loaded before the wait for the kernel before, since no kernel of this step has written it.
+    PDL: programmatic dependent launch. The state is loaded before the wait for the kernel before, since no
+        kernel of this step has written it.
     """
     request, key_head = tl.program_id(0), tl.program_id(1)
     first, count, source, into = work_of(query_starts, step, request, requests)
@@ -199,7 +208,8 @@ def step_kernel(
 class DeltaWeights(NamedTuple):
     """Weights of a Gated DeltaNet layer between its projections: convolution, decay and output norm.
 
-    layer: index among all layers. config: sizes. conv: `[C, W]`. a_log, dt_bias: `[H]`. norm: of the output.
+    layer: the layer's index in the model. config: sizes. conv: `[C, W]`. a_log, dt_bias: `[H]`, of the decay.
+        norm: RMSNorm of the output.
     """
 
     layer: int
