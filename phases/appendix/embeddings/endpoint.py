@@ -1,4 +1,4 @@
-"""Embeddings: OpenAI's `/v1/embeddings`, and Ollama's `/api/embed`.
+"""Embeddings routes: OpenAI's `/v1/embeddings`, and Ollama's `/api/embed`.
 
 https://platform.openai.com/docs/api-reference/embeddings, https://docs.ollama.com/api/embed
 """
@@ -34,7 +34,7 @@ WARNING = (
 
 
 class EmbeddingFields(Struct, kw_only=True):
-    """Body of OpenAI's `POST /v1/embeddings`: texts or token ids, and the form of the vectors."""
+    """Body of OpenAI's `POST /v1/embeddings`: texts or token ids, and how vectors are written."""
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = "float"
@@ -56,8 +56,9 @@ class EmbedFields(Struct, kw_only=True):
 class Vectors:
     """Formats the response of an embeddings request: a vector of length 1 for each input.
 
-    model: its name. ours: OpenAI's form, otherwise Ollama's. coded: vectors as base64.
-    dimensions: what the client expects; None: the model's. Other values are refused.
+    model: its name in the response. ours: True: in OpenAI's form; False: in Ollama's. coded: whether vectors
+        are base64 instead of lists.
+    dimensions: the size of vectors that the client expects, which must be the model's; None: any.
     """
 
     headers = EVENTS
@@ -68,12 +69,12 @@ class Vectors:
     coded: bool
 
     def vector(self, choice: Choice) -> Any:
-        """Return the vector of one input: a list of numbers, or its float32 bytes in base64.
+        """Return the vector of one input: a list of floats, or the base64 text of its float32 bytes.
 
-        choice: the input's completion, whose text is not used.
+        choice: the input's completion, of which only the embedding is used.
 
         Raises:
-            ApiError: the engine is of a phase without embeddings, or `dimensions` is not the model's.
+            ApiError: the engine computes no embeddings, or the client expects another size of vectors.
         """
         if not choice.notes[MEAN]:
             raise ApiError(
@@ -114,7 +115,7 @@ class Vectors:
 
 
 class Embeddings:
-    """The endpoint of `/v1/embeddings` or `/api/embed`: each input becomes a prompt.
+    """The endpoint of `/v1/embeddings` or `/api/embed`: each input becomes a prompt, whose mean is read.
 
     ours: True: OpenAI's route; False: Ollama's.
     """
@@ -134,9 +135,12 @@ class Embeddings:
         self.form = ErrorForm(renamed(names)) if ours else error_form(names)
 
     def loads(self, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return Ollama's response to a request without texts, which loads a model; None: it has some.
+        """Return Ollama's response to a request without texts, which only loads a model.
 
-        fields: the request's body.
+        Return None if the request has texts. fields: the request's body.
+
+        Raises:
+            ApiError: the request names another model than the served one.
         """
         given = convert_fields(EmbedFields, fields)
         if given.input:
@@ -147,10 +151,11 @@ class Embeddings:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return an embeddings request, checked. One token is generated for each input, and no client
-        sees it.
+        """Return an embeddings request, parsed and checked.
 
-        fields: the body. ready: the engine's sizes.
+        The engine generates one token for each input, which no client sees.
+
+        fields: the request's body. ready: the engine's sizes and limits.
 
         Raises:
             ApiError: a field is wrong.

@@ -1,4 +1,7 @@
-"""Kinds of notes about prompts, by which the API process asks for them; see `prompt_states`."""
+"""Kinds of notes: results about a prompt that the API process may ask the engine's process for.
+
+`prompt_states` computes them.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Readers of the hidden states of prompts: their means, and the log-probabilities of their tokens.
+"""Readers of prompts' hidden states, which compute means or log-probabilities of the prompts' tokens.
 
-A request that asks is an ordinary completion: the scheduler puts its prompt into steps beside all others, in
-chunks if it is long, and its blocks are freed like all others'. It shares no blocks, whose states are not
-kept.
+A request that asks for these is an ordinary completion: the scheduler puts its prompt into steps with other
+requests, in chunks if it is long, and frees its blocks as for other requests. It reuses no cached blocks,
+since their hidden states were not stored.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ ROWS = 256
 
 
 class Mean:
-    """The mean of a prompt's hidden states, summed up as the prompt is computed in chunks."""
+    """Computes the mean of a prompt's hidden states, chunk by chunk as the engine computes the prompt."""
 
     def __init__(self, runner: Runner, request: Request) -> None:
         self.total = torch.zeros((), device=runner.model.device)
 
     def add(self, hidden: Tensor, start: int) -> None:
-        """Add the hidden states `[T, D]` of the next T tokens of the prompt, of which the first is number
-        `start`.
+        """Add the hidden states `[T, D]` of the next T tokens of the prompt.
+
+        start: index in the prompt of the first of these tokens.
         """
         self.total = self.total + hidden.float().sum(0)
 
     def notes(self) -> list[Any]:
-        """Return one entry, to be sent to the API process: the mean, scaled to length 1, as float32
-        bytes.
-        """
+        """Return `[bytes]` for the API process: the mean, scaled to length 1, as float32 bytes."""
         return [normalize(self.total, dim=0).cpu().numpy().tobytes()]
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens by the model's logits, before temperature and other changes."""
+    """Computes log-probabilities of a prompt's tokens from the model's logits, chunk by chunk.
+
+    Temperature and other sampling settings do not change them.
+    """
 
     def __init__(self, runner: Runner, request: Request) -> None:
         self.model = runner.model
@@ -72,7 +74,7 @@ class PromptLogprobs:
             self.values += [(one, list(zip(*top, strict=True))) for one, *top in rows]
 
     def notes(self) -> list[Any]:
-        """Return an entry for each prompt token but the first, to be sent to the API process.
+        """Return an entry for each prompt token but the first; the list goes to the API process.
 
         An entry: (log-probability, [(token id, log-probability) of the likeliest tokens]).
         """
@@ -83,10 +85,10 @@ READERS: dict[str, type[Mean | PromptLogprobs]] = {MEAN: Mean, PROMPT_LOGPROBS: 
 
 
 class PromptExecutor:
-    """An executor of steps that reads the hidden states of prompts, while another executor computes the
-    step.
+    """An executor of steps that reads prompts' hidden states while another executor runs the step.
 
-    The runner asks it before all other executors. It computes means or log-probabilities of prompts (`ask`).
+    An executor runs the forward pass of the steps that it supports; the engine's runner tries this one first.
+    It computes means or log-probabilities of the prompts for which `ask` was called.
     """
 
     order: ClassVar[int] = 0
@@ -98,31 +100,33 @@ class PromptExecutor:
         self._counts: dict[Request, int] = {}  # how many tokens are read
 
     def ask(self, request: Request, kind: str) -> None:
-        """Read the hidden states of a request's prompt from now on, and keep the prefix cache from
-        skipping any.
+        """Read the hidden states of a request's prompt in the steps that follow.
 
-        kind: what to compute of them: a key of `READERS` (mean or log-probabilities).
+        The request gets a random salt, so that the prefix cache skips none of its tokens.
+
+        kind: what to compute of the hidden states: a key of `READERS` (mean or log-probabilities).
         """
         request.salt = secrets.token_hex(8)
         self._asked[request] = kind, READERS[kind](self.runner, request)
         self._counts[request] = 0
 
     def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
-        """Return `masked` if the step computes a part of a prompt that was asked for; else None: others
-        run it.
+        """Return `masked` if a step has a request whose prompt is read; None: others run the step.
 
         works: the step's requests with the tokens that each computes. masked: whether a grammar masks logits.
+            `run` gets the result as its `ticket`.
         """
         if not self._counts:
             return None
         return masked if any(work.request in self._counts for work in works) else None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
-        """Run a step's forward pass by the first other executor that supports it; read its prompts'
-        hidden states.
+        """Run a step's forward pass by another executor, and read the hidden states of its prompts.
 
         works: the step's requests with the tokens that each computes. ticket: what `supports` returned.
-        Tokens of a preempted request that were read before are skipped when they are computed again.
+            Returns the result of the first other executor that supports the step.
+        Tokens that were read before their request was preempted are not read again when they are computed
+        again.
         """
         step = run_by_first(self.others, works, ticket, self.runner.eager)
         after = 0
@@ -143,14 +147,13 @@ class PromptExecutor:
 
     @property
     def reading(self) -> bool:
-        """Return True while `finished` has not yet returned the states of every prompt asked for."""
+        """Return True while `finished` has not returned the result of each prompt given to `ask`."""
         return bool(self._asked)
 
     def finished(self) -> list[tuple[int, str, list[Any]]]:
-        """Return (request index, kind, entries) for each prompt that is read to its end; then forget
-        these prompts.
+        """Return (request index, kind, entries) for each prompt that is read completely, once each.
 
-        Prompts of requests that ended before are forgotten, too.
+        entries: what the reader's `notes` returned. Prompts of requests that ended before are dropped.
         """
         found = []
         for request, (kind, reader) in [*self._asked.items()]:
@@ -164,16 +167,19 @@ class PromptExecutor:
 
 
 class PromptObserver(StepPictures):
-    """Adds results about prompts (means, log-probabilities) to step reports, beside pictures of the engine.
+    """Adds results about prompts, such as their means, to step reports, and pictures of the engine.
 
-    executor: reads prompts; None until the first is asked for, and always in engines before phase 05.
+    A step report is the message that the engine's process sends to the API process after a step.
+
+    executor: reads the prompts; None until the first is asked for, and always in engines before phase 05.
     """
 
     executor: PromptExecutor | None = None
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """Read a command to the engine: if an added request wants a result about its prompt, start to read
-        that prompt.
+        """Receive a command to the engine; start to read a prompt if it wants a result about one.
+
+        requests: those that the command has added to the engine.
         """
         super().hear(command, requests)
         kinds = READERS.keys() & set(command.wanted if isinstance(command, AddRequest) else ())
@@ -186,7 +192,7 @@ class PromptObserver(StepPictures):
                 self.executor.ask(requests[0], kind)
 
     def write(self, step: StepReport) -> None:
-        """Add the results that are complete to the step's report."""
+        """Add the results that are complete to the report `step`, in place."""
         super().write(step)
         if self.executor is not None:
             step.notes += self.executor.finished()
