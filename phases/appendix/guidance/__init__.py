@@ -1,1 +1,1 @@
-"""The default backend of grammars: llguidance, and what makes its masks cost a step nothing."""
+"""The default grammar backend: llguidance, whose masks are made while the engine does other work."""

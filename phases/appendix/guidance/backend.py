@@ -1,7 +1,7 @@
-"""llguidance: an Earley parser over a lexer of regex derivatives, in Rust (Moskal et al., 2024).
+"""The grammar backend by llguidance: an Earley parser over a lexer of regex derivatives, in Rust.
 
-https://github.com/guidance-ai/llguidance. It makes no tables beforehand, so it compiles in milliseconds; it
-refuses what it does not know; and every kind of work has a limit.
+Moskal et al., 2024, https://github.com/guidance-ai/llguidance. The library makes no tables beforehand, so it
+compiles in milliseconds; it refuses what it does not know; and every kind of work has a limit.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
 
 
 class GuidanceGrammar(Compiled):
-    """A compiled grammar of llguidance: several parsers at its start, each with a lexer of its own.
+    """A compiled grammar of llguidance: several parsers at the grammar's start, each with its own lexer.
 
     starts: the parsers. eos: ids of the tokens that end an output. size: an estimate of its memory, in bytes.
 
-    An output gets a copy of a parser, which shares that parser's lexer. A lexer caches what it has computed
-    for one output for the others, but only one thread at a time may use it. So up to `SMALL_BATCH` outputs
-    share one lexer, and more outputs are spread over all.
+    Each output gets a copy of a parser, which shares that parser's lexer. What a lexer has computed for one
+    output, it caches for the others, but only one thread at a time may use it. So up to `SMALL_BATCH` outputs
+    share the first lexer, then the next, and when all have as many, further outputs are spread evenly.
     """
 
     def __init__(self, starts: Sequence[ll.LLMatcher], eos: Sequence[int], size: int) -> None:
@@ -79,8 +79,9 @@ class GuidanceGrammar(Compiled):
         self._lock = threading.Lock()
 
     def matcher(self) -> GuidanceMatcher:
-        """Return a new output's matcher: a copy of a parser whose lexer serves fewer than `SMALL_BATCH`
-        outputs.
+        """Return the matcher of a new output: a copy of a parser at the start of the grammar.
+
+        It shares the first lexer that has fewer than `SMALL_BATCH` outputs, or else the one with the fewest.
         """
         with self._lock:
             counts = [len(users) for users in self._users]
@@ -94,7 +95,10 @@ class GuidanceGrammar(Compiled):
 
 
 class GuidanceBackend(Backend):
-    """The grammar backend by the library llguidance; matchers and masks run in the library's threads."""
+    """The grammar backend by llguidance; its matchers advance and masks are made in the library's threads.
+
+    vocabulary: the tokens of the model.
+    """
 
     vocabulary: Spelling
 
@@ -115,6 +119,8 @@ class GuidanceBackend(Backend):
 
     def compile(self, grammar: Grammar) -> GuidanceGrammar:
         """Return the compiled form of a request's grammar.
+
+        May sleep first: compilations begin at least `SPACING` seconds apart.
 
         Raises:
             UserError: the grammar is wrong or too large, or asks for what the library does not know.
@@ -143,10 +149,10 @@ class GuidanceBackend(Backend):
         return GuidanceGrammar(starts, self.vocabulary.eos, size)
 
     def _parser(self, source: str, tokenizer: ll.LLTokenizer) -> ll.LLMatcher:
-        """Return a parser at the start of a grammar. It has computed a mask already, so that the first is
-        not slow.
+        """Return a llguidance parser at the start of a grammar, whose first mask is already computed.
 
-        source: the grammar in the library's notation. tokenizer: the model's, in the library's form.
+        An error in the grammar is kept in the parser (`is_error`). source: the grammar in the library's
+        notation. tokenizer: the model's, in the library's form.
         """
         made = ll.LLMatcher(tokenizer, source, limits=self.limits, log_level=0)
         if not made.is_error():
@@ -180,11 +186,11 @@ class GuidanceBackend(Backend):
         ]
 
     def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
-        """Begin to fill bit masks in threads; until that is done, no other thread may use the jobs'
-        matchers.
+        """Begin to fill bit masks in threads; until it is done, only they may use the jobs' matchers.
 
         Args:
-            jobs: triples (matcher, index of its first mask, drafts): a mask before each draft, and one after.
+            jobs: triples (matcher, row of its first mask, draft tokens): a mask before each draft, and one
+                after them, in consecutive rows.
             words: `[M, ceil(V / 32)]` int32, where the masks are written.
 
         Returns:
@@ -206,12 +212,12 @@ class GuidanceBackend(Backend):
         return done
 
     def _fill_together(self, jobs: Sequence[Job], words: Words) -> None:
-        """Fill masks in the library's threads, without Python's lock.
+        """Fill masks in the library's threads, without Python's lock (the GIL), and wait for them.
 
-        jobs: triples (matcher, index of its first mask, drafts). words: `[M, ceil(V / 32)]` int32, gets the
-            masks.
-        The time of the call includes the wait for the lock at its end. So it only shows that one of the jobs
-        may be slow; these are timed one by one from then on.
+        jobs: triples (matcher, row of its first mask, draft tokens). words: `[M, ceil(V / 32)]` int32, gets
+            the masks.
+        The time of the call includes the wait for the lock at its end. So a long call only shows that one of
+        the jobs may be slow; these are timed one by one from then on.
         """
         at = words.ctypes.data
         width = words.strides[0]
@@ -234,7 +240,8 @@ class GuidanceBackend(Backend):
 def fill_in_turn(jobs: Sequence[Job], words: Words) -> None:
     """Fill masks in this thread, one after the other.
 
-    jobs: triples (matcher, index of its first mask, drafts): a mask before each draft, and one after.
+    jobs: triples (matcher, row of its first mask, draft tokens): a mask before each draft, and one after
+        them.
     words: `[M, ceil(V / 32)]` int32, where the masks are written.
     """
     for matcher, row, drafts in jobs:
@@ -246,15 +253,15 @@ def fill_in_turn(jobs: Sequence[Job], words: Words) -> None:
 
 
 def source_of(grammar: Grammar, vocabulary: Spelling) -> tuple[str, set[int]]:
-    """Return a request's grammar in the library's notation, and the ids of added tokens that it asks for.
+    """Return a request's grammar in llguidance's notation, and the ids of added tokens that it asks for.
 
-    vocabulary: the tokens that the grammar may ask for.
+    An added token is text in other grammars, such as Qwen's `<think>`. vocabulary: the model's tokens.
 
     Raises:
         ValueError: the library would give the grammar another meaning.
 
-    The text of a schema is used unchanged wherever it can be: to parse it would hold Python's lock, and with
-    it the engine's step, for a millisecond per 100 kB.
+    The text of a JSON schema is used unchanged wherever it can be: to parse it would hold Python's lock, and
+    so delay the engine's step, for a millisecond per 100 kB.
     """
     if grammar.kind == "json_schema":
         source = {"true": "{}", "false": '{"not": {}}'}.get(
@@ -279,9 +286,12 @@ def source_of(grammar: Grammar, vocabulary: Spelling) -> tuple[str, set[int]]:
 
 
 def inner_schema(source: str) -> str:
-    """Return a JSON schema that stands in a Lark grammar, rewritten so that the library follows it exactly.
+    """Rewrite a JSON schema inside a Lark grammar so that llguidance follows it exactly; return its text.
 
-    source: its text; options of the library in it are kept.
+    source: the schema's text; the library's own options in it are kept.
+
+    Raises:
+        ValueError: the library cannot follow a keyword.
     """
     schema = json.loads(source) if SUSPECT.search(source) else None
     if not isinstance(schema, dict):
@@ -291,11 +301,11 @@ def inner_schema(source: str) -> str:
 
 
 class TokenizerObject:
-    """A model's vocabulary with the attributes that the library reads from a tokenizer.
+    """A model's vocabulary with the attributes that llguidance reads from a tokenizer object.
 
     Args:
         vocabulary: the tokens.
-        asked: ids of added tokens that a grammar asks for by name; they are special here.
+        asked: ids of added tokens that a grammar asks for by name; they count as special.
 
     tokens: bytes of each token; of a special token, its name.
     special_token_ids: tokens that stand for no text; only a Lark grammar can ask for one, by `<name>`.
@@ -314,14 +324,14 @@ class TokenizerObject:
         self.special_token_ids = list(names)
 
     def __call__(self, text: str) -> Sequence[int]:
-        """Return the ids of the tokens of a text; the library calls it for a text that a grammar forces."""
+        """Return the token ids of a text; llguidance calls it for a text that a grammar forces."""
         return self.encode(text)
 
 
 def tokenizer_of(vocabulary: Spelling, asked: Collection[int] = ()) -> ll.LLTokenizer:
-    """Return the library's tokenizer for a vocabulary.
+    """Return llguidance's tokenizer for a vocabulary.
 
-    asked: ids of added tokens that a grammar asks for by name; they are special here.
+    asked: ids of added tokens that a grammar asks for by name; they count as special in this tokenizer.
     It is not made from a `tokenizer.json`, since the library takes every added token `<...>` of a file for a
     special one: it would force the text of Qwen's `<think>`, and refuse its token.
     """

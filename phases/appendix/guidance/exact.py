@@ -1,9 +1,9 @@
-"""Schemas that llguidance would follow in a narrower or a wider sense than they say.
+"""Rewrite JSON schemas that llguidance would follow in a narrower or wider sense than they say.
 
-It reads numbers as doubles, takes the 29th of February in any year, lets a key that is spelled with `\\u`
-pass for another one, counts a key that comes twice as two, leaves out of a string what it cannot write, and
-reads patterns as Rust's.
-Here such a schema is rewritten to mean what it says, or refused by name.
+The library reads numbers as doubles, takes the 29th of February in any year, lets a key that is spelled with
+`\\u` pass for another one, counts a key that comes twice as two, leaves out of a string what it cannot write,
+and reads patterns as Rust's.
+Such a schema is rewritten to mean what it says, or refused by name.
 """
 
 from __future__ import annotations
@@ -96,15 +96,15 @@ PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}T{TIME}$", "time": f"^{TI
 def exact(
     schema: Any, where: str = "#", *, older: bool = False, left: list[str] | None = None
 ) -> Any:
-    """Return a JSON schema that allows the same values, written so that llguidance follows it to the letter.
+    """Return a JSON schema that allows the same values and that llguidance follows to the letter.
 
     Args:
         schema: the schema, or a part of it.
         where: JSON pointer of that part, for errors.
         older: whether its JSON Schema dialect is draft 7 or before, in which `$ref` hides its neighbours.
         left: None: every keyword must be followed. A list: the schema is only a hint (of a tool that is not
-            strict), so keywords that cannot be followed are left out, and their JSON pointers are appended
-            here. Keywords that restrict nothing, such as `title`, are left out and not appended.
+            strict), so keywords that cannot be followed are left out, and their JSON pointers are appended to
+            the list. Keywords that restrict nothing, such as `title`, are left out and not appended.
 
     Raises:
         ValueError: `left` is None and a keyword cannot be followed; the message has its JSON pointer.
@@ -167,10 +167,10 @@ def exact(
 
 
 def _check(key: str, value: Any, where: str, *, hint: bool) -> None:
-    """Raise `ValueError` if llguidance cannot follow the keyword `key` with this value.
+    """Raise `ValueError` if llguidance cannot follow a schema's keyword `key` with this `value`.
 
-    where: JSON pointer of its schema, for the error. hint: the schema need not be enforced, so keywords that
-    are only doubtful are refused as well (and then left out).
+    where: JSON pointer of the keyword, for the error. hint: whether the schema need not be enforced; then
+        doubtful keywords are refused as well, and the caller leaves them out.
     """
     if where == f"#/{OWN_OPTIONS}":
         raise ValueError(f"{where} is not known here")
@@ -191,9 +191,9 @@ def _check(key: str, value: Any, where: str, *, hint: bool) -> None:
 
 
 def _rewrite_names(properties: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return `properties`, a schema's `patternProperties`, with its keys rewritten for llguidance.
+    """Rewrite the keys of a schema's `patternProperties` for llguidance; return the new dictionary.
 
-    where: JSON pointer, for errors.
+    properties: pattern of names -> schema. where: JSON pointer of `properties`, for errors.
 
     Raises:
         ValueError: a pattern cannot be followed, or two become the same.
@@ -205,10 +205,10 @@ def _rewrite_names(properties: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _check_value(value: Any, where: str) -> None:
-    """Raise `ValueError` if a keyword's value, such as that of `enum`, has numbers or characters that get
-    lost.
+    """Raise `ValueError` if llguidance would change numbers or characters in a keyword's `value`.
 
-    where: JSON pointer, for the error.
+    value: such as that of `enum`; its parts are checked, too. where: JSON pointer of the keyword, for the
+        error.
     """
     if isinstance(value, dict):
         value = [*value, *value.values()]

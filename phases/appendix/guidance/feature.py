@@ -24,7 +24,7 @@ from structured.pool import GrammarPool
 
 @dataclass(frozen=True)
 class Guidance(Feature):
-    """Makes masks in the threads of llguidance, and drafts the tokens that a grammar forces."""
+    """Make grammar masks in llguidance's threads, and draft the tokens that a grammar forces."""
 
     name = "guidance"
     phase = 12
@@ -33,10 +33,10 @@ class Guidance(Feature):
     jump_forward: bool = option(True, "tokens that a grammar forces are drafted")
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace phase 12's grammar manager by one with llguidance, and wrap the drafter in a
-        `GrammarDrafter`.
+        """Replace phase 12's grammar manager by one with llguidance, and let grammars draft forced tokens.
 
-        The library is imported, and the tokenizer prepared, when the first grammar comes.
+        For that the drafter becomes a `GrammarDrafter`. The library is imported, and the tokenizer prepared,
+        when the first grammar comes.
         """
         plain = builder.grammar_manager.part
         assert isinstance(plain, AutomataGrammarManager)
@@ -65,9 +65,9 @@ class Guidance(Feature):
 
 
 def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:
-    """Return the grammar backend of llguidance for a model's vocabulary.
+    """Return llguidance's grammar backend for a model's vocabulary.
 
-    tokenizer: the model's. size: number of logits. eos: ids of end tokens.
+    tokenizer: the model's. size: number of logits. eos: ids of the tokens that end an output.
 
     Raises:
         UserError: the library is not installed.
@@ -77,7 +77,7 @@ def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Ba
 
 
 def library() -> Callable[[Spelling], Backend]:
-    """Return the class `GuidanceBackend`, and import llguidance for it.
+    """Import llguidance, and return the class `GuidanceBackend`, which needs it.
 
     Raises:
         UserError: the library is not installed.

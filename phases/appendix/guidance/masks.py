@@ -1,4 +1,4 @@
-"""Make masks in threads, while the host distributes the tokens of the last step and schedules the next."""
+"""Make grammar masks in threads, while the host appends the last tokens and schedules a step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:  # the library is imported when the first grammar comes
 
 
 class MaskStaging:
-    """Copies masks to the device through one buffer on the host and one on the device.
+    """Copies grammar masks to the device, through one buffer on the host and one on the device.
 
     width: int32 words of a mask, `W`. device: the device to copy to.
 
-    One of each is enough: the masks of a step are made when the tokens of the step before are known, and then
-    that step has read its masks. On a GPU the copy runs on a stream of its own, beside the forward pass.
+    One buffer on each side is enough: the masks of a step are made when the tokens of the step before are
+    known, and by then that step has read its masks. On a GPU the copy runs on its own stream, beside the
+    forward pass.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -40,7 +41,7 @@ class MaskStaging:
         self._host = self._there = torch.zeros(0, width, dtype=torch.int32)
 
     def host(self, count: int) -> Words:
-        """Return the host's buffer for `count` masks, int32 `[count, W]`; it still holds older ones."""
+        """Return the host's buffer for `count` masks, int32 `[count, W]`; it still holds old masks."""
         if len(self._host) < count:
             shape = 1 << (count - 1).bit_length(), self._host.shape[1]
             self._host = torch.zeros(
@@ -53,9 +54,12 @@ class MaskStaging:
         return words
 
     def send(self, positions: Sequence[int]) -> TokenBitmask:
-        """Return the first masks of the host's buffer as a copy on the device, without waiting for it.
+        """Begin to copy the masks in the host's buffer to the device; return them as a `TokenBitmask`.
 
-        positions: of each mask, the row of the step's logits that it belongs to.
+        The device waits for the copy, the host does not.
+
+        positions: of each mask, the row of the step's logits that it belongs to; their number is that of the
+            masks.
         """
         there = upload(self.device, {"positions": np.array(positions)})["positions"]
         words = self._there[: len(positions)]
@@ -67,12 +71,12 @@ class MaskStaging:
 
 
 class Filling(NamedTuple):
-    """The bit masks of a step that threads are making.
+    """The bit masks of a step while threads write them.
 
     works: the step's requests, with the tokens that each computes.
     positions: of each mask, the row of the step's logits that it belongs to.
     words: `[M, W]` int32, the masks.
-    done: ends when the masks are made; None if they are made already.
+    done: a future that ends when the masks are made; None if they are made already.
     """
 
     works: Sequence[Work]
@@ -82,15 +86,15 @@ class Filling(NamedTuple):
 
 
 class LibraryGrammarManager(AutomataGrammarManager):
-    """A grammar manager that lets threads compute masks, and begins before the sampler asks for them.
+    """A grammar manager whose masks llguidance makes in threads, before the sampler asks for them.
 
     plain: the manager of phase 12 that this one replaces. pool: compiles grammars.
-    jump_forward: whether forced tokens are noted for a drafter, up to `MOST_OVERLAPPED` requests.
+    jump_forward: whether forced tokens are noted for a drafter, in steps of up to `MOST_OVERLAPPED` requests.
 
-    In a step the engine launches forward n + 1, reads token n, and calls `begin`. That advances every
+    In a step the engine launches forward pass n + 1, reads token n, and calls `begin`, which advances every
     matcher by token n. Threads then write the masks of n + 1, while the host distributes token n and
-    schedules n + 2. `fill_bitmask` waits for the masks and copies them to the device. The sampling of n +
-    1 comes last.
+    schedules n + 2. `fill_bitmask` waits for the masks and copies them to the device. The sampling of n + 1
+    comes last.
     """
 
     def __init__(
@@ -106,17 +110,17 @@ class LibraryGrammarManager(AutomataGrammarManager):
 
     @property
     def backend(self) -> GuidanceBackend:
-        """Return the grammar backend by llguidance, which makes the masks."""
+        """Return llguidance's grammar backend, which makes the masks."""
         return cast("GuidanceBackend", self.pool.backend)
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
         """Advance matchers by the newest tokens, and begin to compute the masks of a step in threads.
 
         works: the step's requests, with the tokens that each computes.
-        sampled: tokens of the step before, which their requests do not have yet.
+        sampled: newest tokens of requests, from the step before, which are not yet appended to the requests.
 
         Returns:
-            True if `fill_bitmask` will not have to wait.
+            True if the masks are made already; False if `fill_bitmask` may have to wait for them.
         """
         self._wait()  # for a step that failed in between
         positions, self._jobs = list[int](), []
@@ -135,7 +139,8 @@ class LibraryGrammarManager(AutomataGrammarManager):
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """Wait for the masks of a step, and return them on the device; None if no request has a grammar.
 
-        works: the step's requests; `begin` is called for them if it was not before.
+        works: the step's requests, with the tokens that each computes. Calls `begin` if that was not done for
+            this step.
         """
         if self._filling is None or self._filling.works is not works:
             self.begin(works, {})
@@ -149,9 +154,7 @@ class LibraryGrammarManager(AutomataGrammarManager):
         return self._staging.send(made.positions)
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
-        """Return (request, error) for requests whose output cannot follow the grammar any further, once
-        each.
-        """
+        """Return (request, error) of requests whose output cannot follow its grammar, each only once."""
         jobs, self._jobs = self._jobs, []
         for request, (matcher, _, _) in jobs:
             if problem := matcher.problem:
@@ -168,16 +171,15 @@ class LibraryGrammarManager(AutomataGrammarManager):
     def _follow(
         self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]
     ) -> list[tuple[int, Sequence[int], Request, GuidanceMatcher]]:
-        """Advance each request's matcher by the tokens that it has not seen; a request fails if it
-        refuses one.
+        """Advance each request's matcher by its new tokens; a request whose grammar refuses one fails.
 
         works: the step's requests, with the tokens that each computes.
-        sampled: the newest tokens, which their requests do not have yet.
+        sampled: newest tokens of requests, which are not yet appended to the requests.
 
         Returns:
-            (row of the step's logits, drafts, request, matcher) of every output that goes on, sorted by
-            lexer.
-            Outputs that have sampled an end token need no mask, and are left out.
+            (row of the step's logits, draft tokens, request, matcher) of each output that needs masks, sorted
+            by lexer.
+            Outputs that have sampled an end token need none, and are left out.
         """
         outputs = []
         moves: list[tuple[GuidanceMatcher, Sequence[int]]] = []

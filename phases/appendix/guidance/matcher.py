@@ -21,12 +21,13 @@ regular expression tried 5 ms. For an ambiguous grammar it grows with the square
 
 @dataclass
 class Effort:
-    """Processor time that one output spends on its grammar: some grammars compile fast and are slow to
-    follow.
+    """Processor time that one output spends on its grammar; too much of it ends the output.
 
-    slow: seconds of its slow tokens.
+    Some grammars compile fast and are slow to follow.
+
+    slow: seconds of processor time of tokens that took more than `SLOW`, in all.
     watched: whether each call has to be timed by itself, because a call for several outputs was slow.
-    problem: why the output cannot go on; empty while it is within the budget.
+    problem: why the output cannot go on; empty while it is within the limits.
     """
 
     slow: float = 0.0
@@ -35,8 +36,9 @@ class Effort:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure the processor time of a `with` block that handles one token; set `problem` if it was
-        too much.
+        """Measure this thread's processor time in a `with` block that handles one token.
+
+        `problem` is set if the token, or all slow tokens of the output, took too long.
         """
         begun = time.thread_time()
         yield
@@ -56,8 +58,8 @@ class GuidanceMatcher(Matcher):
     """The state of one output in its grammar: a `Matcher` by a parser of llguidance.
 
     inner: the parser. eos: ids of the tokens that end an output.
-    lexer: the number of its lexer, which some outputs share and only one thread at a time may use.
-    effort: the processor time of its masks and tokens.
+    lexer: number of the parser's lexer, which some outputs share and only one thread at a time may use.
+    effort: processor time of the output's masks and tokens.
     certain: forced tokens, noted before the last masks were made; empty if no drafter may ask for them.
     """
 
@@ -73,9 +75,7 @@ class GuidanceMatcher(Matcher):
             self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Accept tokens up to the first that is forbidden or ends the output; return how many were
-        accepted.
-        """
+        """Accept `tokens` up to the first that is forbidden or ends the output; return how many."""
         with self.effort.timed():
             return self.inner.try_consume_tokens(self._before_end(tokens))
 
@@ -86,8 +86,9 @@ class GuidanceMatcher(Matcher):
 
     @property
     def problem(self) -> str:
-        """Return why the output cannot be followed further: the library's error, or a used-up budget;
-        else "".
+        """Return why the output cannot be followed further: llguidance's error, or a used-up time limit.
+
+        An empty string: it can.
         """
         return (
             self.inner.get_error().split("\n")[0][:200]
@@ -96,9 +97,9 @@ class GuidanceMatcher(Matcher):
         )
 
     def forced(self) -> Sequence[int]:
-        """Return tokens that must come next, as far as the grammar leaves no choice; change nothing.
+        """Return the ids of the tokens that must come next, as far as the grammar leaves no choice.
 
-        The mask before each of these tokens allows that token alone.
+        The matcher does not change. The mask before each of these tokens allows that token alone.
         """
         return self.inner.compute_ff_tokens()
 
@@ -107,7 +108,7 @@ class GuidanceMatcher(Matcher):
         return self.inner.validate_tokens(self._before_end(tokens))
 
     def _before_end(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens before the first end token, which the library itself might accept."""
+        """Return `tokens` up to, and without, the first end token, which llguidance itself might accept."""
         end = next((at for at, token in enumerate(tokens) if token in self.eos), len(tokens))
         return list(tokens[:end])
 

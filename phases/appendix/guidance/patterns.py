@@ -28,7 +28,7 @@ _LARK = re.compile(
 
 
 class EcmaScriptReader(PatternReader):
-    """Reads a `pattern` of a JSON schema: the regular expressions of ECMAScript with the flag `u`."""
+    """Reads a JSON schema's `pattern`: ECMAScript's regular expressions with the flag `u`."""
 
     classes = CLASSES | {
         "s": (
@@ -40,7 +40,7 @@ class EcmaScriptReader(PatternReader):
     line_ends = just("\n\r\u2028\u2029")
 
     def escape(self) -> Ranges:
-        """Parse an escape, or two that are a surrogate pair; return the code points that it matches."""
+        """Parse an escape, or two that are a surrogate pair; return ranges of matching code points."""
         found = _PAIR.match(self.pattern, self.at)
         if found is None:
             return super().escape()
@@ -52,7 +52,8 @@ class EcmaScriptReader(PatternReader):
 def rewrite_pattern(pattern: str, where: str) -> str:
     """Return a JSON schema's `pattern` (ECMAScript's dialect) in the notation of llguidance.
 
-    A rewritten pattern is returned unchanged. where: JSON pointer, for errors.
+    A pattern that this function has returned is returned unchanged. where: JSON pointer of the pattern, for
+    errors.
 
     Raises:
         ValueError: no grammar can follow it, or it names a control character, which is never written.
@@ -61,7 +62,7 @@ def rewrite_pattern(pattern: str, where: str) -> str:
 
 
 def rewrite_regex(pattern: str, flags: str = "") -> str:
-    """Return the regular expression `pattern`, of Python with `re.ASCII`, in the notation of llguidance.
+    """Return a Python regular expression (of `re` with `re.ASCII`) in the notation of llguidance.
 
     flags: the letters after the expression in a Lark grammar, such as "i".
 
@@ -77,7 +78,9 @@ def rewrite_regex(pattern: str, flags: str = "") -> str:
 def rewrite_lark(
     source: str, schema: Callable[[str], str], known: Spelling
 ) -> tuple[str, set[int]]:
-    """Return a Lark grammar with its regular expressions and JSON schemas rewritten, and its added tokens.
+    """Return a Lark grammar with regular expressions and JSON schemas rewritten, and its added tokens.
+
+    An added token is one that is text elsewhere, such as Qwen's `<think>`.
 
     Args:
         source: the grammar.
@@ -85,7 +88,7 @@ def rewrite_lark(
         known: the tokens that a grammar may ask for, `<name>`.
 
     Returns:
-        the grammar, and the ids of those of `known.added` that it asks for.
+        the grammar's new text, and the ids of those of `known.added` that it asks for.
 
     Raises:
         ValueError: no grammar can follow it.
@@ -111,9 +114,10 @@ def rewrite_lark(
 
 
 def _added(name: str, known: Spelling) -> set[int]:
-    """Return {token id} if `<name>` in a grammar asks for an added token, else an empty set.
+    """Return {token id} if `<name>` in a Lark grammar means an added token, else an empty set.
 
-    name: what stands between `<` and `>`: a name, or an id in brackets such as `[151668]`.
+    name: what stands between `<` and `>`: a name, or an id in brackets such as `[151668]`. known: the tokens
+        that a grammar may ask for.
 
     Raises:
         ValueError: the id is of no special or added token.
@@ -127,10 +131,11 @@ def _added(name: str, known: Spelling) -> set[int]:
 
 
 class _Rewriter:
-    """Reads a regular expression character by character, and writes it in the notation of llguidance.
+    """Reads a regular expression piece by piece, and writes it in the notation of llguidance.
 
-    every: of each open group, whether `.` is every character.
-    repeatable: whether what came last may be repeated.
+    reader: parses the expression's characters, classes and escapes.
+    every: of each open group, whether `.` also matches line ends.
+    repeatable: whether the piece read last may be repeated.
     """
 
     def __init__(self, reader: PatternReader, *, every: bool = False) -> None:
@@ -139,7 +144,11 @@ class _Rewriter:
         self.repeatable = False
 
     def rewritten(self) -> str:
-        """Return the whole expression, rewritten."""
+        """Return the whole regular expression, rewritten.
+
+        Raises:
+            ValueError: no grammar can follow a part of it.
+        """
         parts = list[str]()
         while self.reader.peek():
             parts.append(self.next())
@@ -148,7 +157,7 @@ class _Rewriter:
         return "".join(parts)
 
     def next(self) -> str:
-        """Read the next character, class, escape, or sign; return it as llguidance writes it."""
+        """Read the next piece (a character, class, escape or sign); return it as llguidance writes it."""
         reader = self.reader
         char = reader.peek()
         if char in "*+?{":
@@ -173,7 +182,10 @@ class _Rewriter:
         return self.known(((ord(char), ord(char)),))
 
     def repetition(self) -> str:
-        """Read `*`, `+`, `?` or a count such as `{2,5}`, and return it as text."""
+        """Read a repetition, `*`, `+`, `?` or a count such as `{2,5}`, and return it as text.
+
+        A `?` after it (lazy) is dropped, since it does not change what the expression matches.
+        """
         reader, begin = self.reader, self.reader.at
         found = COUNT.match(reader.pattern, begin)
         if not self.repeatable or (reader.peek() == "{" and not found):
@@ -185,8 +197,9 @@ class _Rewriter:
         return written
 
     def group(self) -> str:
-        """Read the beginning of a group, such as `(?:`, or flags for the rest of the group; return it
-        rewritten.
+        """Read the beginning of a group after its `(`, such as `?:`; return it as llguidance writes it.
+
+        It may also be flags for the rest of the group around it, such as `(?i)`.
         """
         reader = self.reader
         if reader.peek() != "?":
@@ -208,7 +221,7 @@ class _Rewriter:
         return f"(?{ignored}:"
 
     def char_class(self) -> str:
-        """Read a character class after its `[`, up to `]`; return it rewritten."""
+        """Read a character class after its `[`, up to `]`; return it as llguidance writes it."""
         reader = self.reader
         negated = reader.take("^")
         ranges, properties = list[tuple[int, int]](), list[str]()
@@ -233,8 +246,10 @@ class _Rewriter:
         return f"\\{found[0]}" if found else ""
 
     def known(self, ranges: Ranges) -> str:
-        """Return the notation for characters of the pattern, given as ranges of code points; raises as
-        `written`.
+        """Return the notation for characters of the pattern, given as ranges of code points.
+
+        Raises:
+            ValueError: see `written`.
         """
         return spelled(self.written(ranges))
 
@@ -269,7 +284,7 @@ def spelled(ranges: Ranges, properties: str = "", *, negated: bool = False) -> s
 
 
 def _scalar(code: int, instead: int) -> int:
-    """Return the code point `code`; `instead` if it is half of a surrogate pair, which is no character."""
+    """Return the code point `code`, or `instead` for half of a surrogate pair (no character)."""
     return instead if 0xD800 <= code <= 0xDFFF else code
 
 

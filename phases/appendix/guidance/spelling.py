@@ -1,4 +1,4 @@
-"""The part of a tokenizer that a library sees beyond its tokens: names of special ones, and forced texts."""
+"""The part of a tokenizer that a grammar library needs: names of special tokens, and an encoder."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LONGEST_KEPT, MOST_KEPT = 256, 4096
 class Spelling(Vocabulary):
     """The tokens of a model, and how they spell a text.
 
-    encode: returns tokens whose bytes are exactly a given text's.
-    special: names of the tokens without bytes, by which a Lark grammar may ask for them.
+    encode: returns ids of tokens whose bytes are exactly a given text's.
+    special: names, by id, of the tokens without bytes, by which a Lark grammar may ask for them.
     added: ids, by name, of tokens with bytes that stand in the tokenizer's list of added tokens.
     """
 
@@ -32,7 +32,10 @@ class Spelling(Vocabulary):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int, eos: Sequence[int]) -> Self:
-        """Return the vocabulary of a model with `size` logits. eos: ids of the tokens that end an output."""
+        """Return the vocabulary of a model's tokenizer. size: number of the model's logits.
+
+        eos: ids of the tokens that end an output.
+        """
         plain = Vocabulary.of(tokenizer, size, eos)
         names = {
             token: name
@@ -57,12 +60,12 @@ class Spelling(Vocabulary):
 class Encoder:
     """Turns a text that stands in the middle of another into tokens whose bytes are exactly that text.
 
-    A tokenizer may set a space before a text, compose or lower its letters, and take names for special
-    tokens. Its own tokens are the ones that a model has seen, so they are taken where they keep the bytes: of
-    the text alone, or after a line break. Elsewhere what stands between added tokens is read for itself, and
-    where that does not help, the longest token that fits comes next.
+    A tokenizer may put a space before a text, compose or lower its letters, and take names for special
+    tokens. The model has seen the tokenizer's own tokens, so these are used where they keep the bytes: of the
+    text alone, or after a line break. Elsewhere the text is split at names of added tokens and each part is
+    encoded by itself; where that does not help, the longest token that fits comes next.
 
-    Results for short texts are remembered: outputs of one grammar ask for the same texts again and again.
+    Results for short texts are cached: outputs of one grammar ask for the same texts again and again.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Encoder:
         self._short = lru_cache(MOST_KEPT)(self._encode)
 
     def __call__(self, text: str) -> list[int]:
-        """Return token ids of a text; if some character has no token, only of the text before."""
+        """Return token ids of a text; if some character has no token, only of the text before it."""
         return self._short(text) if len(text) <= LONGEST_KEPT else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
