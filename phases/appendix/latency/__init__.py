@@ -1,4 +1,4 @@
-"""Kernels for steps of one token: one launch for each matrix, and little more.
+"""Kernels for decode steps of one token in all: one launch for each weight matrix, and little more.
 
 They are faster inside a CUDA graph only. Launched from Python, a step of one token takes as long as its
 launches.

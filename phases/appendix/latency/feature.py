@@ -11,7 +11,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class Latency(Feature):
-    """Run steps of one token by kernels of their own, which gain inside CUDA graphs."""
+    """Run decode steps of one token by special kernels, which are faster inside CUDA graphs."""
 
     name = "latency"
     phase = 9
@@ -20,7 +20,7 @@ class Latency(Feature):
     on_with = (Graphs, Kernels)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Add one-token kernels to the linear layers of phase 06, and a kernel to each of its blocks."""
+        """Add one-token kernels to the model's fused linear layers and transformer blocks (phase 06's)."""
         from phases.appendix.latency.layers import install
 
         install(builder.own_model())

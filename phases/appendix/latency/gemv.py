@@ -5,11 +5,11 @@ matrix products only get in the way. Here a program computes `ROWS` outputs and 
 The norm before the product costs so little that every program repeats it; bias, residual addition and the
 gate follow in registers.
 
-On Hopper the kernel starts while its predecessor still runs (programmatic dependent launch): weights depend
-on no kernel, so their loads are issued before `gdc_wait`, and only the input vector and the residual are
-read after it. `gdc_launch_dependents` lets the next kernel start in turn. Where that one, too, reads
-nothing but weights before its own wait, it may do so at once, even while the predecessor still runs: a wait
-returns when the kernel before is complete, which it cannot be before its own wait has returned.
+On Hopper the kernel starts while the kernel before it still runs (programmatic dependent launch): weights
+depend on no kernel, so their loads are issued before `gdc_wait`, and only the input vector and the residual
+are read after it. `gdc_launch_dependents` lets the next kernel start in turn. If the next kernel, too, reads
+nothing but weights before its wait, it may start at once, even while the kernel before this one still runs: a
+wait returns when the kernel before is complete, which it cannot be before its own wait has returned.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from triton_paged_attention.linear import KINDS, activate
 
 @triton.jit
 def wait_for_input(TRIGGER: tl.constexpr, PDL: tl.constexpr):
-    """Wait for the kernel before, whose results the rest reads. PDL: the GPU can start a kernel early.
+    """Wait until the kernel before has ended, whose results the rest of this kernel reads.
 
+    PDL: programmatic dependent launch is on; otherwise there is nothing to do.
     TRIGGER: let the next kernel start before the wait (0), after it (1), or leave that to the caller (2).
     """
     if PDL:
@@ -45,7 +46,10 @@ def wait_for_input(TRIGGER: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def add_vector(total, vector, row, N):
-    """Return `total [ROWS]` float32 plus `vector [N]` at `row [ROWS]`; vector None: `total` itself."""
+    """Return `total [ROWS]` float32 plus the numbers at indices `row [ROWS]` of `vector [N]`.
+
+    vector: a pointer; None: `total` is returned unchanged. Indices from N on add nothing.
+    """
     if vector is not None:
         total += tl.load(vector + row, mask=row < N, other=0.0).to(tl.float32)
     return total
@@ -57,16 +61,14 @@ def gemv_kernel(
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """Compute `ROWS` outputs of a matrix times a vector, with norm, bias, residual and gate. One program
-    each.
+    """Compute a matrix times a vector, with norm, bias, residual and gate. One program per `ROWS` outputs.
 
     out: `[N]`. x: `[K]`. weight: `[N, K]`, or `[2 N, K]` with GATED: the gate's rows above the up
         projection's.
-    norm_weight, eps: `[K]`, of the input's RMSNorm.
+    norm_weight, eps: `[K]` weights of the input's RMSNorm, and its epsilon.
     bias, residual: `[N]`, added. None leaves out the norm or an addition.
     KIND: number of the gate's activation (`linear.KINDS`). BLOCK_K: inputs that are read at a time.
-    TRIGGER, PDL: see `wait_for_input`. A matrix that is read in several sweeps triggers when it is read.
-
+    TRIGGER, PDL: see `wait_for_input`; if K > BLOCK_K, the next kernel starts when the matrix has been read.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
@@ -112,13 +114,13 @@ def gemv_kernel(
 
 
 class FusedOperators(TypedDict, total=False):
-    """Keyword arguments of `gemv`: operators to compute in the kernel of the product; each may be left out.
+    """Keyword arguments of `gemv`: operators that its kernel computes, too; each may be left out.
 
     norm: RMSNorm of the input. bias: `[N]`, added to the product. residual: `[..., N]`, added to the result.
     gate: activation, a key of `linear.KINDS`; the matrix has the gate's rows above the up projection's.
     out_dtype: of the result; by default that of the input.
-    trigger_early: True (the default) lets the next kernel start while the one before this still runs. It
-        must be False if the next kernel reads, before its own wait, what an earlier kernel has written.
+    trigger_early: True (the default) lets the next kernel start while the kernel before this one still runs.
+        It must be False if the next kernel reads, before its own wait, what an earlier kernel has written.
     """
 
     norm: NormWeights | None
@@ -138,7 +140,7 @@ def launch(
     operators: FusedOperators,
     **more: Any,
 ) -> Tensor:
-    """Launch a matrix-vector kernel with the operators around its product; return its output `[..., rows]`.
+    """Launch a matrix-vector kernel with operators around its product; return its output `[..., rows]`.
 
     kernel: a Triton kernel with the arguments of `gemv_kernel`. programs: size of the grid.
     x: the input vector `[..., K]`, one row. rows: number of outputs.
@@ -163,12 +165,12 @@ def gemv(x: Tensor, weight: Tensor, **operators: Unpack[FusedOperators]) -> Tens
 
     Args:
         x: `[..., K]`, one row.
-        weight: `[N, K]`, or `[2 N, K]` with a gate.
+        weight: `[N, K]`, or `[2 N, K]` with a gate: the gate's rows above the up projection's.
         operators: keys of `FusedOperators`: norm, bias, residual, gate, out_dtype, trigger_early.
 
     Returns:
-        `[..., N]`: `residual + bias + weight @ norm(x)`, or with a gate `act(gate rows @ norm(x)) * (up
-        rows @ norm(x))`.
+        `[..., N]`: `residual + bias + weight @ norm(x)`, or with a gate `act(gate rows @ norm(x)) * (up rows
+        @ norm(x))`.
     """
     gated = operators.get("gate") is not None
     size, rows = weight.shape[1], weight.shape[0] // (1 + gated)

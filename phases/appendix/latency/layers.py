@@ -1,4 +1,4 @@
-"""Kernels of phase 06's layers for one token."""
+"""Kernels for one token of phase 06's fused linear layers and transformer blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ HeadCombiner = Callable[[SingleRequestSplits, Tensor], Tensor]
 
 @dataclass(eq=False)
 class LatencyKernel:
-    """A `LinearKernel` for one token: norm, product, gate and residual in one launch.
+    """Computes a linear layer for one token: norm, product, gate and residual in one launch.
+
+    A `LinearKernel` of phase 06.
 
     linear: the layer whose weights it reads.
     trigger_early: whether the next kernel may start before the kernel before this one has ended.
@@ -45,9 +47,10 @@ class LatencyKernel:
     reads: ClassVar[type[nn.Module]] = nn.Linear
 
     def supports(self, tokens: int, gate: str | None) -> bool:
-        """Return True for one token, unless the layer has both a bias and a gate.
+        """Return True for one token, unless the layer has both a bias and a gate; else False.
 
-        tokens: of the step. gate: activation between the two halves of the product; None: no gate.
+        tokens: of the step. gate: activation by which the product's first half gates its second; None: no
+            gate.
         """
         return tokens == 1 and (gate is None or self.linear.bias is None)
 
@@ -65,17 +68,19 @@ class LatencyKernel:
         )
 
     def multiply(self, x: Tensor, **operators: Any) -> Tensor:
-        """Return the layer's product with `x [1, K]`, by `gemv`.
+        """Return the layer's product with `x [1, K]`, `[1, N]`, by one kernel.
 
         operators: what else the kernel computes: norm, bias, residual, gate, out_dtype, trigger_early.
         """
         return gemv(x, self.linear.weight, **operators)
 
     def combiner(self) -> HeadCombiner | None:
-        """Return a function that combines attention's splits and multiplies, if this is an output
-        projection's kernel.
+        """Return a function that computes an output projection from attention's splits, or None.
 
-        None: attention combines its splits faster itself.
+        Attention computes its keys in splits (parts), whose outputs have to be combined. The function
+        combines them in the projection's kernel: it gets the splits and a residual `[1, N]`, and returns the
+        residual plus the projection. None: the layer is too large for that, and attention combines the splits
+        itself.
         """
         linear = self.linear
         if not fused_heads_are_faster(*linear.weight.shape):
@@ -88,10 +93,12 @@ class LatencyKernel:
 def add_kernels(
     model: Model, kernel: type[LatencyKernel], skip: Collection[nn.Module] = ()
 ) -> None:
-    """Add a `kernel` for one token to each `FusedLinear` of a model whose weights it can read.
+    """Add a one-token kernel to each `FusedLinear` of a model whose weights such a kernel can read.
 
     The kernel of a QKV projection lets attention start early where that is safe. That of the output head
-    writes float32 logits, so none are converted afterwards. skip: `FusedLinear`s that stay as they are.
+    writes float32 logits, so no conversion follows.
+
+    kernel: the kernel's class. skip: `FusedLinear`s that stay as they are.
     """
     early = {
         block.self_attn.qkv_proj: block.self_attn.spec.index > 0  # see `attend_step`
@@ -111,16 +118,20 @@ def add_kernels(
 
 @dataclass(eq=False)
 class LatencyBlock:
-    """A `BlockKernel` (faster computation of a transformer block) for one token.
+    """Computes a transformer block for one token, with norms and residual additions in the projections.
 
-    It fuses norms and residual additions into the projections.
-    workspace: memory for attention's splits, which all blocks share.
+    A `BlockKernel` of phase 06.
+
+    workspace: memory for the splits (parts over the keys) of attention's output, which all blocks share.
     """
 
     workspace: Workspace
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """Return True if this kernel computes such a step: one token in all, a KV cache without scales."""
+        """Return True for a step of one token in all whose KV cache has no scales; else False.
+
+        x: the block's input. attention: the engine's, of phase 06's class.
+        """
         return (
             isinstance(x, Tensor)
             and len(x) == 1
@@ -138,7 +149,8 @@ class LatencyBlock:
     ) -> Tensor:
         """Return the block's output `[1, hidden]` for one token.
 
-        block: the layers. x: its input. cos_sin: RoPE's cosines and sines. attention: the engine's.
+        block: the layers. x: its input `[1, hidden]`. cos_sin: RoPE's cosines and sines. attention: the
+            engine's attention over the KV cache.
         """
         attend = block.self_attn
         mlp = block.mlp
@@ -163,9 +175,10 @@ class LatencyBlock:
 
 
 def combiner_of(out: FusedLinear) -> HeadCombiner | None:
-    """Return the function of output projection `out` that combines attention's splits and multiplies.
+    """Return the function that computes an output projection from attention's splits, or None.
 
-    None: it has none, or several ranks share the product.
+    out: the projection. The function combines the splits (parts of attention over the keys) in the
+        projection's kernel. None: the projection has no such function, or several ranks share it.
     """
     kernels = [kernel for kernel in out.kernels if isinstance(kernel, LatencyKernel)]
     return kernels[0].combiner() if kernels and out.total is None else None
@@ -193,9 +206,9 @@ def install(model: Model) -> Model:
 
 
 def layers_of(block: FusedBlock) -> tuple[FusedLinear, ...]:
-    """Return the linear layers of a block, without those of a mixture of experts.
+    """Return the linear layers of a block that get one-token kernels: all but experts.
 
-    Empty if some layer of the block is left to torch, or attention has sinks.
+    Empty if PyTorch computes some layer of the block, or attention has sinks.
     """
     attend, mlp = block.self_attn, block.mlp
     if isinstance(mlp, GatedMLP) or not isinstance(attend, FusedAttention):

@@ -1,4 +1,7 @@
-"""The output projection of a single request, which combines the splits of attention in the same kernel."""
+"""The output projection of a single request's token, which combines attention's splits in its kernel.
+
+A split is the part of attention's output that one program has computed over some of the keys.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,12 @@ def combine_heads(
     H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Combine the `used` splits of all heads; return attention's output as `[H_PAD, D_PAD / 8, 8]` float32.
+    """Return attention's output `[H_PAD, D_PAD / 8, 8]` float32, combined from its first `used` splits.
 
-    partial: `[splits, H, D_PAD]`, outputs of each split's keys, written by attention.
-    lse: log2 of each split's softmax sum, `[splits, H]`, `LOG_STEP` numbers apart.
+    A split is attention over some of the keys.
+
+    partial: `[splits, H, D_PAD]`, outputs of the splits.
+    lse: `[splits, H]`, numbers `LOG_STEP` apart: log2 of each split's sum of softmax weights.
     CHUNK: splits that are loaded at a time. `_PAD`: rounded up to a power of two.
     """
     # Heads as [D / 8, H, 8], where a thread owns the last axis, and their weights as [D / 8, H]: each thread
@@ -77,14 +82,16 @@ def heads_kernel(
     ROUND: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute `ROWS` outputs of the output projection: combine all heads' splits, then multiply. One
-    program each.
+    """Combine attention's splits, and multiply by the output projection. One program per `ROWS` outputs.
+
+    A split is attention over some of the keys; every program combines those of all heads.
 
     out, bias, residual: `[N]`. weight: `[N, H D]`. weight_scale: `[N]`. bias, weight_scale: None: none.
-    partial, lse: attention's splits: outputs `[splits, H, D_PAD]`, and log2 of their softmax sums.
-    context_len: `[1]`, gives the number of splits. SPLITS, BLOCK_N, WINDOW: those of attention's launch.
+    partial, lse: the splits' outputs `[splits, H, D_PAD]`, and log2 of their sums of softmax weights.
+    context_len: `[1]`, from which follows the number of splits. SPLITS, BLOCK_N, WINDOW: those of attention's
+        launch.
     ROUND: device function that rounds attention's output, or None; WHOLE, HARDWARE: its arguments.
-    PDL: the GPU can start the next kernel early. `_PAD`: rounded up to a power of two.
+    PDL: programmatic dependent launch is on. `_PAD`: rounded up to a power of two.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, H_PAD * D_PAD)
@@ -127,13 +134,13 @@ def project_heads(
     """Return `residual + bias + weight @ (attention's output)`, `[1, N]`, from attention's splits.
 
     residual: `[1, N]`. weight: `[N, H D]`. bias: `[N]`, or None. scale: of each row of a quantized weight,
-        `[N]`.
-    parts: what `attend_step` returned; its splits are still in its workspace.
+        `[N]` float32; None: none.
+    parts: what `attend_step` returned; the splits (attention over some keys each) are still in its workspace.
     rows: outputs of a program. chunk: splits that are combined at a time.
-    rounding: of attention's output before the product: a device function (None: it is not rounded), and its
-        constants: whether the format has integers, and whether the GPU has an instruction. Given the vector,
-        which numbers are no padding, and these constants, the function returns the rounded vector and the
-        factor of the product.
+    rounding: of attention's output before the product: (device function, whether the format has integers,
+        whether the GPU has a conversion instruction). The function None: no rounding. The function gets the
+        vector, which of its numbers are no padding, and the two constants; it returns the rounded vector and
+        a factor for the product.
     """
     layer = parts.layer
     workspace = parts.workspace

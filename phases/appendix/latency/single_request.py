@@ -56,11 +56,10 @@ several heads, to load them at once, and would have to shuffle them before it ca
 def splits_of(
     position, end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Return how keys are split: first key of the first tile, tiles of a split, and number of splits with
-    work.
+    """Return how the keys are split: (first key, tiles of a split, number of splits with work).
 
-    The splits share the keys before `end` that a query at `position` sees. At least one has work; it may be
-    empty. WINDOW: tokens that a query sees; 0: all. BLOCK_N: keys of a tile. SPLITS: most splits.
+    The splits share the keys before `end` that a query at `position` sees. At least one has work, even if
+    there is no key. WINDOW: tokens that a query sees; 0: all. BLOCK_N: keys of a tile. SPLITS: most splits.
     """
     begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
     tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 1)
@@ -75,8 +74,8 @@ def norm_and_turn(
     """Return heads `x [rows, D_PAD]` normalized and rotated by RoPE, in `x`'s dtype.
 
     y: `[rows, D_PAD]`, each number's partner in the rotation, half a head away. w_x, w_y, eps: the norm's
-        weights for `x` and `y`, or None, and its epsilon. cos, sin: `[1, D_PAD]`, the first half of `sin`
-        with a minus sign.
+        weights for `x` and `y`, and its epsilon; None: there is no norm. cos, sin: `[1, D_PAD]`, the first
+        half of `sin` with a minus sign.
     """
     if w_x is not None:
         full = x.to(tl.float32)
@@ -88,9 +87,9 @@ def norm_and_turn(
 
 @triton.jit
 def load_head(head, at, d, D: tl.constexpr):
-    """Return numbers of one head as `[1, D_PAD]`, 0 in the padding: those at offsets `at [D_PAD]`.
+    """Load the numbers at offsets `at [D_PAD]` of one head: `[1, D_PAD]`, 0 in the padding.
 
-    head: pointer to its first number. d: `arange(D_PAD)`.
+    head: pointer to the head's first number. d: `arange(D_PAD)`; those from D on are padding.
     """
     return tl.load(head + at, mask=d < D, other=0.0)[None, :]
 
@@ -104,15 +103,19 @@ def single_request_attention_kernel(
     P: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     WAIT_FOR_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of the keys for the query heads of one key/value head. One program per head and
-    split.
+    """Compute attention of one token over one split of the keys. One program per key/value head and split.
 
-    The last split also normalizes, rotates and stores the new token's key and value. qkv: `[(H + 2 KH) D]`.
-    cos, sin: `[D]`. q_weight, k_weight, eps: of norms, `[D]`, or None. scale: of the scores.
+    A program computes the query heads that share its key/value head. The program of the last split also
+    normalizes, rotates and stores the new token's key and value.
+
+    out: `[H, D]`. qkv: `[(H + 2 KH) D]`, the projection's output.
+    cos, sin: `[D]`. q_weight, k_weight, eps: of the head norms, `[D]`, or None. scale: of the scores.
     k_cache, v_cache: the layer's blocks; strides in numbers. block_table: `[max_blocks]`.
-    context_len, slots: `[1]`; slot -1: do not store. partial, lse, arrived: the workspace: outputs, log2 of
-        softmax sums, counters of ended splits.
-    WAIT_FOR_SPLITS: the last split to end combines all into `out`; otherwise they stay in the workspace.
+    context_len, slots: `[1]`, number of tokens, and where the new one is stored; slot -1: it is not stored.
+    partial, lse, arrived: the workspace: the splits' outputs, log2 of their sums of softmax weights, counters
+        of splits that have ended.
+    WAIT_FOR_SPLITS: the split that ends last combines all into `out`; otherwise they stay in the workspace.
+    PDL: programmatic dependent launch is on.
     """
     GROUP: tl.constexpr = H // KH
     BLOCK_M: tl.constexpr = padded(GROUP)
@@ -229,10 +232,10 @@ def single_request_attention_kernel(
 
 
 class SingleRequestSplits(NamedTuple):
-    """Attention's output of a single request, combined or in splits.
+    """Attention's output for a single request's token, combined or still in splits.
 
-    out: `[1, H D]`; complete only if attention has combined the splits.
-    workspace: holds the splits otherwise.
+    out: `[1, H D]`; valid only if attention has combined the splits.
+    workspace: holds the splits otherwise (attention over some of the keys each).
     layer, context_lens, config: the launch's layer, number of tokens `[1]`, and block sizes.
     """
 
@@ -244,7 +247,10 @@ class SingleRequestSplits(NamedTuple):
 
 
 def single_request_workspace(layer: LayerSpec, device: torch.device | str) -> Workspace:
-    """Return memory for the splits of a layer; layers of the same heads may share it."""
+    """Allocate and return memory for the splits of a layer's attention over the keys.
+
+    Layers with the same heads may share it, one after the other.
+    """
     d_pad = padded(layer.head_dim)
     return Workspace(2 * layer.num_heads * SingleRequestConfig.splits, d_pad, device)
 
@@ -260,14 +266,16 @@ def attend_step(
     wait_for_all_splits: bool,
     config: SingleRequestConfig | None = None,
 ) -> SingleRequestSplits:
-    """Return attention's output for a step with one token, over the engine's KV cache; store its key and
-    value.
+    """Compute attention for a step of one token over the KV cache; store the token's key and value.
 
-    qkv: `[1, (H + 2 KH) D]`, the projection's output. cos_sin: RoPE's, `[D]` float32 each.
-    norms: of queries and keys, or None. layer: sizes and index.
-    workspace: memory for splits. wait_for_all_splits: True: `out` is complete; False: the splits stay in the
-        workspace for `project_heads`.
-    config: block sizes; None: the default.
+    Args:
+        attention: the engine's, with the KV cache. layer: sizes and index of the layer.
+        qkv: `[1, (H + 2 KH) D]`, the projection's output. cos_sin: RoPE's, `[D]` float32 each.
+        norms: of queries and keys, or None.
+        workspace: memory for splits (attention over some of the keys each).
+        wait_for_all_splits: True: the result's `out` is complete; False: the splits stay in the workspace for
+            `project_heads`.
+        config: block sizes; None: the default.
 
     Launch it after a `gemv` with `trigger_early=False`, unless all that attention reads before it waits for
     the projection is complete: the KV cache and the step's lengths. After the first layer they are, since its

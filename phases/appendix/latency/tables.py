@@ -16,7 +16,7 @@ class GemvConfig:
 
     rows: outputs of a program.
     block_k: inputs that are read at a time.
-    num_warps: of a program.
+    num_warps: warps of a program.
     """
 
     rows: int
@@ -58,13 +58,13 @@ class SingleRequestConfig:
 def single_request_default(
     kv_heads: int, d_pad: int, itemsize: int, device: torch.device
 ) -> SingleRequestConfig:
-    """Return block sizes for one token: two programs per multiprocessor, and tiles that fit the registers.
+    """Return block sizes of attention for one token: two programs per multiprocessor, tiles in registers.
 
     Args:
         kv_heads: key/value heads.
         d_pad: a head's padded size.
         itemsize: bytes of a number in the cache.
-        device: a GPU, or the CPU for the interpreter.
+        device: a GPU, or the CPU for Triton's interpreter.
     """
     splits = max(1, min(SingleRequestConfig.splits, 2 * multiprocessors(device) // kv_heads))
     keys = max(16, min(64, 16_384 // (d_pad * itemsize)))
@@ -72,8 +72,9 @@ def single_request_default(
 
 
 def fused_heads_are_faster(rows: int, size: int) -> bool:
-    """Return True if an output projection `[rows, size]` should combine the splits of attention itself.
+    """Return True if an output projection `[rows, size]` should combine attention's splits in its kernel.
 
-    Every program of the projection reads all splits, so there may be neither many programs nor large splits.
+    Every program of the projection reads the splits (attention over some keys each) of all heads, so that is
+    faster only if there are neither many programs nor large splits. False: attention combines them.
     """
     return size <= 2048 and rows <= 2048
