@@ -1,1 +1,1 @@
-"""Masked steps on a GPU: kernels that read masks where they choose, and second halves as graphs."""
+"""Steps with grammar masks on a GPU: a kernel that applies the masks, and sampling as CUDA graphs."""

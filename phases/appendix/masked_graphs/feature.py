@@ -1,4 +1,4 @@
-"""Masked sampling by a kernel and by CUDA graphs, as a feature of an engine."""
+"""Sampling under grammar masks by a kernel and by CUDA graphs, as a feature of an engine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ class MaskedGraphs(Feature):
     needs = on_with = (Structured, Kernels)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Let a kernel apply grammar masks; with CUDA graphs, add an executor that samples masked steps
-        by graphs.
-        """
+        """Let a kernel apply grammar masks; with CUDA graphs on, let these sample steps that have masks."""
         from phases.appendix.masked_graphs.kernel import Forbids, with_kernel
 
         builder.sampler_backend.decorate(self, with_kernel)

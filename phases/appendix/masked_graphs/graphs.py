@@ -1,7 +1,7 @@
-"""Masked decode steps as three CUDA graphs: forward pass, logits, and masked sampling.
+"""Decode steps with grammar masks as three CUDA graphs: forward pass, logits, and masked sampling.
 
 Such a step cannot be one graph, since the host makes its masks while the device computes. The logits need no
-masks, so a `LogitsGraph` is replayed before they are known, right behind the forward pass.
+masks, so a `LogitsGraph` is replayed right after the forward pass, while the masks are being made.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MaskInputs:
     words: `[most, ceil(V / 32)]` int32, the bit masks; a bit is 1 if its token is allowed.
     positions: `[most]` int64, the row of the logits that each mask belongs to; -1 is padding.
     logits: `[most, V]`, in the dtype of `narrow_logits`.
-    requests: `[3 * most]` int64, a flat copy of the `inputs` of a decode graph: three numbers a request.
+    requests: `[3 * most]` int64, a flat copy of a decode graph's `inputs`: three numbers for each request.
     """
 
     def __init__(self, most: int, model: Model) -> None:
@@ -50,8 +50,9 @@ class MaskInputs:
         self.requests = torch.zeros(3 * most, dtype=torch.int64, device=device)
 
     def put(self, allowed: TokenBitmask | None, size: int) -> None:
-        """Copy the masks of a step into the buffers, padded to `size` requests; allowed: None if no
-        request has one.
+        """Copy the masks of a step into the buffers, padded to `size` requests.
+
+        allowed: the masks; None: no request has one.
         """
         count = 0 if allowed is None else len(allowed.positions)
         if allowed is not None:
@@ -61,10 +62,10 @@ class MaskInputs:
 
 
 class LogitsGraph:
-    """A CUDA graph that computes logits from a decode graph's hidden states, while masks are still being
-    made.
+    """A CUDA graph that computes logits from a forward pass's hidden states while masks are being made.
 
-    half: the decode graph, which does not sample; it is replayed right before. capturer: captures the graph.
+    half: the graph of the forward pass, which does not sample; it is replayed right before. capturer:
+        captures the graph.
     masks: the buffers that logits are written to, for `half.size` requests or more.
     inputs: `[3, size]` int64, a copy of those of `half`: the next step's inputs may overwrite those while
         masks are made.
@@ -78,20 +79,21 @@ class LogitsGraph:
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
-        """Write the logits to the buffer, and copy the step's inputs; this is what the graph captures."""
+        """Write the logits to the shared buffer, and copy the step's inputs; the graph captures this."""
         self.inputs.copy_(self.half.inputs)
         self.logits.copy_(narrow_logits(self.half.machine.model, self.half.hidden))
 
 
 class MaskedGraph:
-    """A CUDA graph that samples tokens from logits under masks.
+    """A CUDA graph that samples tokens from logits under grammar masks.
 
     Args:
         first: the graph that computes the logits, replayed before.
-        features: which kinds of sampling it can do, one of `CAPTURED`.
+        features: the kind of sampling that it can do, one of `CAPTURED`.
         capturer: captures the graph.
 
-    for_host: `[size]` int64, the tokens, on their way to the host; valid until the next replay.
+    for_host: `[size]` int64 on the device, the tokens that are copied to the host; valid until the next
+        replay.
     """
 
     for_host: Tensor
@@ -106,9 +108,7 @@ class MaskedGraph:
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
-        """Sample the tokens, and store them where the next step reads them; this is what the graph
-        captures.
-        """
+        """Sample the tokens, and store them where the next step reads them; the graph captures this."""
         on, (rows, at, steps) = self.first.half.machine, self.first.inputs
         logits = self.first.logits
         sampled = on.sampler.sample(logits, rows, steps, self.plan, allowed=self._allowed)
@@ -134,8 +134,10 @@ class MaskedGraphExecutor:
         self._staged: tuple[Sequence[Work], Ints] | None = None
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs, the largest first. part: called with each graph's name before, to show
-        progress.
+        """Capture all graphs, those for the most requests first.
+
+        capturer: captures a function as a graph. part: called with each graph's name before, to show
+            progress.
         """
         masks = MaskInputs(self.decodes.sizes[-1], self.runner.model)
         for size in reversed(self.decodes.sizes):
@@ -150,8 +152,9 @@ class MaskedGraphExecutor:
         """Copy the next step's inputs to the device, before the current step's sampling is launched.
 
         works: the next step's requests, with the tokens that each computes.
-        Nothing is copied if a request is new: its row may have had another request, whose last token is
-        still to be written.
+        Nothing is copied if the next step is no masked decode step, the current one does not sample by a
+        graph, or a request is new: its row may have had another request, whose last token is still to be
+        written.
         """
         size, last = self.supports(works, masked=True), self.runner.last
         # The second half is a graph, too.
@@ -160,7 +163,9 @@ class MaskedGraphExecutor:
             self._staged = works, self.decodes.stage(works, size)
 
     def supports(self, works: Sequence[Work], masked: bool) -> int | None:
-        """Return the size (requests) of the smallest graphs for a step; None if it is no masked decode step.
+        """Return the size (requests) of the smallest graphs that can run a step; None: they cannot.
+
+        They run decode steps with grammar masks.
 
         works: the step's requests, with the tokens that each computes. masked: whether a grammar masks
             logits.
@@ -168,9 +173,13 @@ class MaskedGraphExecutor:
         return smallest(self.decodes.sizes, len(works)) if masked and decodes(works) else None
 
     def run(self, works: Sequence[Work], ticket: int) -> Forwarded:
-        """Launch the forward pass and the logits of a step by graphs; return what `finish` needs to sample.
+        """Launch a step's forward pass and logits by graphs; return them, to be sampled by `finish`.
 
-        works: the step's requests. ticket: size of the graphs, from `supports`.
+        If no graph can do the step's kind of sampling, only the forward pass is launched, and the runner
+        samples.
+
+        works: the step's requests, with the tokens that each computes. ticket: size of the graphs, from
+            `supports`.
         """
         staged, self._staged = self._staged, None
         if staged is not None and staged[0] is works:
@@ -193,9 +202,9 @@ class MaskedGraphExecutor:
     def finish(
         self, works: Sequence[Work], graph: MaskedGraph, allowed: TokenBitmask | None
     ) -> Pending:
-        """Launch the sampling of a step by its graph; return its tokens, which are still being computed.
+        """Launch a step's sampling by a graph; return its tokens, which the device is still computing.
 
-        works: the step's requests. allowed: the masks; None: no request has one.
+        works: the step's requests. graph: samples them. allowed: the masks; None: no request has one.
         """
         graph.first.masks.put(allowed, graph.first.half.size)
         graph.replay()
@@ -209,7 +218,7 @@ PER_HALF = 1 << 20
 
 
 def masked_bytes(model: Model, rows: int) -> int:
-    """Return an upper estimate, in bytes, of the memory of masked CUDA graphs for up to `rows` requests."""
+    """Return an upper estimate of the bytes that masked CUDA graphs take for up to `rows` requests."""
     vocab_size = model.config.vocab_size
     row = 4 * -(-vocab_size // 32) + vocab_size * logits_dtype(model).itemsize + 8 + 3 * 8
     return rows * row + len(decode_sizes(rows)) * (1 + len(CAPTURED)) * PER_HALF

@@ -1,4 +1,4 @@
-"""A Triton kernel that applies masks to logits and skips the padding of graphs."""
+"""A Triton kernel that applies grammar masks to logits and skips the padding of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def forbid_kernel(
 ):
     """Set the logits of forbidden tokens to minus infinity. One program per mask and BLOCK tokens.
 
-    logits: rows and columns `row_stride` and `token_stride` apart, V columns.
+    logits: rows and columns `row_stride` and `token_stride` numbers apart, V columns.
     words: `[M, ceil(V / 32)]` int32, rows `word_stride` apart; a bit is 1 if its token is allowed.
     positions: `[M]`, the row of logits of each mask; -1: padding.
     """
@@ -41,12 +41,12 @@ def forbid_kernel(
 
 
 class Forbids(SamplerBackend):
-    """A sampler backend that applies grammar masks by a kernel and samples by torch."""
+    """A sampler backend that applies grammar masks by a Triton kernel and samples by PyTorch."""
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
-        """Set the logits `[B, V]` of forbidden tokens to minus infinity, in place, by the kernel.
+        """Set the logits `[B, V]` of forbidden tokens to minus infinity, in place, by a Triton kernel.
 
-        allowed: bit masks of some rows. sampler: not used.
+        allowed: bit masks of some rows of the logits. sampler: not used.
         """
         count, vocab = len(allowed.positions), logits.shape[1]
         block = min(BLOCK, max(32, triton.next_power_of_2(vocab)))
