@@ -1,1 +1,1 @@
-"""Appendix to phase 13: metrics, the access log, and a page that shows the engine at work."""
+"""Appendix to phase 13: metrics, the access log, and a web page that shows the engine at work."""

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 
 async def page(metrics: Metrics, http: HttpRequest) -> None:
-    """Respond to an HTTP request with every metric in Prometheus' text format."""
+    """Respond to an HTTP request with all `metrics` in Prometheus' text format."""
     kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
     await http.answer(200, ("\n".join(lines(metrics)) + "\n").encode(), [kind])
 
 
 def lines(metrics: Metrics) -> Iterator[str]:
-    """Yield the lines of `/metrics`, in Prometheus' text format: gauges, counters, histograms, labelled
-    counters.
+    """Yield the lines of `/metrics` in Prometheus' text format.
+
+    They are gauges and counters of one value, histograms, and then counters with several labels.
     """
     engine, ready = metrics.app.engine, metrics.app.engine.ready or Ready(0, 0)
     stats, model = engine.stats, f'model_name="{_escape(metrics.app.model.name)}"'
@@ -119,9 +120,10 @@ def histogram_lines(histogram: Histogram, name: str, labels: str) -> Iterator[st
 
 
 def _samples(name: str, what: str, samples: Mapping[str, float]) -> Iterator[str]:
-    """Yield the lines of a gauge or a counter (whose name ends with `_total`): help, type, and its samples.
+    """Yield the lines of a gauge or a counter: its HELP and TYPE, and a line for each sample.
 
-    what: the help text. samples: values by their labels, such as `model="x"`.
+    name: of the metric; that of a counter ends with `_total`. what: the help text. samples: values by their
+        labels, such as `model="x"`.
     """
     yield from _head(name, "counter" if name.endswith("_total") else "gauge", what)
     for labels, value in sorted(samples.items()):
@@ -129,7 +131,10 @@ def _samples(name: str, what: str, samples: Mapping[str, float]) -> Iterator[str
 
 
 def _head(name: str, kind: str, what: str) -> tuple[str, str]:
-    """Return a metric's HELP and TYPE lines. kind: counter, gauge or histogram. what: the help text."""
+    """Return a metric's HELP and TYPE lines.
+
+    name: of the metric. kind: counter, gauge or histogram. what: the help text.
+    """
     return f"# HELP {name} {what}", f"# TYPE {name} {kind}"
 
 

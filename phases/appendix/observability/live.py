@@ -1,5 +1,6 @@
-"""The server's page at `/`, and the events that show it the engine: ten a second at most, none while no
-page is open.
+"""The server's web page at `/`, and the events that show the engine on it.
+
+There are at most ten events a second, and none while no page is open.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ disconnected.
 
 
 def whole_page() -> bytes:
-    """Return the live page's HTML with its style and scripts inside, so that a browser needs one request."""
+    """Return the HTML of the page at `/` with style and scripts inside, so that one request loads it."""
     html = (PAGE / "page.html").read_bytes()
     return re.sub(
         rb"/\* (\w+\.(?:css|js)) \*/\n",
@@ -106,9 +107,9 @@ class Live:
             leaving.cancel()
 
     def stepped(self, step: StepReport) -> None:
-        """Keep a step's numbers for the next event.
+        """Store a step's numbers, and its picture if the report `step` has one, for the next event.
 
-        They are: step number, milliseconds, tokens computed, requests running, tokens sampled.
+        The numbers are: step number, milliseconds, tokens computed, requests running, tokens sampled.
         """
         stats, ms = step.stats, round(step.stats.step_seconds * 1e3, 3)
         if stats.step_tokens or step.tokens:  # or it only brought a picture
@@ -120,9 +121,9 @@ class Live:
         self.picture = step.picture or self.picture
 
     def event(self, after: int) -> dict[str, Any]:
-        """Return an event: sizes and statistics of the engine, its newest picture, and the steps since.
+        """Return an event as JSON data: the engine's sizes, statistics, newest picture, and recent steps.
 
-        after: number of the last step that this page was sent.
+        after: number of the last step that this page was sent; only later steps are in the event.
         """
         engine = self.engine
         if self._steps and self._steps[-1][0] < after:

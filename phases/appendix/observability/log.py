@@ -1,4 +1,4 @@
-"""The access log: one line of JSON for each request; a line that cannot be written fails no request."""
+"""The access log: one line of JSON for each request; failing to write a line fails no request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from serving.http.request import HttpRequest
 
 
 class AccessLog:
-    """Write a line of JSON for each request that has ended."""
+    """Writes a line of JSON about each HTTP request of `app` that has ended."""
 
     def __init__(self, app: App, where: str, metrics: Metrics) -> None:
-        """Open the log for appending. where: a path, "-" for standard error, or "none": nothing is written.
+        """Open the log for appending.
 
+        where: a path, "-" for standard error, or "none": nothing is written.
         metrics: counts lines that cannot be written.
 
         Raises:
@@ -40,7 +41,7 @@ class AccessLog:
             app.on_end.append(self.ended)
 
     def ended(self, http: HttpRequest) -> None:
-        """Write one line of JSON about an ended request. If that fails, `metrics.lost_log_lines` grows."""
+        """Write one line of JSON about an ended request; count lines that fail (`lost_log_lines`)."""
         if self._file is None:
             return
         client, group = http.scope.get("client"), http.group

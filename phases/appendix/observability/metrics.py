@@ -1,4 +1,4 @@
-"""Metrics of the API process: counters, and histograms of which a token costs a look-up in thirty buckets."""
+"""Metrics of the API process: counters, and histograms that add a token by a search in thirty buckets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 5
 class Histogram:
     """A Prometheus histogram: counts of values by bucket, and their sum.
 
-    bounds: upper ends of the buckets, ascending; values above the last have one more bucket.
+    bounds: upper ends of the buckets, ascending; values above the last are counted in one more bucket.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -56,7 +56,10 @@ class Metrics:
         app.routes["/metrics"] = {"GET": partial(page, self)}
 
     def stepped(self, step: StepReport) -> None:
-        """Count a step's tokens, and add the seconds since each completion's token before to a histogram."""
+        """Count a step's tokens; add the seconds since each completion's last token to a histogram.
+
+        step: the engine's report about one step.
+        """
         now, last = self.app.engine.now, self._last
         self.generated += len(step.tokens)
         for number in step.numbers:
@@ -67,7 +70,7 @@ class Metrics:
             last.pop(end.number, None)
 
     def ended(self, http: HttpRequest) -> None:
-        """Count a request that has ended: status, finish reasons or failure, tokens, and times."""
+        """Count an ended HTTP request: status, finish reasons or failure, tokens, and times."""
         route = http.path if http.path in self.app.routes else "other"
         self.responses[route, http.status] += 1
         group = http.group

@@ -1,4 +1,4 @@
-"""Draw the blocks, the running requests and the prefix tree of an engine, inside the engine's process."""
+"""Describe an engine's blocks, running requests and prefix tree for a drawing, in the engine's process."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SHARED = -3
 
 
 def picture(engine: object) -> dict[str, Any]:
-    """Return an engine's state as JSON data for a drawing: owners of KV blocks, running requests, prefix
-    tree.
+    """Return an engine's state as JSON data for a drawing: owners of KV blocks, requests, prefix tree.
 
-    Must be called between two steps, when no table changes. An engine without a paged cache has no blocks.
+    Must be called between two steps, when no block table changes. An engine without a paged cache has no
+    blocks.
 
     Returns: `blocks` (owner of every `stride`-th block: a request's row, or `FREE`, `CACHED`, `SHARED`),
-        `stride`, `rows` (a dictionary for each request), and `tree` or None.
+        `stride`, `rows` (a dictionary for each running request), and `tree`, None without a prefix tree.
     """
     if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
         return {"blocks": [], "stride": 1, "rows": [], "tree": None}
@@ -67,10 +67,11 @@ def picture(engine: object) -> dict[str, Any]:
 
 
 def tree(index: RadixIndex) -> dict[str, Any]:
-    """Return the prefix cache's tree as JSON data, without its tokens, which are users' prompts.
+    """Return the prefix cache's radix tree as JSON data, without its tokens, which are users' prompts.
 
-    Returns: `nodes`, for each [index of its parent in this list or -1, number of blocks, number of requests
-    that use it], and `more`, the number of nodes that are left out though their parents are shown.
+    Returns: `nodes`, a list with [index of its parent in this list or -1, number of blocks, number of
+        requests that use it] for each node, and `more`, the number of nodes that are left out though their
+        parents are shown.
     """
     nodes: list[list[int]] = []
     todo, more = deque((-1, root) for root in index.roots), 0
@@ -88,8 +89,11 @@ def tree(index: RadixIndex) -> dict[str, Any]:
 
 
 class StepPictures:
-    """Adds a picture of the engine (blocks, requests, prefix tree) to step reports, when a client asks
-    for it.
+    """Adds a picture of the engine (blocks, requests, prefix tree) to reports, if a client asks.
+
+    A step report is the message that the engine's process sends to the API process after a step.
+
+    engine: which is drawn. due: whether there is something to add to the next report.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -97,12 +101,15 @@ class StepPictures:
         self.due = self._draws = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """Read a command to the engine: `DrawEngine` asks for a picture in the next report."""
+        """Receive a command to the engine; `DrawEngine` asks for a picture in the next step report.
+
+        requests: those that the command has added to the engine, not used.
+        """
         self.due = True
         self._draws |= isinstance(command, DrawEngine)
 
     def write(self, step: StepReport) -> None:
-        """Add a picture of the engine to the report, if one was asked for."""
+        """Add a picture of the engine to the report `step`, in place, if one was asked for."""
         self.due = False
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)
