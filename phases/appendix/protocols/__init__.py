@@ -1,1 +1,1 @@
-"""Appendix to phase 13: what other clients speak, each a translation to a chat and back."""
+"""Appendix to phase 13: other clients' HTTP APIs, each translated to a chat of OpenAI's API and back."""

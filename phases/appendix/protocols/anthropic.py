@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`: https://docs.anthropic.com/en/api/messages."""
+"""Anthropic's route `/v1/messages`: https://docs.anthropic.com/en/api/messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ERROR = "messages.is_error"
 
 
 class Block(Struct):
-    """A part of a message: a text, reasoning, a tool call, or the result of a tool call."""
+    """A part of a message in Anthropic's form: text, reasoning, a tool call, or a tool's result."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str = ""
@@ -51,14 +51,14 @@ class Block(Struct):
 
 
 class MessageParam(Struct):
-    """A message of a conversation: its role, and a text or a list of parts."""
+    """A message of a conversation in Anthropic's form: its role, and a text or a list of parts."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class ToolChoice(Struct):
-    """Which tool calls the model has to make, or may make."""
+    """Anthropic's request field `tool_choice`: which tool calls the model must make, or may make."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -80,7 +80,10 @@ class MessagesFields(Struct, kw_only=True):
 
 
 def _error(body: dict[str, Any]) -> dict[str, Any]:
-    """Return OpenAI's error object in Anthropic's form, whose clients read the code in `details`."""
+    """Return the body of an error response in Anthropic's form.
+
+    body: OpenAI's form, `{"error": {...}}`. The error's code moves to `details`, where clients read it.
+    """
     error = body["error"]
     if error["code"]:
         error |= {"details": {"error_code": error["code"]}}
@@ -88,19 +91,18 @@ def _error(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Messages(Translation):
-    """Anthropic's route `/v1/messages`: its requests become chats, and a chat's response Anthropic's
-    events.
-    """
+    """Anthropic's route `/v1/messages`: translates its requests to chats, and their responses back."""
 
     fields = MessagesFields
     names = NAMES
     form = ErrorForm(renamed(NAMES, _error), NAMED_EVENT)
 
     def translate(self, given: MessagesFields, ignored: list[str]) -> dict[str, Any]:
-        """Return the fields of the OpenAI chat that a request means; the output continues a last
-        assistant message.
+        """Return the fields of the OpenAI chat that is equivalent to a request.
 
-        given: Anthropic's fields. ignored: gets the names of those that have no effect.
+        If the last message is the assistant's, the output continues it.
+
+        given: Anthropic's fields. ignored: a list to which the names of fields without effect are appended.
 
         Raises:
             ApiError: the request names a `thread`, a conversation that the server would have to store.
@@ -138,9 +140,9 @@ class Messages(Translation):
     def formatter(
         self, given: MessagesFields, request: ParsedRequest, http: HttpRequest
     ) -> MessageEvents:
-        """Return the formatter that writes the translated chat's response as Anthropic's events.
+        """Return the formatter that writes the chat's response in Anthropic's form.
 
-        request: the chat. given: Anthropic's fields.
+        given: Anthropic's fields. request: the chat that they were translated to. http: not used.
 
         Raises:
             ApiError: `max_tokens` is missing.
@@ -153,7 +155,7 @@ class Messages(Translation):
 async def count(app: App, messages: Messages, http: HttpRequest) -> None:
     """Respond with the number of tokens of a request's prompt: `{"input_tokens": N}`.
 
-    app: the server. messages: translates the request to a chat.
+    app: the server. messages: translates the request to a chat. http: the request, whose response is sent.
     """
 
     def parse(fields: dict[str, Any], ready: Ready) -> int:
@@ -167,9 +169,7 @@ async def count(app: App, messages: Messages, http: HttpRequest) -> None:
 
 
 class MessageEvents(Events):
-    """Writes a chat's response as Anthropic's events or message: blocks of reasoning, text and tool
-    calls.
-    """
+    """Writes a chat's response as Anthropic's events or message: blocks of reasoning, text, tool calls."""
 
     def __init__(self, model: ServedModel) -> None:
         super().__init__(
@@ -190,9 +190,9 @@ class MessageEvents(Events):
         self.say("message_start", message=self.value)
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Add the events of the next part of a chat's message.
+        """Add the events for `delta`, the next part of the chat's message in OpenAI's form.
 
-        delta: OpenAI's: has `reasoning_content`, `content` or `tool_calls`.
+        delta: has `reasoning_content`, `content` or `tool_calls`.
         """
         if text := delta.get("reasoning_content"):
             self._open("thinking", thinking="", signature="")
@@ -211,8 +211,8 @@ class MessageEvents(Events):
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
         """Add the events that end the message.
 
-        choice: the completion. reason: `stop`, `length` or `tool_calls`. usage: token counts in the form of
-            OpenAI's chat.
+        choice: the completion. reason: why it ended: `stop`, `length` or `tool_calls`. usage: token counts in
+            the form of OpenAI's chat.
         """
         self._close()
         stop = (
@@ -227,10 +227,9 @@ class MessageEvents(Events):
         self.say("message_stop")
 
     def _open(self, kind: str, **fields: Any) -> None:
-        """Begin a content block of type `kind`, unless the last one has it; each `tool_use` is a block of
-        its own.
+        """Begin a content block of type `kind`, unless the last block has this type.
 
-        fields: of the new block.
+        Each tool call (`tool_use`) is a block of its own. fields: of the new block.
         """
         if self.blocks and self.blocks[-1]["type"] == kind != "tool_use":
             return
@@ -244,8 +243,9 @@ class MessageEvents(Events):
         self.say("content_block_delta", index=len(self.blocks) - 1, delta=delta)
 
     def _close(self) -> None:
-        """End the last content block, if there is one; a tool call with cut-off arguments gets an empty
-        input.
+        """End the last content block, if there is one.
+
+        If it is a tool call, its arguments are decoded; arguments that were cut off become an empty `input`.
         """
         if not self.blocks:
             return
@@ -266,10 +266,11 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(said: MessageParam, ignored: list[str]) -> list[dict[str, Any]]:
-    """Return one message of Anthropic's form as messages of a chat.
+    """Return one message in Anthropic's form as a list of messages of a chat.
 
     Each result of a tool call becomes a message of its own, before the rest of the message.
-    ignored: gets the name of a field that has no effect, once.
+
+    said: the message. ignored: the name of a field without effect is appended to it, once.
     """
     if isinstance(said.content, str):
         return [{"role": said.role, "content": said.content}]
@@ -297,9 +298,9 @@ def _messages(said: MessageParam, ignored: list[str]) -> list[dict[str, Any]]:
 
 
 def _result(content: str | list[dict[str, Any]] | None) -> Any:
-    """Return the content of a tool call's result for a chat: a text, or a list of parts.
+    """Return the content of a tool's result in a chat's form: a text, or a list of parts.
 
-    A part that only refers to a tool becomes a text with the tool's name.
+    content: Anthropic's. A part that only refers to a tool becomes a text with the tool's name.
     """
     if not isinstance(content, list):
         return content or ""
@@ -312,9 +313,10 @@ def _result(content: str | list[dict[str, Any]] | None) -> Any:
 
 
 def _continued(messages: list[dict[str, Any]]) -> bool:
-    """Return True if the last message is the assistant's and only text, so that the output continues it.
+    """Return True if the output is to continue the last message: the assistant's, with text only.
 
-    Its parts are joined to one text, in place. messages: of a chat.
+    In that case, its parts are joined to one text, in place. False also if it is the only message. messages:
+    of a chat.
     """
     if (
         len(messages) < 2
@@ -327,7 +329,7 @@ def _continued(messages: list[dict[str, Any]]) -> bool:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return token counts in Anthropic's form, in which input tokens found in the cache are counted apart.
+    """Return token counts in Anthropic's form: input tokens found in the cache are counted separately.
 
     usage: the counts in the form of OpenAI's chat.
     """

@@ -1,4 +1,4 @@
-"""The routes that other clients speak."""
+"""The HTTP routes of other clients' APIs: OpenAI's Responses, Anthropic's Messages, Ollama's API."""
 
 from __future__ import annotations
 

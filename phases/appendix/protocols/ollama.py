@@ -47,9 +47,9 @@ DETAILS = {
 
 
 def error_form(names: Mapping[str, str]) -> ErrorForm:
-    """Return the form of errors that Ollama's clients read: `{"error": text}`.
+    """Return the form of error responses that Ollama's clients read: `{"error": text}`.
 
-    names: field of a chat -> the name of the same field in Ollama's request, for the text.
+    names: field of a chat -> the name of the same field in Ollama's request, which the text uses.
     """
     shape = renamed(names, lambda body: body["error"] | {"error": body["error"]["message"]})
     return ErrorForm(shape, b"%s\n")
@@ -78,8 +78,9 @@ class OllamaFields(Struct, kw_only=True):
 
 
 class Ollama(Translation):
-    """Ollama's routes `/api/chat` and `/api/generate`: requests become chats or completions of OpenAI's
-    form.
+    """Ollama's routes `/api/chat` and `/api/generate`: translates requests to chats of OpenAI's form.
+
+    talks: True: `/api/chat`, whose requests have messages; False: `/api/generate`, with a prompt.
     """
 
     fields = OllamaFields
@@ -91,9 +92,9 @@ class Ollama(Translation):
         self.form = error_form(self.names)
 
     def translate(self, given: OllamaFields, ignored: list[str]) -> dict[str, Any]:
-        """Return the fields of the OpenAI chat that a request means.
+        """Return the fields of the OpenAI chat that is equivalent to a request.
 
-        given: Ollama's fields. ignored: gets the names of those that have no effect.
+        given: Ollama's fields. ignored: a list for the names of fields without effect; here none are added.
         """
         messages = [
             {"name" if field == "tool_name" else field: value for field, value in said.items()}
@@ -134,16 +135,19 @@ class Ollama(Translation):
     def formatter(
         self, given: OllamaFields, request: ParsedRequest, http: HttpRequest
     ) -> OllamaEvents:
-        """Return the formatter that writes the translated chat's response as Ollama's lines of JSON.
+        """Return the formatter that writes the chat's response as Ollama's lines of JSON.
 
-        request: the chat. given: Ollama's fields.
+        given: Ollama's fields. request: the chat that they were translated to. http: not used.
         """
         return OllamaEvents(self.chat.model, talks=self.talks)
 
     def loads(self, fields: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the response to a request without a prompt, by which clients load or unload a model.
 
-        None: the request has a prompt. fields: the request's body.
+        Nothing is loaded or unloaded. Return None if the request has a prompt. fields: the request's body.
+
+        Raises:
+            ApiError: the request names another model than the served one.
         """
         given = convert_fields(OllamaFields, fields)
         if given.messages if self.talks else given.prompt:
@@ -157,12 +161,15 @@ class Ollama(Translation):
 
 
 def check_model(model: ServedModel, name: str | None) -> None:
-    """Raise `ApiError` if a request names another model than the served one; `:latest` may be left out."""
+    """Raise `ApiError` if a request's model `name` is not the served one; `:latest` may be left out.
+
+    None is accepted.
+    """
     model.check(name and name.removesuffix(LATEST))
 
 
 class OllamaEvents(Events):
-    """Writes a chat's response as Ollama's lines of JSON. A tool call is sent when it is complete.
+    """Writes a chat's response as Ollama's lines of JSON; a tool call is sent when it is complete.
 
     talks: True: the text is in a `message` (`/api/chat`); False: in `response` (`/api/generate`).
     """
@@ -177,13 +184,13 @@ class OllamaEvents(Events):
         self._calls: list[dict[str, Any]] = []
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
-        """Return an event as a line of JSON. kind: not used."""
+        """Return an event's fields as a line of JSON. kind: not used."""
         return encode_json(event) + b"\n"
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Add a line for the next part of a chat's message.
+        """Add a line for each text of `delta`, the next part of the chat's message in OpenAI's form.
 
-        delta: OpenAI's: has `reasoning_content`, `content` or `tool_calls`.
+        delta: has `reasoning_content`, `content` or `tool_calls`; calls are collected until `finish`.
         """
         for call in delta.get("tool_calls", ()):
             if "id" in call:
@@ -198,11 +205,11 @@ class OllamaEvents(Events):
                 self.say("", **self.line({"content": "", name: text}, done=False))
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """Add the last line: why the completion ended, token counts and times; before it, tool calls if any.
+        """Add a line with the tool calls, if any, and the last line: reason, token counts and durations.
 
         Args:
             choice: the completion.
-            reason: `stop`, `length` or `tool_calls`.
+            reason: why it ended: `stop`, `length` or `tool_calls`.
             usage: token counts as OpenAI's chat has them: `prompt_tokens`, `completion_tokens`.
         """
         if choice.reader is not None and choice.reader.complete:
@@ -227,7 +234,7 @@ class OllamaEvents(Events):
         self.value = self.line(self._message, done=True) | end
 
     def line(self, message: dict[str, Any], *, done: bool) -> dict[str, Any]:
-        """Return one line as a dictionary.
+        """Return one line of Ollama's response as a dictionary.
 
         message: the fields of this part of the message: `content`, `thinking`, `tool_calls`.
         done: whether it is the last line.
@@ -241,7 +248,7 @@ class OllamaEvents(Events):
 
 
 def card(app: App) -> dict[str, Any]:
-    """Return the description of the served model that Ollama's lists of models have."""
+    """Return the served model's entry in Ollama's lists of models: name, size, format."""
     name = app.model.name + LATEST
     return {"name": name, "model": name, "size": 0, "digest": "", "details": DETAILS}
 
@@ -263,7 +270,7 @@ async def running(app: App, http: HttpRequest) -> None:
 
 
 async def show(app: App, http: HttpRequest) -> None:
-    """Respond with what is known of the served model: format, family, sizes, template."""
+    """Respond with what is known of the served model: sampling defaults, sizes, capabilities."""
 
     def parse(fields: dict[str, Any], ready: Ready) -> dict[str, Any]:
         check_model(app.model, convert_fields(OllamaFields, fields).model)
@@ -293,13 +300,15 @@ def capabilities(model: ServedModel) -> list[str]:
 
 
 def add_ollama(app: App, path: str, route: Ollama | Embeddings) -> None:
-    """Serve POST requests at `path` by `route`, those too that only load the model."""
+    """Let `route` serve POST requests at `path`, including those that only load the model."""
     app.add(path, route)
     app.routes[path] = {"POST": partial(generate, app, route)}
 
 
 async def generate(app: App, ollama: Ollama | Embeddings, http: HttpRequest) -> None:
-    """Respond to `/api/generate`, `/api/chat` or `/api/embed`, or only confirm that the model is loaded.
+    """Respond to a request of `/api/generate`, `/api/chat` or `/api/embed`.
+
+    If it has no input, only confirm that the model is loaded.
 
     app: the server. ollama: the route, which translates the request.
     """

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`: https://platform.openai.com/docs/api-reference/responses."""
+"""OpenAI's route `/v1/responses`: https://platform.openai.com/docs/api-reference/responses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NAMES = {
 
 
 class InputItem(Struct):
-    """An item of a conversation: a message, a tool call, its result, or reasoning."""
+    """An item of a conversation in the form of `/v1/responses`: message, tool call, result, or reasoning."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"
@@ -76,10 +76,9 @@ class ResponsesFields(Struct, kw_only=True):
 
 
 class Conversations:
-    """Conversations of the newest responses, stored by the response's id, which cannot be guessed.
-    Thread-safe.
+    """Stores the conversations of the newest responses, by the response's id; thread-safe.
 
-    size: bytes of all.
+    An id cannot be guessed.
     """
 
     def __init__(self) -> None:
@@ -88,13 +87,14 @@ class Conversations:
 
     @property
     def size(self) -> int:
-        """Return the bytes of all stored conversations."""
+        """Return the size of all stored conversations, in bytes."""
         return sum(len(data) for _, data in self._kept.values())
 
     def keep(self, id: str, messages: Messages, client: bytes = b"") -> None:
-        """Store the conversation of response `id`; beyond a limit the oldest are dropped.
+        """Store the conversation of response `id`, and drop the oldest ones beyond the limits.
 
-        client: who asked, such as an API key. If a client uses too large a share, its own are dropped first.
+        messages: of the conversation, the response included. client: who asked, such as an API key. If a
+            client's conversations take too large a share, its own are dropped first.
         """
         data = msgspec.json.encode(messages)
         with self._lock:
@@ -104,10 +104,10 @@ class Conversations:
             self._trim([*self._kept], 1)
 
     def find(self, id: str) -> Messages:
-        """Return the conversation of response `id`.
+        """Return the messages of the conversation of response `id`, which then counts as the newest.
 
         Raises:
-            ApiError: it was never stored, or has been dropped.
+            ApiError: 404: it was never stored, or has been dropped.
         """
         with self._lock:
             if id not in self._kept:
@@ -122,7 +122,10 @@ class Conversations:
         return found
 
     def _trim(self, ids: list[str], share: int) -> None:
-        """Drop the oldest of the conversations `ids` until these take at most 1 / `share` of the limits."""
+        """Drop the oldest of the conversations `ids` until the rest takes 1 / `share` of the limits or less.
+
+        ids: from the oldest to the newest. The limits are `MOST_KEPT` conversations and `MOST_BYTES` bytes.
+        """
         size = sum(len(self._kept[id][1]) for id in ids)
         for number, id in enumerate(ids):
             if len(ids) - number <= MOST_KEPT // share and size <= MOST_BYTES // share:
@@ -131,7 +134,7 @@ class Conversations:
 
 
 class Responses(Translation):
-    """OpenAI's route `/v1/responses`: its requests become chats, and a chat's response its events."""
+    """OpenAI's route `/v1/responses`: translates its requests to chats, and their responses back."""
 
     fields = ResponsesFields
     names = NAMES
@@ -143,10 +146,15 @@ class Responses(Translation):
         self.kept = Conversations()
 
     def translate(self, given: ResponsesFields, ignored: list[str]) -> dict[str, Any]:
-        """Return the fields of the chat that a request means, with the stored conversation that it
-        continues.
+        """Return the fields of the chat that is equivalent to a request.
 
-        given: the route's fields. ignored: gets the names of those that have no effect.
+        Its messages begin with those of the stored response that the request continues, if any.
+
+        given: the route's fields. ignored: a list for the names of fields without effect; here none are
+            added.
+
+        Raises:
+            ApiError: that response is not stored, or a field is wrong or too large.
         """
         most = self.chat.model.limits.max_schema_bytes
         again = {"metadata": given.metadata, "text": given.text, "tools": given.tools}
@@ -179,15 +187,17 @@ class Responses(Translation):
     def formatter(
         self, given: ResponsesFields, request: ParsedRequest, http: HttpRequest
     ) -> ResponseEvents:
-        """Return the formatter that writes the translated chat's response as a response object or events.
+        """Return the formatter that writes the chat's response as a response object, or its events.
 
-        request: the chat. given: the route's fields.
+        given: the route's fields. request: the chat that they were translated to. http: the HTTP request.
         """
         return ResponseEvents(self, given, request, http)
 
 
 class ResponseEvents(Events):
-    """Writes a chat's response as OpenAI's response object: items of reasoning, message and tool calls.
+    """Writes a chat's response as OpenAI's response object, or as the events of its stream.
+
+    The object has items: reasoning, message and tool calls.
 
     kept: stores the conversation when the response has ended; None: it is not stored.
     """
@@ -235,9 +245,9 @@ class ResponseEvents(Events):
         self.items: list[dict[str, Any]] = self.value["output"]
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
-        """Return an event as the bytes of a server-sent event. kind: its type.
+        """Return an event as the bytes of a server-sent event.
 
-        A `sequence_number` is added to its fields.
+        kind: the event's type. event: its fields, to which a `sequence_number` is added.
         """
         number, self._number = self._number, self._number + 1
         return super().encode(kind, {"sequence_number": number, **event})
@@ -248,9 +258,9 @@ class ResponseEvents(Events):
         self.say("response.in_progress", response=self.value)
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Add the events of the next part of a chat's message.
+        """Add the events for `delta`, the next part of the chat's message in OpenAI's form.
 
-        delta: OpenAI's: has `reasoning_content`, `content` or `tool_calls`.
+        delta: has `reasoning_content`, `content` or `tool_calls`.
         """
         if text := delta.get("reasoning_content"):
             self._text("reasoning", "reasoning_text", text, summary=[])
@@ -270,9 +280,10 @@ class ResponseEvents(Events):
             )
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """Add the events that end the response, and store the conversation if it was asked for.
+        """Add the events that end the response, and store the conversation unless the client declined.
 
-        reason: `stop`, `length` or `tool_calls`. usage: token counts in the form of OpenAI's chat.
+        choice: the completion. reason: why it ended: `stop`, `length` or `tool_calls`. usage: token counts in
+            the form of OpenAI's chat.
         """
         cut = reason == "length"
         status = "incomplete" if cut else "completed"
@@ -293,7 +304,7 @@ class ResponseEvents(Events):
         self.say(f"response.{status}", response=self.value)
 
     def _text(self, kind: str, part: str, text: str, **fields: Any) -> None:
-        """Add text to the response's last item; begin a new item if the last one is not of type `kind`.
+        """Add `text` to the response's last item; begin a new item if the last one is not of type `kind`.
 
         part: type of the item's content, such as `output_text`. fields: of a new item.
         """
@@ -322,7 +333,7 @@ class ResponseEvents(Events):
         self.say("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
     def _close(self, status: str) -> None:
-        """End the last item, if there is one. status: `completed` or `incomplete`."""
+        """End the response's last item, if there is one. status: `completed` or `incomplete`."""
         if not self.items:
             return
         item = self.items[-1]
@@ -342,25 +353,28 @@ class ResponseEvents(Events):
         self.say("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     def _say(self, kind: str, **event: Any) -> None:
-        """Add an event about the last item. kind: its type. event: its further fields."""
+        """Add an event about the response's last item. kind: the event's type. event: its further fields."""
         self.say(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **event)
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return one of a request's tools as a tool of OpenAI's chat, whose function has no type of its own."""
+    """Return a tool of `/v1/responses` as a tool of OpenAI's chat, which nests all but the type."""
     function = {name: value for name, value in tool.items() if name != "type"}
     return {"type": tool.get("type"), "function": function}
 
 
 def _messages(before: Messages, items: list[InputItem]) -> Messages:
-    """Return a conversation as a chat's messages: `before`, and then what the items say.
+    """Return a conversation as a chat's messages: `before`, and then those that `items` stand for.
 
     All that the assistant says in a row (reasoning, text, tool calls) becomes one message.
     """
     messages = list(before)
 
     def assistant() -> dict[str, Any]:
-        """Return the assistant's message at the end if `items` began it; else append and return a new one."""
+        """Return the assistant's message to which the next item belongs; append a new one if there is none.
+
+        It is the last message, if that is the assistant's and not one of `before`.
+        """
         if len(messages) == len(before) or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         return messages[-1]

@@ -1,8 +1,8 @@
-"""The seam of this entry: a request becomes a chat's, and the chat's updates become a protocol's events.
+"""Base classes of other protocols' routes: a request becomes a chat, the chat's response is translated back.
 
-A protocol says three things: `translate`, from its fields to those of a chat; its `Events`, from the deltas
-of the chat to its own; and its form of errors. Everything between them is the chat's path: handlers of
-fields, limits, queue, deadlines, metrics, leavers.
+A protocol defines three things: `translate`, from its fields to those of a chat; its `Events`, from the parts
+of the chat's message to its own events; and its form of errors. All else is the chat's code: handlers of
+fields, limits, queue, deadlines, metrics, clients that disconnect.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PASSED -= {"stream_options", "n"}
 class Events:
     """Base class of formatters that write a chat's response as another protocol's events.
 
-    A response that is not streamed is built by the same methods, so the two cannot differ.
+    A response that is not streamed is built by the same methods, so both have the same content.
 
     value: the whole response, as far as it is known; methods change it.
     """
@@ -57,26 +57,30 @@ class Events:
         self._said: list[bytes] = []
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """Add the events with which a response begins. usage: token counts in the form of OpenAI's chat."""
+        """Add the events with which a response begins, if any.
+
+        usage: token counts in the form of OpenAI's chat.
+        """
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Add the events of the next part of a chat's message.
+        """Add the events for `delta`, the next part of the chat's message in OpenAI's form.
 
-        delta: OpenAI's: has `reasoning_content`, `content` or `tool_calls`.
+        delta: has `reasoning_content`, `content` or `tool_calls`.
         """
         raise NotImplementedError
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
         """Add the events with which a response ends.
 
-        choice: the completion. reason: `stop`, `length` or `tool_calls`. usage: token counts in the form of
-            OpenAI's chat.
+        choice: the completion. reason: why it ended: `stop`, `length` or `tool_calls`. usage: token counts in
+            the form of OpenAI's chat.
         """
         raise NotImplementedError
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
-        """Return an event as the bytes that are sent: here a server-sent event. kind: its type. event:
-        its fields.
+        """Return an event as the bytes that are sent, here a server-sent event.
+
+        kind: the event's type. event: its fields.
         """
         return (
             b"event: %s\ndata: " % kind.encode()
@@ -85,16 +89,18 @@ class Events:
         )
 
     def say(self, kind: str, **event: Any) -> None:
-        """Add an event to those that the next `chunk` returns; its fields are encoded now, since they
-        change later.
+        """Add an event to those whose bytes the next `chunk` returns.
 
-        kind: its type.
+        Its fields are encoded now, since the objects in them change later.
+
+        kind: the event's type. event: its fields.
         """
         self._said.append(self.encode(kind, event))
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the bytes of the events for a piece of a streamed completion. last: the completion has
-        ended.
+        """Return the bytes of all events for `piece`, the next text of a streamed completion.
+
+        choice: the completion. last: the completion has ended.
         """
         if not piece.start:
             self.begin(usage(choice.group))
@@ -106,13 +112,16 @@ class Events:
         return b"".join(said)
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """Return the whole response as JSON, for a request that is not streamed."""
+        """Return the whole response as JSON, for a request that is not streamed.
+
+        group: the request's completions, of which there is one.
+        """
         (choice,) = group.choices
         self.chunk(choice, choice.take(), True)
         return encode_json(self.value)
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """Return no bytes: the last chunk has ended the stream."""
+        """Return no bytes: the last chunk of the one completion has ended the stream."""
         return b""
 
 
@@ -122,10 +131,10 @@ Shape = Callable[[dict[str, Any]], dict[str, Any]]
 def renamed(
     names: Mapping[str, str], shape: Shape = lambda body: body
 ) -> Callable[[ApiError], dict[str, Any]]:
-    """Return a function that makes the JSON object of an error in another protocol's words.
+    """Return a function that makes the JSON object of an `ApiError`, with another protocol's field names.
 
-    names: the protocol's name of a field, by OpenAI's name, where they differ. shape: turns OpenAI's error
-        object into the protocol's.
+    names: OpenAI's name of a field -> the protocol's, where they differ. shape: turns OpenAI's error object
+        into the protocol's.
     """
 
     def body(error: ApiError) -> dict[str, Any]:
@@ -142,8 +151,8 @@ def renamed(
 class Translation:
     """Base class of endpoints of other protocols, whose requests become chats of OpenAI's form.
 
-    fields: the struct that declares the protocol's request fields.
-    names: the protocol's name of a field, by OpenAI's name, where they differ.
+    chat: the endpoint of chats. fields: the struct that declares the protocol's request fields.
+    names: OpenAI's name of a field -> the protocol's, where they differ.
     """
 
     fields: type[Struct]
@@ -159,9 +168,9 @@ class Translation:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return a request's body, translated to a chat, parsed and checked.
+        """Return a request, translated to a chat, parsed and checked.
 
-        fields: the body. ready: the engine's sizes and limits.
+        http: the HTTP request. fields: its body. ready: the engine's sizes and limits.
 
         Raises:
             ApiError: a field is wrong.
@@ -182,8 +191,7 @@ class Translation:
     def chat_fields(
         self, given: Any, fields: Mapping[str, Any]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields of the chat that a request means, and the names of its fields that have no
-        effect.
+        """Return (fields of the chat that is equivalent to a request, names of its fields without effect).
 
         given: the body as the protocol's struct. fields: the body as a dictionary.
         """
@@ -200,25 +208,29 @@ class Translation:
         return passed, ignored
 
     def translate(self, given: Any, ignored: list[str]) -> dict[str, Any]:
-        """Return the fields of the chat that a request means, and `system`, a text for its system message.
+        """Return the fields of the chat that is equivalent to a request.
 
-        given: the body as the protocol's struct. ignored: gets the names of fields that have no effect.
+        The field `system`, which a chat does not have, is a text for its system message.
+
+        given: the body as the protocol's struct. ignored: a list to which the names of fields without effect
+            are appended.
 
         Raises:
-            ApiError: the request cannot be said as a chat.
+            ApiError: the request cannot be expressed as a chat.
         """
         raise NotImplementedError
 
     def formatter(self, given: Any, request: ParsedRequest, http: HttpRequest) -> Events:
-        """Return the formatter that writes the response of a translated request in this protocol's form.
+        """Return the formatter that writes the chat's response in this protocol's form.
 
-        given: the body as the protocol's struct. request: the chat. http: the HTTP request.
+        given: the body as the protocol's struct. request: the chat that it was translated to. http: the HTTP
+            request.
         """
         raise NotImplementedError
 
 
 def call_of(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Return an earlier tool call of another protocol as an entry of a chat's `tool_calls`.
+    """Return an earlier tool call, from another protocol's message, as an entry of a chat's `tool_calls`.
 
     id: of the call. name: of the function. arguments: an object, or its JSON.
     """
