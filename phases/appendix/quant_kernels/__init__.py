@@ -1,1 +1,1 @@
-"""Quantized layers for one token, and activations that stay in eight bits from kernel to kernel."""
+"""Kernels for quantized layers: products for one token, and activations that stay in eight bits."""

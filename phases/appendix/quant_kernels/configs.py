@@ -1,4 +1,4 @@
-"""Block sizes of the kernels for one token: rows of a tile, tiles of a program."""
+"""Block sizes of the matrix-vector kernels for quantized weights: rows of a tile, programs to launch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LoopConfig:
     rows: outputs of a tile.
     block_k: inputs of a tile.
     each: most programs per multiprocessor.
-    num_warps: of a program.
+    num_warps: warps of a program.
     """
 
     rows: int
@@ -37,8 +37,9 @@ class LoopConfig:
     num_warps: int = 4
 
     def programs(self, rows: int, device: torch.device) -> int:
-        """Return how many programs to launch for `rows` outputs: at most one a tile, or as many as run at
-        once.
+        """Return how many programs to launch for `rows` outputs.
+
+        That is one for each tile, but at most `each` per multiprocessor.
         """
         return min(triton.cdiv(rows, self.rows), self.each * multiprocessors(device))
 
@@ -47,7 +48,9 @@ class LoopConfig:
 def loop_config(
     outputs: int, size: int, matrices: int, bits: int, device: torch.device
 ) -> LoopConfig:
-    """Return block sizes for `outputs` rows of `size` inputs, in 1 or 2 `matrices` of 4 or 8 `bits`.
+    """Return block sizes of a matrix-vector kernel whose weights have 4 or 8 `bits`.
+
+    outputs, size: outputs and inputs of a matrix. matrices: 1, or 2 with a gate.
 
     A four-bit weight takes half the registers, but the other work of a program stays the same. Rows that are
     longer than a tile use the registers of twice as many threads.

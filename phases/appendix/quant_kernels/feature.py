@@ -13,7 +13,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class QuantKernels(Feature):
-    """Multiply one token with quantized weights by kernels; keep activations of more tokens in eight bits."""
+    """Run faster kernels for quantized layers: for one token, and with eight-bit activations for more."""
 
     name = "quant_kernels"
     phase = 10
@@ -23,7 +23,10 @@ class QuantKernels(Feature):
     on_device = "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
-        """Add kernels to quantized layers, and lay out the values of an fp8 cache in pairs."""
+        """Add kernels to quantized layers, and store the values of an fp8 KV cache in pairs of tokens.
+
+        The pairs need blocks with an even number of tokens, and a GPU that converts e4m3.
+        """
         from phases.appendix.quant_kernels.layers import install
         from phases.appendix.quant_kernels.pairs import PAIRS
         from quant.kernel_layers import KernelLinear

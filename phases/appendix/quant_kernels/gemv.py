@@ -1,9 +1,9 @@
 """Matrix times vector for a batch of one token, the matrix in eight bits.
 
-This is `latency.gemv` with half the bytes, which leaves half the time for everything else. There, every
-program prepares the input for its rows; here a program prepares the input once and then loops over tiles of
-rows. Numbers of e4m3 become pairs of float16 by one instruction, and sixteen products are summed up in
-float16 before anything is float32: that is a third of the instructions of a float32 for each weight. A
+This is `latency.gemv` with half the bytes, which leaves half the time for everything else. In that kernel
+every program prepares the input for its rows; here a program prepares the input once and then loops over
+tiles of rows. Numbers of e4m3 become pairs of float16 by one instruction, and sixteen products are summed up
+in float16 before anything is float32: that is a third of the instructions of a float32 for each weight. A
 row's scale is multiplied once, when its sum is known. Where the scheme rounds a layer's inputs, this kernel
 rounds them, too, though it gains nothing by it: a request gets the same tokens alone and in a batch.
 """
@@ -27,17 +27,18 @@ from triton_paged_attention.linear import activate
 
 @triton.jit
 def sum_and_top(square_a, top_a, square_b, top_b):
-    """Return (square_a + square_b, max(top_a, top_b)): the combine function of one reduction for both."""
+    """Return (square_a + square_b, max(top_a, top_b)), to reduce a sum and a maximum in one `tl.reduce`."""
     return square_a + square_b, tl.maximum(top_a, top_b)
 
 
 @triton.jit
 def input_scales(squares, top, eps, K: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr):
-    """Return the factor by which a norm multiplies its input, and the largest magnitude of the normed input.
+    """Return a norm's factor for its input, and the largest magnitude of the normalized input.
 
-    squares, top: `[n]`, partial sums of the input's squares, and partial maxima of the input times the
-        norm's weight. K: inputs. eps: of the norm. NORM: there is a norm, otherwise the factor is 1.
-        ROUND: the magnitude is needed. Both come from one reduction, since every reduction is a wait.
+    squares, top: `[n]`, partial sums of the input's squares, and partial maxima of the input's magnitudes
+        times the norm's weight. K: number of inputs. eps: of the norm. NORM: there is a norm, otherwise the
+        factor is 1. ROUND: the magnitude is needed, otherwise the second result has no meaning. Both come
+        from one reduction, since every reduction is a wait.
     """
     norm = 1.0
     if NORM and ROUND:
@@ -52,8 +53,9 @@ def input_scales(squares, top, eps, K: tl.constexpr, NORM: tl.constexpr, ROUND: 
 
 @triton.jit
 def power_scale(top):
-    """Return the largest power of two that is not above `top`, and its inverse; dividing by it
-    rounds nothing.
+    """Return the largest power of two that is not above `top`, and its inverse, float32 each.
+
+    top: a float32 of at least 0. To divide by a power of two rounds nothing.
     """
     bits = tl.maximum(top, 1.1754943508222875e-38).to(tl.int32, bitcast=True) & 0x7F800000
     return bits.to(tl.float32, bitcast=True), ((254 << 23) - bits).to(tl.float32, bitcast=True)
@@ -61,14 +63,14 @@ def power_scale(top):
 
 @triton.jit
 def float16_pair(low, high):
-    """Return one int32 word with two numbers as float16: `low` in the lower half, `high` in the upper."""
+    """Return int32 words, each with two numbers as float16: `low` in the lower half, `high` in the upper."""
     low = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return low | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
 def split_four(x):
-    """Return the four tensors `[A, B]` of `x [A, B, 4]`."""
+    """Return the four tensors `[A, B]` that the last axis of `x [A, B, 4]` holds."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -81,10 +83,12 @@ def tile_origin(
     BLOCK_K: tl.constexpr,
     MATRICES: tl.constexpr,
 ):  # fmt: skip
-    """Return the rows `[ROWS]` and the first input of tile number `tile` of a program.
+    """Return the rows `[ROWS]` and the first input of a program's tile number `tile`.
 
-    Tiles take the matrices in turn (gate, up), then advance by BLOCK_K inputs. first_row: the program's
-    first output. N: outputs; a row past the last becomes MATRICES * N, and is not read.
+    Tiles take the matrices in turn (gate, up), then advance by BLOCK_K inputs.
+
+    first_row: the program's first output. N: outputs of a matrix; a row past the last becomes MATRICES * N,
+        which the caller does not read.
     """
     row = first_row + tl.arange(0, ROWS)
     # Behind the last row of the first matrix lies the second: no program owns such rows.
@@ -97,14 +101,14 @@ def load_rows(
     weight, weight_scale, first_row, q, N, scale_stride, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, SIDE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Load all weights of `ROWS` outputs: a tuple of tiles, and a tuple of their scales.
+    """Load all weights of `ROWS` outputs: return a tuple of tiles, and a tuple of their scales.
 
     A tile is `[ROWS, Q, 16]` numbers, or with WORDS `[ROWS, Q, 4]` int32 of four each.
     Tiles take the matrices in turn (gate, up), then advance by BLOCK_K inputs.
-    weight: `[N, K]` for each of MATRICES matrices. first_row: the first output. q: `arange(Q)`, Q =
-        BLOCK_K / 16.
-    weight_scale: `[N]`, loaded `[ROWS]` for each matrix; or with SIDE > 0 one for each block of SIDE x
-        SIDE weights, rows `scale_stride` apart, loaded `[ROWS, Q]` for each tile.
+    weight: `[N, K]` for each of MATRICES matrices. first_row: the first output. q: `arange(Q)`, Q = BLOCK_K /
+        16.
+    weight_scale: `[N]`, loaded `[ROWS]` for each matrix; or with SIDE > 0 one for each block of SIDE x SIDE
+        weights, rows `scale_stride` apart, loaded `[ROWS, Q]` for each tile.
     """
     EACH: tl.constexpr = 16 if WORDS == "" else 4
     weights, scales = (), ()
@@ -141,11 +145,11 @@ PAIRS = {
 
 
 def _four_words(kind: str) -> str:
-    """Return PTX that multiplies four words of weights with sixteen inputs, and sums the products.
+    """Return PTX that multiplies sixteen weights, in four words, with sixteen inputs and sums the products.
 
     kind: format of the weights, "fp8" or "int8".
-    Operands: a float32 sum; four int32 words of four weights; each word's first pair of float16 inputs, in
-        four words; then each word's second pair.
+    Operands: the float32 sum, which is the result; four int32 words of four weights each; each word's first
+        pair of float16 inputs, in four words; then each word's second pair.
     """
     text = "{.reg .b32 t, low, a, b, p, q; .reg .b16 x, y; .reg .f32 f, g; mov.b32 low, 0x64806480;"
     for word, total in enumerate("ppqq"):
@@ -165,8 +169,9 @@ OPERANDS = tl.constexpr("=r" + ",r" * 12)
 
 @triton.jit
 def sum_sixteen_products(w, x, WORDS: tl.constexpr):
-    """Multiply a tile of weights with its inputs `x [Q, 16]`, and sum sixteen products at a time: `[ROWS,
-    Q]`.
+    """Multiply a tile of weights with its inputs `x [Q, 16]`, and sum each row's products: `[ROWS, Q]`.
+
+    Each of the sums has sixteen products.
 
     w: `[ROWS, Q, 16]` numbers, or with WORDS ("fp8" or "int8") `[ROWS, Q, 4]` int32 of four numbers each.
     """
@@ -194,16 +199,20 @@ def gemv8_kernel(
     ROUND: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
     WORDS: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """Compute a quantized matrix times a vector, with norm, bias, residual and gate around the product.
+    """Compute an eight-bit matrix times a vector, with norm, bias, residual and gate around the product.
 
-    out, bias, residual: `[N]`. x, norm_weight: `[K]`. weight: `[N, K]` of 8 bits, `[2 N, K]` with GATED.
+    As many programs as run at once; each prepares the input once, and loops over tiles of `ROWS` outputs. The
+    next tile's weights are loaded while one is multiplied.
+    out, bias, residual: `[N]`. x: `[K]`. norm_weight, eps: `[K]` weights of the input's RMSNorm, and its
+        epsilon. weight: `[N, K]` of 8 bits, or `[2 N, K]` with GATED: the gate's rows above the up
+        projection's.
     weight_scale: `[N]`, or with SIDE > 0 one for each block of SIDE x SIDE weights, rows `scale_stride`
         apart.
-    WORDS: "fp8" or "int8" if instructions convert int32 words of weights to float16; else "".
-    ROUND: round the input to eight bits, integers if WHOLE. KIND: of the gate.
+    WORDS: "fp8" or "int8" if `weight` has int32 words of four numbers, which instructions convert to float16;
+        else "".
+    ROUND: round the input to eight bits, integers if WHOLE. HARDWARE: the GPU has an instruction for e4m3.
+        KIND: number of the gate's activation (`linear.KINDS`).
     norm_weight, bias, residual: None leaves out that step. TRIGGER, PDL: see `latency.gemv.wait_for_input`.
-    As many programs as run at once; each prepares the input once, and loops over tiles of `ROWS` outputs.
-    The next tile's weights are loaded while one is multiplied.
     """
     MATRICES: tl.constexpr = 2 if GATED else 1
     PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -305,10 +314,16 @@ def gemv8_kernel(
 
 
 def gemv8(x: Tensor, weight: QuantizedWeight, **operators: Unpack[FusedOperators]) -> Tensor:
-    """Return an eight-bit weight times one vector, with the operators around the product: `[..., N]`.
+    """Multiply an eight-bit matrix with one vector, and compute the operators around the product.
 
-    x: `[..., K]`, one row. weight: `[N, K]`, or `[2 N, K]` with a gate; scales by channel or by block.
-    operators: keys of `FusedOperators`: norm, bias, residual, gate, out_dtype, trigger_early.
+    Args:
+        x: `[..., K]`, one row.
+        weight: `[N, K]`, or `[2 N, K]` with a gate: the gate's rows above the up projection's. It has scales
+            by channel or by block.
+        operators: keys of `FusedOperators`: norm, bias, residual, gate, out_dtype, trigger_early.
+
+    Returns:
+        `[..., N]`.
     """
     scheme = weight.scheme
     assert scheme.scales in ("channel", "block") and weight.order is None, (

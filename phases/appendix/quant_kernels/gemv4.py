@@ -1,12 +1,12 @@
 """Matrix times vector for a batch of one token, the matrix in four bits.
 
 A quarter of the bytes leaves so little time that unpacking a number must cost less than reading it. So the
-nibbles lie where tensor registers want them: one word has four pairs of inputs, and a mask alone turns a
-pair of nibbles into a pair of float16 numbers. A float16 with `n` in its last bits and nothing else is n
-times 2^-24, small, but a number that multiplies like any other; four bits further up it is 16 n times
-2^-24. So inputs are made as large as float16 allows, and those multiplied with the higher nibbles a
-sixteenth of it. Sixteen products are summed up in float16; then the zero point's share is taken off, and
-the group's scale multiplied, in float32.
+nibbles lie where tensor registers want them: one word has four pairs of inputs, and a mask alone turns a pair
+of nibbles into a pair of float16 numbers. A float16 with `n` in its last bits and nothing else is n times
+2^-24, small, but a number that multiplies like any other; four bits further up it is 16 n times 2^-24. So
+inputs are made as large as float16 allows, and those multiplied with the higher nibbles a sixteenth of it.
+Sixteen products are summed up in float16; then the zero point's contribution is taken off, and the group's
+scale multiplied, in float32.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from triton_paged_attention.linear import activate
 
 
 def _products(word: int, total: str) -> str:
-    """Return PTX that adds the eight products of four-bit weights and inputs of one word to `total`.
+    """Return PTX that adds the eight products of one word of four-bit weights and its inputs to `total`.
 
-    word: which of four int32 operands. total: name of a register with a pair of float16 sums.
+    word: index, 0 to 3, of the int32 operand with the weights. total: name of a register with a pair of
+        float16 sums.
     """
     x = [f"${5 + 4 * word + part}" for part in range(4)]
     first = (
@@ -69,10 +70,10 @@ def load_rows(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Load all four-bit weights of `ROWS` outputs: tuples of tiles, of scales and of zero points.
+    """Load all four-bit weights of `ROWS` outputs: return tuples of tiles, of scales and of zero points.
 
-    weight: int32 words `[N, 16 ceil(K / 128)]` of `to_words`, for each of MATRICES matrices. A tile is
-        `[ROWS, Q, 4]` words; q: `arange(Q)`, Q = BLOCK_K / 32.
+    weight: int32 words `[N, 16 ceil(K / 128)]` of `products.to_words`, for each of MATRICES matrices. A tile
+        is `[ROWS, Q, 4]` words of eight numbers; q: `arange(Q)`, Q = BLOCK_K / 32.
     scale, zero: `[N, K / GROUP]`, loaded `[ROWS, Q]` for each tile with ASM; otherwise the tuples are empty.
     first_row: the program's first output. N: outputs of a matrix. zero: None: there are no zero points.
     """
@@ -99,10 +100,10 @@ def load_rows(
 
 @triton.jit
 def load_group(numbers, row, real, k, other, K: tl.constexpr, GROUP: tl.constexpr):
-    """Load `[ROWS, Q]` scales or zero points of rows `row [ROWS]` for the groups of inputs `k [Q]`.
+    """Load the scales or zero points of rows `row [ROWS]` for the groups of inputs `k [Q]`: `[ROWS, Q]`.
 
-    numbers: `[N, K / GROUP]`. real: `[ROWS]`, which rows exist. other: what is returned for rows that do
-        not exist and inputs from K on.
+    numbers: `[N, K / GROUP]`, the scales or zero points. real: `[ROWS]`, which rows exist. other: what is
+        returned for rows that do not exist and inputs from K on.
     """
     at = row.to(tl.int64)[:, None] * (K // GROUP) + (k // GROUP)[None, :]
     return tl.load(numbers + at, mask=real[:, None] & (k < K)[None, :], other=other)
@@ -110,11 +111,12 @@ def load_group(numbers, row, real, k, other, K: tl.constexpr, GROUP: tl.constexp
 
 @triton.jit
 def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
-    """Load eight neighbouring inputs for each `q`: the four even and the four odd ones, `[Q, 4]` float32
-    each.
+    """Load eight neighbouring inputs for each word in `q`, split in even and odd: `[Q, 4]` float32 each.
 
-    x: `[K]`. start: the tile's first input. q: `[Q]`, numbers of words. part: 0 to 3, which quarter of a
-        word's nibbles these inputs belong to: 32 inputs further for each.
+    These are the inputs that one quarter of the word's nibbles is multiplied with.
+
+    x: `[K]`. start: the tile's first input. q: `[Q]`, numbers of words. part: 0 to 3, which quarter; each
+        lies 32 inputs after the one before.
     """
     at = (start + q // 4 * 128 + q % 4 * 8)[:, None] + part * 32 + tl.arange(0, 8)[None, :]
     eight = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)  # as they lie: one load
@@ -130,10 +132,12 @@ def gemv4_kernel(
 ):  # fmt: skip
     """Compute a four-bit matrix times a vector, with norm, bias, residual and gate around the product.
 
-    As many programs as run at once; each loops over tiles of `ROWS` outputs.
-    out, bias, residual: `[N]`. x, norm_weight: `[K]`. weight: int32 words `[N, 16 ceil(K / 128)]` of
-        `products.to_words`; with GATED the gate's rows above the up projection's.
-    scale, zero: `[N, K / GROUP]`; zero None: every zero point is 8. KIND: the gate's activation.
+    As many programs as run at once; each prepares the input once, and loops over tiles of `ROWS` outputs.
+    out, bias, residual: `[N]`. x: `[K]`. norm_weight, eps: `[K]` weights of the input's RMSNorm, and its
+        epsilon. weight: int32 words `[N, 16 ceil(K / 128)]` of `products.to_words`; with GATED the gate's
+        rows above the up projection's.
+    scale, zero: `[N, K / GROUP]`, of each group of GROUP inputs; zero None: every zero point is 8. KIND:
+        number of the gate's activation (`linear.KINDS`).
     norm_weight, bias, residual: None leaves out that step. ASM: multiply pairs of float16 by PTX.
     TRIGGER, PDL: see `latency.gemv.wait_for_input`.
     """
@@ -264,14 +268,17 @@ def gemv4(
     size: int,
     **operators: Unpack[FusedOperators],
 ) -> Tensor:
-    """Return a four-bit weight times one vector, with the operators around the product: `[..., N]`.
+    """Multiply a four-bit matrix with one vector, and compute the operators around the product.
 
     Args:
         x: `[..., size]`, one row.
         weight: `[N, size]`, or `[2 N, size]` with a gate: the gate's rows above the up projection's. Its
             numbers lie in the int32 words of `products.to_words`.
-        size: inputs of the weight, which the words do not tell, since they are padded.
+        size: inputs of the weight, which do not follow from the words, since these are padded.
         operators: keys of `FusedOperators`: norm, bias, residual, gate, out_dtype, trigger_early.
+
+    Returns:
+        `[..., N]`.
     """
     matrices, group = 1 if operators.get("gate") is None else 2, weight.scheme.group
     rows = len(weight.data) // matrices

@@ -1,11 +1,10 @@
-"""Inputs rounded to eight bits by the kernel that computes them, and products scaled by the kernel that reads
-them.
+"""Rounding of activations to eight bits, and scaling of products, in the kernels before and after.
 
 A product of eight-bit numbers has to be multiplied by its token's scale and by its channel's. A kernel for
-that alone would read and write everything once more. But the operator behind a projection reads its output
-anyway: a norm, an activation, RoPE. So the product is handed on unscaled (`PendingScales`), and its reader
-multiplies. In the same way, the kernel that computes a projection's input also finds each token's largest
-number and rounds (`Rounded`).
+that alone would read and write everything once more. But the operator after a projection (a norm, an
+activation, RoPE) reads its output anyway. So a product is passed on without its scales (`PendingScales`), and
+the kernel that reads it multiplies. In the same way, the kernel that computes a projection's input also finds
+each token's largest number and rounds (`Rounded`).
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ from triton_paged_attention.linear import KINDS, activate
 
 
 class PendingScales(NamedTuple):
-    """A product that is still to be multiplied by scales.
+    """A product of eight-bit numbers that is still to be multiplied by its scales.
 
-    values: `[T, N]`. rows: `[T]` float32, a scale for each token. columns: `[N]` float32, one a channel.
+    values: `[T, N]`. rows: `[T]` float32, a scale for each token. columns: `[N]` float32, one for each
+        channel.
     """
 
     values: Tensor
@@ -42,11 +42,13 @@ class PendingScales(NamedTuple):
 
 @triton.jit
 def load_row(values, token_scales, channel_scales, token, at, i, mask):
-    """Load numbers of one token of `values` at offsets `at`, as float32; 0 where `mask` is False.
+    """Load numbers of one token from offsets `at` of `values`, as float32; 0 where `mask` is False.
 
-    Multiply them by `token_scales[token]` and `channel_scales[i]` if there are scales (not None).
-    values: pointer to `[T, N]`. token_scales: `[T]`. channel_scales: `[N]`. i: columns of the numbers, in
-        the shape of `at`.
+    If there are scales (not None), the numbers are multiplied by `token_scales[token]` and
+    `channel_scales[i]`.
+
+    values: pointer to `[T, N]`. token_scales: `[T]`. channel_scales: `[N]`. i: columns of the numbers, in the
+        shape of `at`.
     """
     x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
     if token_scales is not None:
@@ -60,10 +62,10 @@ def load_row(values, token_scales, channel_scales, token, at, i, mask):
 
 @triton.jit
 def round_vector(vector, inside, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Round attention's output `vector` to eight bits; return it, still float32, and its scale.
+    """Round attention's output `vector` to an eight-bit format; return it, as float32, and its scale.
 
     inside: True for numbers that are no padding; padding may hold any finite number.
-    WHOLE: the format has integers. HARDWARE: the GPU has an instruction for e4m3.
+    WHOLE: the format is integers, not e4m3. HARDWARE: the GPU has an instruction for e4m3.
     """
     scale, inverse = token_scale(tl.max(tl.where(inside, tl.abs(vector), 0.0), axis=0), WHOLE)
     return rounded(vector * inverse, WHOLE, HARDWARE), scale
@@ -75,14 +77,14 @@ def norm_rows_kernel(
     SIZE: tl.constexpr, ROUND: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Add `delta` to one token, normalize, and round to eight bits. One program per token.
+    """Add `delta` to a token's numbers, normalize, and round to eight bits. One program per token.
 
-    x, total, out: `[T, SIZE]`; `total` becomes `x + delta`. weight: `[SIZE]`, of the RMSNorm.
+    x, total, out: `[T, SIZE]`; `total` becomes `x + delta`, `out` its norm. weight: `[SIZE]`, eps: of the
+        RMSNorm.
     delta: `[T, SIZE]`, multiplied by `delta_rows [T]` and `delta_columns [SIZE]` first if they are not None;
-        None: nothing is added.
+        None: nothing is added, and `total` is not written.
     ROUND: `out` is rounded, and `out_scale [T]` float32 is written; otherwise `out` has the model's dtype.
-    WHOLE: the format has integers. HARDWARE: the GPU has an instruction for e4m3.
-
+    WHOLE: the format is integers, not e4m3. HARDWARE: the GPU has an instruction for e4m3.
     """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, triton.next_power_of_2(SIZE))
@@ -112,13 +114,13 @@ def gated_rows_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
     HALF: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Compute `act(gate) * up` of one token, rounded to eight bits. One program per token.
+    """Compute `act(gate) * up` of a token, and round it to eight bits. One program per token.
 
-    gate_up: `[T, 2 SIZE]`, gates and then ups, multiplied by `token_scales [T]` and
-        `channel_scales [2 SIZE]` first if they are not None. out: `[T, SIZE]`. out_scale: `[T]` float32.
-    KIND: the activation, see `linear.KINDS`. HALF: the model's dtype. BLOCK: numbers that are loaded at a
-        time.
-    WHOLE: the format has integers. HARDWARE: the GPU has an instruction for e4m3.
+    gate_up: `[T, 2 SIZE]`, gates and then ups, multiplied by `token_scales [T]` and `channel_scales [2 SIZE]`
+        first if they are not None. out: `[T, SIZE]`. out_scale: `[T]` float32.
+    KIND: number of the activation (`linear.KINDS`). HALF: the model's dtype. BLOCK: numbers that are loaded
+        at a time.
+    WHOLE: the format is integers, not e4m3. HARDWARE: the GPU has an instruction for e4m3.
     """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -149,10 +151,10 @@ def _warps(padded: int) -> int:
 
 
 def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tensor]:
-    """Allocate and return an output of `size` numbers a token, and a scale for each token, `[T]` float32.
+    """Allocate and return an output with `size` numbers per token, and scales of tokens `[T]` float32.
 
-    kind: an eight-bit format: the output has it, and is `[T, size]`. None: it has `x`'s dtype, and is `[...,
-        size]`.
+    x: the input, of T tokens. kind: an eight-bit format, for an output of that format, `[T, size]`. None: the
+        output has `x`'s dtype and is `[..., size]`.
     """
     tokens = x.numel() // x.shape[-1]
     dtype = x.dtype if kind is None else DTYPES[kind]
@@ -166,7 +168,10 @@ def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tenso
 def apart(
     product: Tensor | PendingScales | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return a product's numbers, its scales by row, and those by column; None for each it does not have."""
+    """Return (numbers, scales by row, scales by column) of a product; None for each that it does not have.
+
+    product: a tensor, which has no scales, or one with pending scales; None: all three are None.
+    """
     if isinstance(product, PendingScales):
         return product.values.contiguous(), product.rows, product.columns
     return None if product is None else product.contiguous(), None, None
@@ -178,11 +183,11 @@ def norm_rows(
     norm: NormWeights,
     kind: Activations | None,
 ) -> tuple[Tensor, Rounded | Tensor]:
-    """Return `x + delta` and its RMSNorm, rounded to eight bits with a scale for each token if `kind` is
-    given.
+    """Return `x + delta`, and its RMSNorm: a tensor, or `Rounded` to eight bits if `kind` is given.
 
     x: `[..., size]`. delta: of the same shape, perhaps with pending scales; None: nothing is added.
-    norm: weight `[size]` and epsilon. kind: "fp8", "int8", or None for no rounding.
+    norm: weight `[size]` and epsilon. kind: "fp8" or "int8", rounded to with a scale for each token; None: no
+        rounding.
     """
     x = x.contiguous()
     size = x.shape[-1]
@@ -205,8 +210,9 @@ def norm_rows(
 def gated_rows(
     gate_up: PendingScales | Tensor, gate: str, kind: Activations, dtype: torch.dtype
 ) -> Rounded:
-    """Return `act(gates) * ups` of `gate_up [T, 2 I]`, rounded to eight bits with a scale for each token.
+    """Return `act(gates) * ups`, `[T, I]`, rounded to eight bits with a scale for each token.
 
+    gate_up: `[T, 2 I]`, gates and then ups, perhaps with pending scales.
     gate: the activation, a key of `linear.KINDS`.
     kind: the format to round to.
     dtype: the model's, to which every intermediate result is rounded.

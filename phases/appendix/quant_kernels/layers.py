@@ -1,4 +1,4 @@
-"""Kernels of a quantized layer for one token, and of a block whose activations stay in eight bits."""
+"""Kernels for quantized layers and one token, and for blocks whose activations stay in eight bits."""
 
 from __future__ import annotations
 
@@ -50,19 +50,24 @@ MANY = 1024
 
 
 class QuantLatencyKernel(LatencyKernel):
-    """A `LatencyKernel` (norm, product, gate and residual of one token in one launch) for 4- or 8-bit
-    weights.
+    """Computes a linear layer with 4- or 8-bit weights for one token, in one launch.
+
+    A `LatencyKernel`: norm, product, gate and residual are one kernel.
     """
 
     reads = KernelLinear
     linear: KernelLinear
 
     def supports(self, tokens: int, gate: str | None) -> bool:
-        """Return True for one token, unless the layer has a bias and a gate, or act-order (`desc_act`)."""
+        """Return True for one token, unless the layer has a bias and a gate, or act-order (`desc_act`).
+
+        False otherwise. tokens: of the step. gate: activation by which the product's first half gates its
+        second; None: no gate.
+        """
         return self.linear.order is None and super().supports(tokens, gate)
 
     def multiply(self, x: Tensor, **operators: Any) -> Tensor:
-        """Return the layer's product with `x [1, K]`, by `gemv4` or `gemv8`.
+        """Return the layer's product with `x [1, K]`, `[1, N]`, by one kernel.
 
         operators: what else the kernel computes: norm, bias, residual, gate, out_dtype, trigger_early.
         """
@@ -91,12 +96,11 @@ class QuantLatencyKernel(LatencyKernel):
 
 @dataclass(eq=False)
 class EightBitBlock:
-    """A `BlockKernel` (faster computation of a transformer block) with eight-bit activations between
-    products.
+    """Computes a transformer block whose activations stay in eight bits between its products.
 
-    It computes steps of more than one token: a single token takes the block's other kernels, each of which
-    rounds and scales by itself. Norms and activation functions round their outputs. Products leave their
-    scales pending: the next kernel multiplies by them.
+    A `BlockKernel` of phase 06. It computes steps of more than one token: a single token takes the block's
+    other kernels, each of which rounds and scales by itself. Norms and activation functions round their
+    outputs. Products leave their scales pending: the next kernel multiplies by them.
 
     kind: the format of the activations.
     """
@@ -104,7 +108,10 @@ class EightBitBlock:
     kind: Activations
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """Return True if a step has more than one token; attention may be any. x: the block's input."""
+        """Return True if a step has more than one token, False for a single one.
+
+        x: the block's input. attention: any.
+        """
         return not (isinstance(x, Tensor) and len(x) == 1)
 
     def __call__(
@@ -116,8 +123,8 @@ class EightBitBlock:
     ) -> Stream:
         """Return the block's output `[T, hidden]` as a `Stream`: two tensors that the next norm adds.
 
-        block: the layers. x: the input, a tensor or such a pair. cos_sin: RoPE's cosines and sines.
-        attention: the engine's.
+        block: the layers. x: the input, a tensor or a `Stream`. cos_sin: RoPE's cosines and sines. attention:
+            the engine's attention over the KV cache.
         """
         attend, mlp = block.self_attn, block.mlp
         assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
@@ -145,10 +152,10 @@ def multiply(
 ) -> PendingScales | Tensor:
     """Return `x [T, K]` times a layer of eight-bit weights, `[T, N]`, perhaps with scales still pending.
 
-    x: inputs rounded to eight bits; a plain tensor is refused. dtype: the model's. Scales are pending but for
-    `MANY` fp8 tokens or more on a GPU.
-    The library multiplies a small batch faster with one scale for all than with a scale for each row and
-    column: so it is given scales of 1, and the next kernel multiplies by the true ones.
+    x: inputs rounded to eight bits; a plain tensor is refused. dtype: the model's. The result is a plain
+        tensor for `MANY` fp8 tokens or more on a GPU, and otherwise has pending scales.
+    For a small batch PyTorch's product is faster with one scale for all than with a scale for each row and
+    column: so it gets scales of 1, and the next kernel multiplies by the true ones.
     """
     assert isinstance(layer.linear, KernelLinear) and isinstance(x, Rounded)
     weight = layer.linear.stored
@@ -170,7 +177,10 @@ def _one(device: torch.device) -> Tensor:
 
 
 class PendingScalesNorm(FusedRMSNorm):
-    """The norm after the last `EightBitBlock`; it multiplies that block's product by its pending scales."""
+    """The model's last norm, after `EightBitBlock`s: it multiplies the last product by its pending scales.
+
+    norm: the norm that it replaces.
+    """
 
     def __init__(self, norm: FusedRMSNorm) -> None:
         nn.Module.__init__(self)
@@ -178,9 +188,10 @@ class PendingScalesNorm(FusedRMSNorm):
         self.weights = norm.weights
 
     def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
-        """Return the residual stream with its pending addition and scales applied, and the same normalized.
+        """Return the residual stream with its last addition done, and the same normalized.
 
-        x: `[..., size]`, or a `Stream`: two such tensors that are to be added. Both results have this shape.
+        x: `[..., size]`, or a `Stream`: two tensors of this shape that are to be added, the second perhaps
+            with pending scales. Both results have this shape.
         """
         if isinstance(x, Tensor):  # of a single token: nothing is pending
             return super().add_and_normalize(x)
@@ -190,7 +201,10 @@ class PendingScalesNorm(FusedRMSNorm):
 
 
 def install(model: Model) -> Model:
-    """Add kernels to a model's quantized layers and blocks, in place; return the same model."""
+    """Add one-token kernels to a model's quantized layers, in place; return the same model.
+
+    If all blocks can keep their activations in one eight-bit format, they get kernels for that, too.
+    """
     add_kernels(model, QuantLatencyKernel)
     blocks = [block for block in model.modules() if isinstance(block, FusedBlock)]
     kinds = {eight_bits(block) for block in blocks}
@@ -203,9 +217,9 @@ def install(model: Model) -> Model:
 
 
 def eight_bits(block: FusedBlock) -> Activations | None:
-    """Return the format of a block's activations, "fp8" or "int8", if all its products can use eight bits.
+    """Return the eight-bit format of a block's activations, "fp8" or "int8"; None if it has none.
 
-    Otherwise return None.
+    It has one if all its products can multiply eight-bit numbers of the same format.
     """
     attend, mlp = block.self_attn, block.mlp
     if not (isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)):

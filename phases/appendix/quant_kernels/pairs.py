@@ -1,9 +1,9 @@
-"""Values of e4m3 in pairs: those of tokens 2 i and 2 i + 1 lie in turn, byte by byte.
+"""A layout of e4m3 values in the KV cache: those of tokens 2 i and 2 i + 1 alternate, byte by byte.
 
-A matrix unit of 16-bit numbers wants the values of two neighbouring tokens side by side in a register. It
-gets them so from 16-bit values by a transposing load, but no load transposes bytes: values one by one would
-take more time than half the bytes save. So they are stored side by side, a pair is loaded as one 16-bit word,
-and the even and the odd tokens' values are two products.
+A matrix unit of 16-bit numbers needs the values of two neighbouring tokens side by side in a register. With
+16-bit values a transposing load does that, but no load transposes bytes: loading values one by one would take
+more time than half the bytes save. So they are stored side by side, a pair is loaded as one 16-bit word, and
+the even and the odd tokens' values are two products.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ODD = tl.constexpr(
 
 @triton.jit
 def byte_of(words, odd: tl.constexpr, PRODUCT: tl.constexpr, ASM: tl.constexpr):
-    """Return the even or the odd tokens' values of `words`, as type PRODUCT.
+    """Return the values of the odd tokens in `words` if `odd`, else of the even ones, as type PRODUCT.
 
     words: int16, each the e4m3 values of two neighbouring tokens. ASM: convert by a PTX instruction.
     """
@@ -59,10 +59,10 @@ def attend_pairs(
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Fold one request's keys [low, high) into the online softmax of queries; return its new m, total and
-    acc.
+    """Fold one request's keys [low, high) into the online softmax of queries; return (m, total, acc).
 
-    query: `[M, D]`. position: `[M]`. m, total: `[M]`, maximum and sum. acc: `[M, D_PAD]`. scale: of scores.
+    m, total, acc: `[M]`, `[M]` and `[M, D_PAD]`: each query's largest score, sum of weights, and weighted sum
+        of values so far. query: `[M, D]`. position: `[M]`. scale: of scores.
     k_cache: `[N, P, KH, D]` e4m3. v_cache: int16 words `[N, P / 2, KH, D]`, each of two neighbouring tokens'
         e4m3 values. Strides in numbers. table: pointer to the block table.
     MASK: "none": every query sees every key. "edge": mask tiles from `whole` on. "all": mask every tile.
@@ -133,17 +133,20 @@ def attend_pairs(
 
 @triton.jit
 def pair_place(slot, block_stride, slot_stride, P: tl.constexpr):
-    """Return the offset of a token's first value in a cache whose values lie in pairs, and 2.
+    """Return the offset of a token's first number in a cache of pairs, and its numbers' distance, 2.
 
-    A pair is two neighbouring tokens' numbers next to each other; so one token's numbers are 2 apart.
-    slot: block times P plus place in the block. Strides: numbers from one block or token to the next.
+    In a pair, the numbers of two neighbouring tokens alternate; so one token's numbers are 2 apart.
+    slot: block times P plus offset in the block. block_stride, slot_stride: numbers from one block or token
+        to the next.
     """
     return (slot // P) * block_stride + (slot % P) // 2 * 2 * slot_stride + slot % 2, 2
 
 
 def fit(config: DecodeConfig | PrefillConfig, block_size: int) -> DecodeConfig | PrefillConfig:
-    """Return `config` for values in pairs: without TMA, and decode tiles of twice the tokens if they fit
-    a block.
+    """Return the block sizes in `config` changed for values in pairs.
+
+    Prefill does without TMA; tiles have at least `LEAST_TILE` tokens, those of decoding twice as many as in
+    `config` if that divides a block.
 
     block_size: tokens of a block of the KV cache.
     """
@@ -154,7 +157,10 @@ def fit(config: DecodeConfig | PrefillConfig, block_size: int) -> DecodeConfig |
 
 
 def words(values: Tensor) -> Tensor:
-    """Return a view of e4m3 values as int16 words, each of two neighbouring tokens' values."""
+    """Return a view of e4m3 `values` as int16 words, each of two neighbouring tokens' values.
+
+    values: laid out as `pair_place` says; the view's last axis has half the size.
+    """
     return values.view(torch.int16)
 
 
