@@ -1,1 +1,1 @@
-"""Compile every kernel before the first request, by serving made-up ones."""
+"""Compile every kernel before the first request, by serving made-up requests (warm-up)."""

@@ -25,13 +25,13 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class WarmupBatch:
-    """Made-up requests that are added to a new engine at once, so that it compiles its kernels.
+    """Made-up requests that are added to a new engine together, so that it compiles its kernels.
 
     title: shown while the batch runs.
-    lengths: of their prompts, in tokens.
+    lengths: of the requests' prompts, in tokens.
     tokens: tokens that each request generates.
-    params: their sampling settings.
-    running: number of requests that decode already when these are added.
+    params: the requests' sampling settings.
+    running: number of further requests that decode already when these are added.
     """
 
     title: str
@@ -42,9 +42,9 @@ class WarmupBatch:
 
 
 def warmup_batches(engine: PagedEngine) -> list[WarmupBatch]:
-    """Return the batches to run on an engine, so that every kernel compiles.
+    """Return the batches of made-up requests with which an engine compiles every kernel.
 
-    They make steps of all sizes, with numbers of tokens that 16 divides and that it does not.
+    Their steps have all sizes, with numbers of tokens that are multiples of 16 and that are not.
     """
     rows, most = engine.scheduler.rows.count, engine.scheduler.step_tokens
     sampled = SamplingParams(temperature=0.8, seed=1)
@@ -97,8 +97,9 @@ def rehearse(engine: PagedEngine) -> None:
 
 
 def run_batch(engine: PagedEngine, batch: WarmupBatch) -> None:
-    """Run the requests of one warm-up batch to their end; those that the engine has no room for are left
-    out.
+    """Run all requests of a warm-up batch to their end.
+
+    Requests that do not fit into the engine's cache are left out.
 
     Raises:
         RuntimeError: a step failed.
@@ -116,10 +117,10 @@ def run_batch(engine: PagedEngine, batch: WarmupBatch) -> None:
 def _add(
     engine: PagedEngine, batch: WarmupBatch, number: int, length: int, tokens: int
 ) -> None:
-    """Add a request of a warm-up batch, with a prompt of `length` token ids, or as many as the engine
-    serves.
+    """Add a request of a warm-up batch to the engine, unless its cache is too small for it.
 
-    number: of the request, which varies its prompt. tokens: to generate.
+    number: of the request, which varies its prompt. length: of the prompt, in tokens, or as many as the
+        engine serves. tokens: to generate.
     The batch's salt keeps the prefix cache from finding another batch's blocks: a long prompt would become a
     short one.
     """
@@ -150,8 +151,9 @@ class Rehearsal(Feature):
     on_device = "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
-        """Have `rehearse` called when the engine is complete, so that its kernels are compiled before a
-        request comes.
+        """Let the complete engine serve made-up requests first, so that no request waits for a compiler.
+
+        Does nothing without a GPU.
         """
         if builder.model.device.type == "cuda":
             builder.warmups.append(rehearse)
