@@ -1,6 +1,6 @@
-"""Tools for models whose chat template has no known form for calls: words in the system message.
+"""Tools for models whose chat template has no known form for tool calls: text in the system message.
 
-Calls and their results in the conversation are text as well then, as Hermes and Qwen write them:
+Calls and their results in the conversation become text, too, as Hermes and Qwen write them:
 https://github.com/NousResearch/Hermes-Function-Calling.
 """
 
@@ -33,8 +33,7 @@ XML tags:
 
 
 def described(messages: Sequence[Message], tools: Sequence[Any]) -> list[Message]:
-    """Return a chat's messages in which tools, tool calls and their results are plain text (in Hermes'
-    form).
+    """Return a chat's messages with tools, tool calls and their results as plain text (Hermes' form).
 
     messages: each call's arguments are an object. tools: put into the system message.
     """
@@ -64,9 +63,9 @@ def described(messages: Sequence[Message], tools: Sequence[Any]) -> list[Message
 def with_system(
     messages: Sequence[Message], text: str, *, first: bool = False
 ) -> list[Message]:
-    """Return a conversation with `text` at the end of its system message, which is added if there is none.
+    """Return `messages` with `text` at the end of the system message; add one if there is none.
 
-    Templates take only one such message. first: put the text at its beginning instead.
+    Chat templates take only one such message. first: put the text at its beginning instead.
     """
     system, *others = messages or [{}]
     if system.get("role") not in ("system", "developer"):
@@ -77,7 +76,9 @@ def with_system(
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: a text, None, or a list of parts with texts.
+    """Return the text of a message's content, which is a text, None, or a list of parts.
+
+    Parts are joined by line breaks; the text of None is "".
 
     Raises:
         UserError: a part is no text.

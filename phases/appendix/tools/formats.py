@@ -1,8 +1,8 @@
-"""Formats in which families of models write calls, and grammars that keep arguments to their schema.
+"""Formats in which families of models write tool calls, and grammars that make calls follow their schemas.
 
 A chat template shows a model its tools, and earlier calls as they are written. The model writes its own calls
-likewise, so the format is read off the template. What is free text, and what must be a call, is one grammar:
-text up to a trigger that no text holds, and behind it calls and nothing else (a structural tag).
+in the same way, so the format is inferred from the template. One grammar says what is free text and what must
+be a call: text up to a trigger that no text contains, and after it only calls (a structural tag).
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ OPENING = '{"name": "'
 class CallFormat:
     """Format in which a model writes tool calls: `{"name": NAME, ARGUMENTS: {...}}` between marks.
 
-    trigger: text that begins a call; empty: an output that begins with a brace is a call, and the only one.
+    trigger: text that begins the calls; empty: an output that begins with a brace is one call and nothing
+        else.
     before, after: texts between the trigger and the brace, and after the call.
-    arguments: the key of the arguments.
+    arguments: the key of the arguments, ARGUMENTS.
     """
 
     trigger: str = ""
@@ -42,7 +43,7 @@ class CallFormat:
 
     @property
     def middle(self) -> str:
-        """The text between a call's name and its arguments, such as `", "arguments": `."""
+        """Return the text between a call's name and its arguments, such as `", "arguments": `."""
         return f'", "{self.arguments}": '
 
     def grammar(
@@ -56,10 +57,13 @@ class CallFormat:
         """Return the grammar of an output that may call tools.
 
         Args:
-            tools: each tool's name, and the schema of its arguments.
-            must: the output has to be a call; otherwise it may be text, and calls may follow that.
+            tools: (name, schema of the arguments) of each tool.
+            must: the output has to be a call; otherwise it may be text, and calls may follow the text.
             several: more than one call may be made.
             content: schema of an output that is no call; None: that is free text.
+
+        Raises:
+            UserError: a schema cannot be followed.
         """
         rules = [
             f'call_{place}: {_text(OPENING + name + self.middle)} {_json(schema)} "}}"'
@@ -92,7 +96,7 @@ LLAMA = CallFormat(arguments="parameters")
 
 
 def format_of(tokenizer: Tokenizer) -> tuple[CallFormat, bool]:
-    """Return the format in which a model writes tool calls, and whether its chat template shows tools to it.
+    """Return (format in which a model writes tool calls, whether its chat template shows it tools).
 
     If the template shows none, or asks for another form of calls, the result is (Hermes' format, False).
 

@@ -1,4 +1,4 @@
-"""From an output's text to content and calls, piece by piece, as the text comes."""
+"""Split an output's text into content and tool calls, piece by piece, as the text comes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from serving.seams import Delta
 
 
 def settled(text: str, *marks: str) -> int:
-    """Return how many first characters of `text` are decided (`decided_length`), without spaces at their
-    end: these are dropped if a mark follows.
+    """Return how many first characters of `text` cannot belong to a mark that begins at its end.
+
+    Spaces before the mark do not count either: they are dropped if a mark follows. marks: such as
+    `<tool_call>`.
     """
     return len(text[: decided_length(text, *marks)].rstrip())
 
@@ -22,11 +24,12 @@ def settled(text: str, *marks: str) -> int:
 class CallReader:
     """Splits one output into text and tool calls, as its text comes.
 
-    The output follows a grammar, so only the borders must be found. Text that may begin a call, and spaces
-    before it, are held back until that is decided. A second call is held back until it is complete: one
-    that is cut off could not be carried out, nor be taken back.
+    The output follows a grammar, so only the beginnings and ends of calls must be found. Text that may begin
+    a call, and spaces before it, are held back until that is decided. A second call is held back until it is
+    complete: a call that is cut off could neither be carried out nor be taken back.
 
-    must: the output is nothing but calls, so the beginning of a mark at its end is no content.
+    format: in which the model writes calls. must: the output is nothing but calls, so the beginning of a mark
+        at its end is no content.
     """
 
     def __init__(self, format: CallFormat, must: bool = False) -> None:
@@ -43,10 +46,10 @@ class CallReader:
         self._held: list[Delta] = []  # of a call behind another one
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Add the next text of the output; return OpenAI's deltas of the message: `content` and
-        `tool_calls`.
+        """Add `text`, the output's next text; return what it adds to the message, in OpenAI's form.
 
-        last: the output has ended, so nothing is held back.
+        Each delta is a dictionary with `content` or `tool_calls`. last: the output has ended, so nothing is
+        held back.
         """
         self._rest += text
         deltas = self._text(last) if self._state in ("start", "text") else []
@@ -76,8 +79,9 @@ class CallReader:
         return [{"content": content}] if content else []
 
     def _name(self, deltas: list[Delta]) -> bool:
-        """Begin a tool call and append its name to `deltas`; return False if the name is not complete
-        yet.
+        """Begin a tool call and append its name to `deltas`; return False if the name is not complete yet.
+
+        True: its arguments follow.
         """
         middle, begin = self.format.middle, self._rest.find(OPENING) + len(OPENING)
         end = self._rest.find(middle, begin)
@@ -93,9 +97,9 @@ class CallReader:
         return True
 
     def _arguments(self, deltas: list[Delta], last: bool) -> bool:
-        """Append the next part of a tool call's arguments to `deltas`; return True if text follows the
-        whole call.
+        """Append the next part of a tool call's arguments to `deltas`.
 
+        Return True if the call has ended, so that another may follow; False if more of its text may come.
         last: the output has ended.
         """
         function, at = self.calls[-1]["function"], self._rest.find(self._end)

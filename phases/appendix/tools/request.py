@@ -1,4 +1,4 @@
-"""A request's tools: checked, and converted into the shapes of templates and grammars."""
+"""The tools of a request: checked, and converted to the forms that chat templates and grammars use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
 class ToolFields(Struct, kw_only=True):
-    """Request fields about tools: `tools`, `tool_choice`, `parallel_tool_calls`, and older forms."""
+    """Request fields about tools: `tools`, `tool_choice`, `parallel_tool_calls`, and OpenAI's older forms."""
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -39,9 +39,7 @@ class ToolFields(Struct, kw_only=True):
 
 
 class ToolHandler:
-    """Handles a chat's fields about tools: shows them to the model, constrains its calls, and finds
-    these.
-    """
+    """Handles a chat's fields about tools: shows tools to the model, constrains calls, and finds them."""
 
     fields = ToolFields
     names = frozenset({*ToolFields.__struct_fields__, "tool_calls", "tool"})
@@ -52,14 +50,15 @@ class ToolHandler:
 
     @cached_property
     def _format(self) -> tuple[CallFormat, bool]:
-        """Return the format in which the model writes tool calls, and whether its chat template shows it
-        tools.
+        """Return (format in which the model writes tool calls, whether its chat template shows it tools).
+
+        Raises:
+            UserError: the model has no template.
         """
         return format_of(self.tokenizer)
 
     def read(self, given: ToolFields, request: ParsedRequest) -> None:
-        """Prepare `request` for the tools in `given`: what the model is shown, and the grammar of its
-        output.
+        """Prepare `request` for the tools in `given`: its messages, and the grammar of its output.
 
         Raises:
             ApiError: tools are not of OpenAI's form, too many or too large, or the request constrains its
@@ -97,7 +96,10 @@ class ToolHandler:
     ) -> None:
         """Set the grammar of an output with tool calls, and the reader that finds the calls in the output.
 
-        functions: name -> schema of the arguments, of those that may be called. must: one has to be called.
+        functions: {name: schema of the arguments} of those that may be called. must: one has to be called.
+
+        Raises:
+            ApiError: the request constrains its output in another way, too.
         """
         format, _ = self._format
         asked = request.names.get("grammar", "response_format")
@@ -129,7 +131,7 @@ class ToolHandler:
         request.mark = format.trigger or "^{"  # a client sees no text of a call
 
     def _functions(self, given: ToolFields, request: ParsedRequest) -> dict[str, Schema]:
-        """Return name -> schema of the arguments for each function among the tools.
+        """Return {name: schema of the arguments} of the functions among the tools.
 
         Tools of other types, and keywords of schemas that are not enforced, are named in response headers.
 
@@ -156,7 +158,7 @@ class ToolHandler:
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat's messages as templates read them: a call's arguments are an object, a result is a text.
+    """Return a chat's messages as templates read them: calls have objects as arguments, results texts.
 
     Raises:
         ApiError: a call is not of OpenAI's form.
@@ -165,9 +167,10 @@ def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def refusal(message: str, grammar: Grammar) -> str:
-    """Return an error text about the client's tools, made of the engine's error about their grammar.
+    """Return a message about the client's tools, made of the engine's error about their grammar.
 
-    message: the engine's, which names a line of the grammar.
+    message: the engine's, which names a line of the grammar. grammar: made of the tools; the line shows which
+        tool is wrong.
     """
     found = re.search(r" is refused: line (\d+), character \d+: (.*)", message)
     if found is None:
@@ -191,9 +194,9 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
-    """Return an earlier tool call of a conversation, with its arguments as an object.
+    """Return a tool call from an earlier message, with its arguments as an object.
 
-    Arguments that are no whole JSON object become an empty one. where: the call's place, for errors.
+    Arguments that are no complete JSON object become an empty one. where: position of the call, for errors.
 
     Raises:
         ApiError: the call is not of OpenAI's form.
@@ -221,9 +224,9 @@ def _is_function(tool: Mapping[str, Any]) -> bool:
 
 
 def _function(where: str, tool: Mapping[str, Any]) -> tuple[str, Schema, list[str]]:
-    """Return a tool's name, the schema of its arguments, and the schema's keywords that are not enforced.
+    """Return (name, schema of the arguments, keywords of the schema that are not enforced) of a tool.
 
-    where: the tool's place in the request, for errors. A strict tool has all keywords enforced.
+    where: position of the tool in the request, for errors. All keywords of a strict tool are enforced.
 
     Raises:
         ApiError: the tool is not of OpenAI's form, or its schema cannot be followed.
@@ -251,15 +254,15 @@ def _function(where: str, tool: Mapping[str, Any]) -> tuple[str, Schema, list[st
 
 
 def _types(schema: Schema) -> list[Any]:
-    """Return the types that a tool's schema allows; "object" if it names none."""
+    """Return the list of JSON types that a tool's schema allows; `["object"]` if it names none."""
     kinds = schema.get("type") or "object"
     return kinds if isinstance(kinds, list) else [kinds]
 
 
 def _choice(chosen: Any, functions: Mapping[str, Schema]) -> tuple[bool, list[str]]:
-    """Return whether the model must call a tool, and the names of the functions that it may call.
+    """Return (whether the model must call a tool, names of the functions that it may call).
 
-    chosen: the field `tool_choice`. functions: name -> schema of the arguments.
+    chosen: the request field `tool_choice`. functions: {name: schema of the arguments}.
 
     Raises:
         ApiError: `tool_choice` has a wrong form, or names no tool of the request.
@@ -291,8 +294,9 @@ def _choice(chosen: Any, functions: Mapping[str, Schema]) -> tuple[bool, list[st
 
 
 def _named(entry: Any) -> str | None:
-    """Return the function's name in an entry of `tool_choice`, nested in `function` or not; None if it
-    has none.
+    """Return the function's name in an entry of `tool_choice`; None if it has none.
+
+    The name is in the entry, or nested in the entry's `function`.
     """
     function = entry.get("function", entry) if isinstance(entry, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None

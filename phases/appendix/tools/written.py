@@ -1,4 +1,4 @@
-"""Decode JSON that a model has written, such as the arguments of a call."""
+"""Decode JSON that a model has written, such as the arguments of a tool call."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LARGEST = sys.float_info.max
 def decode_written(text: str) -> dict[str, Any] | None:
     """Return the object that a model has written as JSON; None if the text is no object, or was cut off.
 
-    The result can be written as JSON again: a number that JSON cannot hold becomes the nearest one that it
-    can, and halves of surrogate pairs are replaced.
+    An empty text is an empty object. The result can be written as JSON again: a number that JSON cannot hold
+    becomes the nearest one that it can, and halves of surrogate pairs are replaced.
     """
     try:
         check_json(text.encode("utf-8", "replace"), MAX_PARTS)
@@ -33,7 +33,10 @@ def _integer(digits: str) -> int | float:
 
 
 def _encodable(value: Any) -> Any:
-    """Return a copy of a JSON value in which every number is finite and every text has a UTF-8 form."""
+    """Return a copy of a JSON value in which every number is finite and every text can be UTF-8.
+
+    NaN becomes None.
+    """
     if isinstance(value, float):
         return min(max(value, -_LARGEST), _LARGEST) if value == value else None
     if isinstance(value, str):
