@@ -240,7 +240,7 @@ class _Rewriter:
         return spelled(tuple(ranges), "".join(properties), negated=negated)
 
     def property(self) -> str:
-        r"""Read a property such as `\p{L}`, and return it unchanged; "" if the next characters are none."""
+        r"""Read a property such as `\p{L}` and return it unchanged; return "" if none comes next."""
         found = _PROPERTY.match(self.reader.pattern, self.reader.at)
         self.reader.at = found.end() if found else self.reader.at
         return f"\\{found[0]}" if found else ""

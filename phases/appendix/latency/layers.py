@@ -187,7 +187,7 @@ def combiner_of(out: FusedLinear) -> HeadCombiner | None:
 def install(model: Model) -> Model:
     """Add latency kernels to a model's blocks and linear layers, in place; return the same model.
 
-    Blocks of which some layers are left to torch stay as they are. Linear layers outside of these blocks get
+    Blocks of which PyTorch computes some layers stay as they are. Linear layers outside of the blocks get
     kernels as well: no kernel after them reads their output early.
     """
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]

@@ -77,7 +77,12 @@ class QuantLatencyKernel(LatencyKernel):
         return gemv8(x, linear.stored, **operators)
 
     def combiner(self) -> HeadCombiner | None:
-        """See `LatencyKernel.combiner`: None also if scales are not by channel."""
+        """Return a function that computes an output projection from attention's splits, or None.
+
+        A split is attention over some of the keys; the function combines them in the projection's kernel.
+        None: the layer is too large for that, or its scales are not by channel; attention combines the splits
+        itself.
+        """
         linear = self.linear
         if linear.scheme.scales != "channel" or not fused_heads_are_faster(*linear.shape):
             return None
@@ -110,7 +115,7 @@ class EightBitBlock:
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
         """Return True if a step has more than one token, False for a single one.
 
-        x: the block's input. attention: any.
+        x: the block's input. attention: not used.
         """
         return not (isinstance(x, Tensor) and len(x) == 1)
 
