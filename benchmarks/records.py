@@ -75,28 +75,36 @@ FEWER_IS_BETTER = ("ready_s", "memory_mb", "ttft_ms_p50")
 
 
 def server_lines(evidence: Evidence) -> Lines:
-    """Return the rows of `llama_cpp_server`: both servers side by side, and ours over theirs.
+    """Return the rows of `llama_cpp_server`: both servers, and ours over theirs with the same file.
 
-    Beside a busy program our rows are one for each way of waiting, the default first.
+    Beside a busy program our rows are one for each way of waiting, the default first. The peer's other files
+    have a column each.
     """
-    peer = next(run.variant for run in evidence.runs if run.variant.startswith("llama"))
-    ours = [run for run in evidence.runs if run.variant != peer]
-    lines = [["", "this", peer, "this over it"]]
+    peer, *files = dict.fromkeys(
+        run.variant for run in evidence.runs if run.variant.startswith("llama")
+    )
+    ours = [run for run in evidence.runs if not run.variant.startswith("llama")]
+    lines = [
+        ["", "this", peer, "this over it", *(f"it, {f.partition(', ')[2]}" for f in files)]
+    ]
     for run in ours:
         busy = run.options.get("neighbours", 0)
-        other = next(
-            each
+        theirs = {
+            each.variant: each
             for each in evidence.runs
-            if (each.variant, each.workload, each.options) == (peer, run.workload, run.options)
-        )
+            if (each.workload, each.options) == (run.workload, run.options)
+        }
         way = run.variant.partition(", ")[2]
         beside = f", beside {busy} busy program" if busy else ""
         name = run.workload + beside + (f", waiting: {way}" if way else "")
         for metric in run.metrics:
-            one, its = run.median(metric), other.median(metric)
+            columns = [run, theirs[peer], *(theirs[file] for file in files)]
+            one, its, *others = (each.median(metric) for each in columns)
             cells = [f"{name}: {ROWS[metric]}", f"{one:,.4g}", f"{its:,.4g}"]
             fewer = " (fewer is better)" if metric in FEWER_IS_BETTER else ""
-            lines.append([*cells, f"{one / its:.2f}×{fewer}"])
+            lines.append(
+                [*cells, f"{one / its:.2f}×{fewer}", *(f"{its:,.4g}" for its in others)]
+            )
     return lines
 
 

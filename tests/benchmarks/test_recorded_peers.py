@@ -250,15 +250,16 @@ def test_servers_stand_side_by_side_and_beside_a_busy_program_with_each_way_of_w
         return Run(variant, "one stream", "", "m", "real", "q4_1", metrics, about)
 
     runs = [one("13_serving", 150.0, 0), one("llama-cpp-python 0.3", 100.0, 0)]
+    runs += [one("llama-cpp-python 0.3, Q8_0", 60.0, 0)]
     runs += [one("13_serving", 90.0, 1), one("13_serving, passive", 100.0, 1)]
-    runs += [one("llama-cpp-python 0.3", 50.0, 1)]
+    runs += [one("llama-cpp-python 0.3", 50.0, 1), one("llama-cpp-python 0.3, Q8_0", 30.0, 1)]
     lines = server_lines(collect("peers", runs, torch.device("cpu")))
     assert lines == [
-        ["", "this", "llama-cpp-python 0.3", "this over it"],
-        ["one stream: tokens a second", "150", "100", "1.50×"],
-        ["one stream, beside 1 busy program: tokens a second", "90", "50", "1.80×"],
+        ["", "this", "llama-cpp-python 0.3", "this over it", "it, Q8_0"],
+        ["one stream: tokens a second", "150", "100", "1.50×", "60"],
+        ["one stream, beside 1 busy program: tokens a second", "90", "50", "1.80×", "30"],
         [
             "one stream, beside 1 busy program, waiting: passive: tokens a second",
-            *("100", "50", "2.00×"),
+            *("100", "50", "2.00×", "30"),
         ],
     ]
