@@ -99,10 +99,10 @@ def chunk_race(x, column, hot, key, step, first, NATIVE: tl.constexpr):
         temperature, 0: greedy. key, step: int64, of the row's random numbers. NATIVE: use the GPU's fast
         logarithm.
 
-    A token's score is -E / weight: -E is its noise (`negative_exponentials`), and its weight is exp((logit
-    - largest of the chunk) / temperature), which never overflows and needs no other chunk. The sampled
-    token has the largest score, and of equals the smallest column. In a greedy row, or where the chunk's
-    largest logit is not finite, it is the argmax, and its score is minus infinity.
+    A token's score is -E / weight: -E is its noise (`negative_exponentials`), and its weight is
+    exp((logit - largest of the chunk) / temperature), which never overflows and needs no other chunk. The
+    sampled token has the largest score, and of equals the smallest column. In a greedy row, or where the
+    chunk's largest logit is not finite, it is the argmax, and its score is minus infinity.
     """
     largest = tl.max(tl.where(x == x, x, _INF))  # NaN must not get lost
     best = -float("inf")
