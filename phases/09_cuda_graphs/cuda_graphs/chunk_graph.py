@@ -169,7 +169,7 @@ class ChunkGraph:
         self.hidden = on.model(batch.input_ids, batch.positions, on.attention)
 
     def sampled(self, host: HostBatch) -> PagedBatch:
-        """Return the replayed step's batch on the device, by which the caller samples from `hidden`.
+        """Return the replayed step's batch on the device, for the caller to sample from `hidden`.
 
         host: the layout of the same batch on the host.
         """

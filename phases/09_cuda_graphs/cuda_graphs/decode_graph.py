@@ -26,8 +26,9 @@ KINDS = (*CAPTURED, None)
 
 
 def captured(plan: SamplingMetadata) -> bool:
-    """Return True if a decode graph can sample by `plan`: greedily or with a temperature, without
-    log-probabilities.
+    """Return True if a decode graph can sample by `plan`.
+
+    That is greedily or with a temperature, and without log-probabilities.
     """
     return plan.features in CAPTURED and plan.wanted is None
 
@@ -133,7 +134,7 @@ class DecodeGraph:
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
 
     def sampled(self, rows: Ints) -> PagedBatch:
-        """Return the replayed step's batch on the device, by which the caller samples from `hidden`.
+        """Return the replayed step's batch on the device, for the caller to sample from `hidden`.
 
         rows: `[B]` int64 on the host, the row of each request in the token table; `B` may be less than
             `size`.

@@ -111,8 +111,9 @@ class DecodeGraphExecutor:
 
 
 def decodes(works: Sequence[Work]) -> bool:
-    """Return True if each work (one request's tokens in a step) is a decode: one token, from which the next
-    is sampled.
+    """Return True if each request of a step computes one token, from which its next one is sampled.
+
+    works: for each request, its tokens in the step.
     """
     return all(work.count == 1 and len(work.sampled_requests) == 1 for work in works)
 

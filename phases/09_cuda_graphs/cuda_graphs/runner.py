@@ -105,7 +105,7 @@ class GraphRunner(PagedRunner):
     def replayed(
         self, works: Sequence[Work], batch: Batch, hidden: Tensor, tokens: Tensor
     ) -> Forwarded:
-        """Return a step that a graph has computed and sampled, in the form of one still to be sampled.
+        """Return a step that a graph has computed and sampled as a `Forwarded` (a step before sampling).
 
         Its `rest`, which would sample, returns the tokens of the graph.
 

@@ -35,7 +35,7 @@ class Quantize:
     def wanted(self, name: str, device: torch.device) -> Scheme | None:
         """Return the format to which the `nn.Linear` called `name` is to be quantized; None: it is not.
 
-        device: the one of its weight.
+        device: where its weight is.
         """
         if name != HEAD:
             return self.scheme

@@ -54,7 +54,7 @@ def group_scales(
 
     Without zero points the largest magnitude is 7.5 steps from 0: a positive one is stored as 7, and a
     negative one as -8. With them, the range from the smallest to the largest, 0 within it,
-    is cut into 15 steps.
+    is cut into 15 steps. `g` is the scheme's group size.
     """
     groups = weight.float().view(len(weight), -1, scheme.group)  # [N, K / g, g]
     if not scheme.zeros:

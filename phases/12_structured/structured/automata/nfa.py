@@ -165,9 +165,11 @@ def utf8(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
 def last_of_block(low: int, high: int) -> int | None:
     """Return the code point after which a range must be split, so that byte ranges can match its first part.
 
-    low, high: the first and last code point of the range. None: no split. A range need not be split if all
-        its code points have UTF-8 forms of equal length, and each byte takes all values between that of the
-        first form and that of the last.
+    low, high: the first and last code point of the range.
+
+    Returns:
+        None if no split is needed: all code points of the range have UTF-8 forms of equal length, and each
+        byte takes all values between that of the first form and that of the last.
     """
     for last in (0x7F, 0x7FF, 0xD7FF, 0xDFFF, 0xFFFF):
         if low <= last < high:
