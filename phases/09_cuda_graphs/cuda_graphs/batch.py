@@ -16,7 +16,9 @@ SAMPLED = ("sample_at", "sample_rows", "sample_positions", "sample_steps")
 
 
 def fixed_batch(size: int, max_blocks: int, device: torch.device) -> PagedBatch:
-    """Return a batch of `size` requests of one token on the device, all zeros, for a CUDA graph to read.
+    """Return a `PagedBatch` of `size` one-token requests on the device, for a CUDA graph to read.
+
+    Its tensors are zeros (`query_starts` counts up); before each replay they are filled in place.
 
     max_blocks: columns of its block tables, `[size, max_blocks]`.
     """

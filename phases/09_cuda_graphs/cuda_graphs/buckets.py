@@ -20,8 +20,10 @@ def decode_sizes(most: int) -> list[int]:
 
 
 def chunk_sizes(most: int) -> list[int]:
-    """Return the token counts of graphs for steps with prompt tokens, up to `most`: powers of two from
-    32, and between.
+    """Return the token counts for which graphs of steps with prompt tokens are captured, ascending.
+
+    They are powers of two from 32, from 128 on also the middle between two powers, and `most`, the largest
+    count.
     """
     sizes, size = [], 32
     while size < most:
@@ -33,9 +35,10 @@ def chunk_sizes(most: int) -> list[int]:
 
 
 def full_step(model: Model, step_tokens: int, most: int) -> int:
-    """Return `step_tokens` if steps of so many tokens should have a CUDA graph of their own, else 0.
+    """Return `step_tokens` if full steps should have a CUDA graph of their own, else 0.
 
-    most: tokens of the largest chunk graph.
+    step_tokens: most tokens that the scheduler puts into a step. most: tokens of the largest other graph
+        for steps with prompt tokens; 0: there are no such graphs.
 
     Above `most` tokens padding would cost much, and usually the device takes longer than the launches of an
     eager step. With a small model on a large GPU it does not: there one more graph, for full steps, is
@@ -56,16 +59,17 @@ FULL = 0.9
 
 
 def fills(full: int, works: Sequence[Work], longest: int) -> bool:
-    """Return True if a step should use the largest graph: it nearly fills it, and has no very long prompt.
+    """Return True if a step should use the graph for full steps: it fits well, with no very long prompt.
 
-    full: tokens of that graph; 0: there is none. works: the step's requests and tokens. longest: tokens
-        from which another kernel computes a prompt.
+    full: tokens of that graph; the step has to fill 0.9 of them. works: for each request of the step,
+        the tokens to compute. longest: context length, in tokens, from which prompts are computed by
+        another kernel.
     """
     ends = [work.start + work.count for work in works if work.count > 1]
     return sum(work.count for work in works) >= FULL * full and max(ends, default=0) < longest
 
 
 def smallest(sizes: Sequence[int], wanted: int) -> int | None:
-    """Return the smallest of the sorted sizes that is at least `wanted`, or None."""
+    """Return the smallest of the ascending `sizes` that is at least `wanted`, or None if all are smaller."""
     at = bisect_left(sizes, wanted)
     return sizes[at] if at < len(sizes) else None

@@ -16,13 +16,15 @@ Replay = Callable[[], None]
 
 
 class Capturer:
-    """Captures functions as CUDA graphs, one after the other, into one pool of memory.
+    """Captures functions as CUDA graphs, one after the other, into one pool of device memory.
 
-    Graphs that share a pool reuse each other's memory: the results of a replay are valid only until the next
-    replay of any of them. Capture the largest first, so that the others fit into what it took.
+    Graphs that share a pool reuse each other's memory: the results of a replay are valid only until the
+    next replay of any of them. Capture the largest first, so that the others fit into its memory.
 
-    On a device without graphs the function itself is the replay. That is slow, and exactly what tests on a
-    CPU need.
+    On a device without CUDA graphs, `capture` returns the function itself. That is slow, and exactly what
+    tests on a CPU need.
+
+    count: number of functions captured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,8 +35,8 @@ class Capturer:
     def capture(self, function: Callable[[], None]) -> Replay:
         """Capture `function` as a CUDA graph, and return a function that replays it.
 
-        `function` takes its inputs from fixed tensors and leaves its results in attributes. It runs once
-        before: compiling kernels and setting up libraries cannot be recorded.
+        `function` reads its inputs from tensors at fixed addresses, and stores its results as attributes.
+        It runs once before it is captured: compiling kernels and setting up libraries cannot be recorded.
         """
         self.count += 1
         function()
@@ -53,7 +55,7 @@ class Capturer:
         return graph.replay
 
     def release(self) -> None:
-        """Destroy the CUDA graphs: NCCL's communicators, if any are in them, can end only then."""
+        """Destroy the captured CUDA graphs; the NCCL communicators in them can be destroyed only then."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()

@@ -31,10 +31,11 @@ NOTHING: Ints = np.zeros(0, np.int64)
 
 
 def most_tiles(attention: TritonPagedAttention, tokens: int, requests: int) -> int:
-    """Return the most query tiles that a batch can have: full ones, and for each request one that is not
-    full.
+    """Return the most query tiles of a step (the prefill kernel's blocks of one prompt's queries).
 
-    tokens, requests: most of the batch.
+    These are the full tiles, and for each prompt one that is not full.
+
+    tokens, requests: most tokens and requests of the step.
     """
     return tokens // attention.tile_tokens(tokens) + min(
         requests, tokens // (attention.most_queries + 1)
@@ -42,13 +43,15 @@ def most_tiles(attention: TritonPagedAttention, tokens: int, requests: int) -> i
 
 
 class Layout:
-    """The offsets of a chunk graph's inputs in one flat array of int64, so that one copy sends them all.
+    """Offsets of the inputs of a `ChunkGraph` in one flat int64 array, so that one copy sends them all.
 
     Inputs have the names of `HostBatch`'s fields, such as `positions`.
 
-    tokens, requests: most of a step. There is room for one request more: it has no tokens, and pads lists
-        of requests.
-    samples: most sampled tokens; None: one per request, and drafts are in the rows already.
+    tokens, requests: most tokens and requests of a step. Lists of requests have an entry more, for a
+        request without tokens, which pads them.
+    tiles: most query tiles (blocks of one prompt's queries in the prefill kernel).
+    samples: most sampled tokens; None: one per request, and no input `drafts` (draft token ids are in the
+        step's token rows already).
     """
 
     def __init__(
@@ -82,10 +85,13 @@ class Layout:
         tiles: NDArray[np.integer[Any]],
         drafts: Ints | None = None,
     ) -> None:
-        """Write a batch, padding included, into the array `flat [size]` of a graph's inputs.
+        """Write the inputs of a step, padding included, into the array `flat [size]`.
 
-        host: the batch. members: requests for the decode kernel. tiles: `[n, 4]`, query tiles of the others.
-        drafts: `[T]`, draft tokens that are in no row yet, -1: none there; None: no drafts at all.
+        host: the step's batch. members: indices in the batch of the requests for the decode kernel.
+        tiles: `[n, 4]`, query tiles of the other requests: request, row of the first query, queries, first
+            position.
+        drafts: `[T]`, for each token its draft id if the device has not stored that yet, else -1; None: no
+            drafts.
         """
         others = {
             "members": members,
@@ -110,16 +116,17 @@ class Layout:
 
 
 class ChunkGraph:
-    """A CUDA graph of the forward pass of a step with several tokens a request, up to its hidden states.
+    """A CUDA graph of the forward pass of a step with several tokens per request, up to its hidden states.
 
     Sampling is left out: the number of sampled rows changes every time, and its launches are a small part
     of such a step.
 
     Args:
-        layout: of its inputs, for the most tokens and requests that fit; fewer are padded.
-        inputs: `[layout.size]` int64.
+        machine: the model, attention and tables that all graphs of the engine share.
+        layout: offsets of the inputs, for the most tokens and requests that fit; fewer are padded.
+        inputs: `[layout.size]` int64 on the device, read at each replay.
 
-    hidden: `[tokens, hidden]`; good until the next replay.
+    hidden: `[tokens, hidden]`, the hidden states; valid until the next replay.
     """
 
     hidden: Tensor
@@ -141,7 +148,7 @@ class ChunkGraph:
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
-        """Run the forward pass from the fixed inputs, and store `hidden`; this function is captured."""
+        """Run the forward pass from the fixed inputs, and store `hidden`; `Capturer` captures this method."""
         on = self.machine
         batch = self.batch
         given = self.inputs
@@ -162,9 +169,9 @@ class ChunkGraph:
         self.hidden = on.model(batch.input_ids, batch.positions, on.attention)
 
     def sampled(self, host: HostBatch) -> PagedBatch:
-        """Return the step's batch on the device; the caller then samples it from `hidden`.
+        """Return the replayed step's batch on the device, for the caller to sample from `hidden`.
 
-        host: its layout on the host.
+        host: the layout of the same batch on the host.
         """
         count = len(host.sample_at)
         return replace(

@@ -26,15 +26,19 @@ KINDS = (*CAPTURED, None)
 
 
 def captured(plan: SamplingMetadata) -> bool:
-    """Return True if a decode graph can sample by `plan`: greedily or with a temperature, without
-    log-probabilities.
+    """Return True if a decode graph can sample by `plan`.
+
+    That is greedily or with a temperature, and without log-probabilities.
     """
     return plan.features in CAPTURED and plan.wanted is None
 
 
 @dataclass(frozen=True)
 class GraphContext:
-    """All that an engine's CUDA graphs read and write, at addresses that stay as long as the engine lives."""
+    """All that the CUDA graphs of an engine read and write, at addresses that never change.
+
+    rows: the token ids of all running requests. tables: their block tables. block_size: tokens in a block.
+    """
 
     model: Model
     attention: TritonPagedAttention
@@ -45,11 +49,10 @@ class GraphContext:
 
 
 def narrow_logits(model: Model, hidden: Tensor) -> Tensor:
-    """Return logits `[S, V]` of `hidden [S, hidden]` in the model's own precision, unless the model caps
-    them.
+    """Return logits `[S, V]` of `hidden [S, hidden]` in the model's dtype; float32 if it soft-caps them.
 
-    In half precision the copy to float32 is larger than the logits themselves, and the sampling kernel
-    widens each number as it reads it.
+    In half precision a float32 copy is larger than the logits themselves, and the sampling kernel converts
+    each number as it reads it.
     """
     capped = model.config.final_soft_cap is not None
     logits: Tensor = model.logits(hidden) if capped else model.lm_head(hidden)
@@ -57,7 +60,7 @@ def narrow_logits(model: Model, hidden: Tensor) -> Tensor:
 
 
 def logits_dtype(model: Model) -> torch.dtype:
-    """Return the dtype of a model's logits in graphs: its own, or float32 if it caps them."""
+    """Return the dtype of a model's logits in graphs: the model's own, or float32 if it soft-caps them."""
     return model.dtype if model.config.final_soft_cap is None else torch.float32
 
 
@@ -65,13 +68,14 @@ class DecodeGraph:
     """A CUDA graph of a step of `size` requests that each compute one token, sampling included.
 
     Args:
+        machine: the model, attention, sampler and tables that all graphs of the engine share.
         size: requests; fewer are padded.
-        inputs: `[3, size]` int64: each request's row, the position of the token it computes (-1: padding),
-            and how many tokens it has generated before.
+        inputs: `[3, size]` int64 on the device: each request's row in the token table, the position of the
+            token it computes (-1: padding), and how many tokens it has generated before.
         features: how it samples, greedily or with a temperature; None: it does not sample.
 
-    tokens: `[size]` int64, the sampled tokens. for_host: the same, but a special number if logits were NaN.
-    hidden: `[size, hidden]`. All are good until the next replay.
+    tokens: `[size]` int64, the sampled tokens. for_host: the same, with `NAN_TOKEN` where logits were NaN.
+    hidden: `[size, hidden]`, the hidden states. All three are valid until the next replay.
     """
 
     tokens: Tensor
@@ -96,15 +100,16 @@ class DecodeGraph:
         self.replay = capturer.capture(self.compute)
 
     def pad(self) -> None:
-        """Set all inputs to padding, which writes nowhere: graphs of other sizes share this memory."""
+        """Set all inputs to padding, for which a replay stores no keys and no tokens.
+
+        Graphs of other sizes share the inputs' memory, so it may hold anything before.
+        """
         self.rows[:] = 0
         self.at[:] = -1
         self.steps[:] = 0
 
     def compute(self) -> None:
-        """Run the step from the fixed inputs, and store its results in attributes; this function is
-        captured.
-        """
+        """Run the step from the fixed inputs, and store its results; `Capturer` captures this method."""
         on, batch = self.machine, self.batch
         gather_inputs(
             self.rows,
@@ -129,7 +134,11 @@ class DecodeGraph:
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
 
     def sampled(self, rows: Ints) -> PagedBatch:
-        """Return the batch of the requests in `rows [B]`; the caller then samples it from `hidden`."""
+        """Return the replayed step's batch on the device, for the caller to sample from `hidden`.
+
+        rows: `[B]` int64 on the host, the row of each request in the token table; `B` may be less than
+            `size`.
+        """
         own = slice(len(rows))
         device_rows, at, steps = self.inputs
         return replace(

@@ -29,9 +29,10 @@ _PADDING = np.array([[0], [-1], [0]])  # row 0, no position, no step
 
 
 class DecodeGraphExecutor:
-    """Runs steps of one token a request, each by the smallest decode graph that holds it.
+    """Runs decode steps (one token per request), each by the smallest decode graph that holds its requests.
 
-    graphs: by size and kind of sampling.
+    runner: the engine's runner of steps. most_rows: requests in the largest graph.
+    graphs: by number of requests and kind of sampling (None: the graph does not sample).
     """
 
     order: ClassVar[int] = 20
@@ -44,7 +45,10 @@ class DecodeGraphExecutor:
         self._staging = Staging(3 * self.sizes[-1], runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all decode graphs by `capturer`, largest first; `part` shows each one's name."""
+        """Capture all decode graphs by `capturer`, largest first.
+
+        part: called with each graph's name, to show progress.
+        """
         for size, features in product(reversed(self.sizes), KINDS):
             part(f"{size} requests")
             given = self._staging.device[: 3 * size].view(3, size)
@@ -53,19 +57,22 @@ class DecodeGraphExecutor:
             )
 
     def supports(self, works: Sequence[Work], masked: bool) -> tuple[int, bool] | None:
-        """Return the size of a graph, and whether the step's samples are masked; None if no graph fits.
+        """Return the `ticket` for `run`; None if a request is no decode or no graph is large enough.
 
-        works: the step's requests and tokens. masked: True if its samples get bit masks.
+        works: for each request of the step, the tokens to compute. masked: True if grammars restrict its
+            samples.
+
+        Returns:
+            The number of requests of the smallest graph that holds the step, and `masked`.
         """
         size = smallest(self.sizes, len(works)) if decodes(works) else None
         return None if size is None else (size, masked)
 
     def run(self, works: Sequence[Work], ticket: tuple[int, bool]) -> Forwarded:
-        """Run the first half of a step by a graph, and return it; the graph samples too, unless tokens are
-        masked.
+        """Run a decode step's forward pass by a graph, and return it; the graph samples too, unless masked.
 
-        works: the step's requests and tokens. ticket: the graph's size, and whether the step's samples are
-            masked.
+        works: for each request of the step, the tokens to compute. ticket: the graph's size in requests,
+            and whether grammars restrict the step's samples (masks are made later, so the caller samples).
         """
         size, masked = ticket
         self.runner.replays += 1
@@ -82,10 +89,13 @@ class DecodeGraphExecutor:
         return Forwarded(works, graph.sampled(rows), graph.hidden)
 
     def stage(self, works: Sequence[Work], size: int) -> Ints:
-        """Send the inputs of a decode graph of this size: rows, positions and block tables; return the rows
-        `[B]`.
+        """Send a decode graph its inputs: the requests' rows, positions and block tables.
 
-        works: the step's requests and tokens.
+        works: for each request of the step, its token to compute. size: requests of the graph; the rest is
+            padded.
+
+        Returns:
+            `[B]` int64 on the host, the row of each request in the token table.
         """
         runner = self.runner
         count = len(works)
@@ -101,14 +111,15 @@ class DecodeGraphExecutor:
 
 
 def decodes(works: Sequence[Work]) -> bool:
-    """Return True if each work (one request's tokens in a step) is a decode: one token, from which the next
-    is sampled.
+    """Return True if each request of a step computes one token, from which its next one is sampled.
+
+    works: for each request, its tokens in the step.
     """
     return all(work.count == 1 and len(work.sampled_requests) == 1 for work in works)
 
 
 class ChunkGraphExecutor:
-    """Runs steps with several tokens a request, up to a size, each by the smallest chunk graph that holds it.
+    """Runs steps with several tokens per request, each by the smallest `ChunkGraph` that holds its tokens.
 
     most_tokens: in the largest graph, apart from one for full steps (of `step_tokens` tokens); 0: there are
         no graphs.
@@ -136,7 +147,10 @@ class ChunkGraphExecutor:
         self._staging = Staging(largest, runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all chunk graphs by `capturer`, largest first; `part` shows each one's name as progress."""
+        """Capture all chunk graphs by `capturer`, largest first.
+
+        part: called with each graph's name, to show progress.
+        """
         for (tokens, requests), layout in reversed(self._layouts.items()):
             part(f"{tokens} tokens of {requests} requests")
             given = self._staging.device[: layout.size]
@@ -145,10 +159,11 @@ class ChunkGraphExecutor:
             )
 
     def supports(self, works: Sequence[Work], masked: bool) -> ChunkGraph | None:
-        """Return the smallest graph that holds a step, or None; the largest only if the step nearly fills
-        it.
+        """Return the smallest graph that holds a step, or None if there is none.
 
-        works: the step's requests and tokens. masked: not read.
+        The graph for full steps is returned only if the step nearly fills it.
+
+        works: for each request of the step, the tokens to compute. masked: not read.
         """
         count = sum(work.count for work in works)
         samples = sum(max(1, len(work.sampled_requests)) + len(work.drafts) for work in works)
@@ -162,9 +177,10 @@ class ChunkGraphExecutor:
         return self._graphs[tokens, requests]
 
     def run(self, works: Sequence[Work], ticket: ChunkGraph) -> Forwarded:
-        """Run the forward pass of a step by a graph, and return it; the caller samples.
+        """Run a step's forward pass by a graph, and return its hidden states and batch; the caller samples.
 
-        works: the step's requests and tokens. ticket: the graph that `supports` returned.
+        works: for each request of the step, the tokens to compute. ticket: the graph that `supports`
+            returned.
         """
         self.runner.refresh(works)
         works, host = replay_chunk(self.runner, self._staging, works, ticket)
@@ -181,14 +197,14 @@ def replay_chunk(
     graph: ChunkGraph,
     drafts_of: DraftsOf | None = None,
 ) -> tuple[Sequence[Work], HostBatch]:
-    """Send a step's inputs and replay its chunk graph.
+    """Send a step's inputs to the device and replay its chunk graph.
 
-    staging: sends the inputs. graph: the one to replay. drafts_of: returns each token's draft `[T]`, -1: none
-        there; None: no drafts.
+    staging: copies the inputs. works: for each request of the step, the tokens to compute.
+    drafts_of: returns `[T]` for the sorted works and their layout: the draft's id for each token that is a
+        draft, else -1; None: the graph has no input of drafts.
 
     Returns:
-        The works (each the tokens of one request) in the order of the batch, and the batch's layout on the
-        host.
+        The works in the order of the batch (by row), and the batch's layout on the host.
     """
     runner.replays += 1
     works = sorted(works, key=_by_row)

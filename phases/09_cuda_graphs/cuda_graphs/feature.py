@@ -36,7 +36,11 @@ class Graphs(Feature):
     )
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace the runner by one with graphs, of decodes and of chunks, and the sampler by kernels."""
+        """Replace the engine's runner by `GraphRunner`, and add its CUDA graphs for decodes and for prompts.
+
+        Also replace the choice of tokens by Triton kernels, unless `sampling` is "torch", and reserve
+        memory for the graphs.
+        """
         from cuda_graphs.executors import ChunkGraphExecutor, DecodeGraphExecutor
         from cuda_graphs.memory import graph_bytes
         from cuda_graphs.runner import GraphRunner
@@ -67,11 +71,11 @@ class Graphs(Feature):
 
 @dataclass(frozen=True)
 class Overlap(Feature):
-    """Schedule each step while the device computes the one before."""
+    """Schedule each step on the host while the device computes the step before."""
 
     name = "overlap"
     phase = 9
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace the loop by `OverlappedLoop`."""
+        """Replace the engine's loop by one that launches a step before it reads the last one's tokens."""
         builder.loop.replace(self, OverlappedLoop(builder.prefetchers))

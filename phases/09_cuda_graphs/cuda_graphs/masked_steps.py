@@ -15,13 +15,13 @@ from continuous.work import Work
 def begin_masks(
     engine: Engine, step: Forwarded, previous: Pending
 ) -> tuple[Forwarded | None, Pending | None]:
-    """Start to compute the masks of a step, and append the tokens of the step before meanwhile.
+    """Start to make a step's grammar masks, and append the tokens of the step before to their requests.
 
-    step: launched up to its hidden states. previous: results of the step before.
+    step: its forward pass is launched, and nothing is sampled. previous: results of the step before.
 
     Returns:
-        What is left of `step`: its first half if the masks are not ready, so that its sampling is launched
-        with the next step; or its results on their way; neither if it has failed.
+        (`step`, None) if its masks are not ready, so that sampling is launched with the next step; (None,
+        the pending results) if sampling is launched already; (None, None) if making the masks failed.
     """
     results = engine.wait(previous)
     sampled = {} if results is None else by_request(previous, results)
@@ -41,8 +41,9 @@ def begin_masks(
 
 
 def unfinished(engine: Engine, works: list[Work]) -> list[Work]:
-    """Return the works whose requests have not ended since they were scheduled; finish the others in
-    the scheduler.
+    """Return the works (one request's tokens in a step) whose requests have not ended since scheduling.
+
+    The others are finished in the scheduler, as not computed.
     """
     left = []
     for work in works:
@@ -57,8 +58,9 @@ def unfinished(engine: Engine, works: list[Work]) -> list[Work]:
 
 
 def by_request(pending: Pending, results: Results) -> dict[Request, list[int]]:
-    """Return the sampled token ids (`results`) of the step `pending` by request; tokens of NaN logits are
-    left out.
+    """Return the sampled token ids of a step by request, without tokens whose logits were NaN.
+
+    pending: the step. results: what it sampled, a list of (token id, log-probabilities) for each request.
     """
     sampled_requests = (request for work in pending.works for request in work.sampled_requests)
     pairs = zip(sampled_requests, results, strict=True)

@@ -14,8 +14,9 @@ from paged_cache.memory import activation_bytes
 
 @dataclass(frozen=True)
 class Startup:
-    """The cost of capturing: number of graphs, seconds (compiling kernels included), and bytes of
-    device memory.
+    """The cost of capturing CUDA graphs: their number, the seconds, and the bytes of device memory.
+
+    The seconds include compiling kernels.
     """
 
     graphs: int
@@ -28,13 +29,13 @@ PER_GRAPH = 8 << 20
 
 
 def graph_bytes(model: Model, rows: int, tokens: int, step_tokens: int) -> int:
-    """Return an upper estimate of the bytes that capturing takes.
+    """Return an upper estimate of the device memory, in bytes, that an engine's CUDA graphs take.
 
     The graphs share one pool, so of the steps inside them only the largest counts.
 
     Args:
         rows: requests in the largest decode graph.
-        tokens: tokens in the largest chunk graph, 0 if there are none.
+        tokens: tokens in the largest chunk graph (for steps with prompt tokens), 0 if there are none.
         step_tokens: tokens of a full step, which may have a graph, too.
     """
     full = full_step(model, step_tokens, tokens)
@@ -44,7 +45,10 @@ def graph_bytes(model: Model, rows: int, tokens: int, step_tokens: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of the device; memory that the allocator keeps for later counts as free."""
+    """Return the free bytes of a GPU's memory, or 0 for a CPU.
+
+    Memory that PyTorch's allocator keeps for later is returned to the GPU first, so it counts as free.
+    """
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()

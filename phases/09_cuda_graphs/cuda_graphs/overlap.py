@@ -21,27 +21,27 @@ class WaitingDrafter(Drafter):
 
     @property
     def needs_finished_step(self) -> bool:
-        """Return True while every token must be known before a step is scheduled."""
+        """Return True while every token must be on the host before a step is scheduled; here False."""
         return False
 
 
 class OverlappedLoop:
-    """A loop of steps that launches the next step before it reads the results of the last one.
+    """A loop of engine steps that launches the next step before it reads the results of the last one.
 
-    A request is scheduled on a *placeholder* for the token that is on its way. If that token ends it, the
-    step that was scheduled meanwhile computes one token too many, which `collect` drops. Its row and
-    blocks may belong to another request by then; the first write of that request comes later in the
-    device's queue than the write of the dropped token.
+    A request is scheduled on a *placeholder* for the token that is on its way to the host. If that token
+    ends the request, the step that was scheduled meanwhile computes one token too many, which `collect`
+    drops. The request's row and blocks may belong to another request by then; the first write of that
+    request comes later in the device's queue than the write of the dropped token.
 
     Two parts need tokens on the host earlier. Some drafters must see every token before a step is
-    scheduled. And the masks of a step depend on the tokens of the step before: they are begun as soon as
-    these have arrived, and the second half of the step is launched when the masks are ready.
+    scheduled. And the grammar masks of a step depend on the tokens of the step before: they are begun as
+    soon as these tokens have arrived, and the step's sampling is launched when its masks are ready.
 
     Args:
-        prefetchers: called with the works of the next step while masks are being made.
+        prefetchers: called with the next step's works (each one request's tokens) while masks are made.
 
-    in_flight_step: the newest launched step, whose results the host has not read.
-    half: a step whose second half is not launched yet, because its masks are not ready.
+    in_flight_step: the newest step whose sampling is launched and whose results the host has not read.
+    half: a step whose forward pass is launched, but not its sampling, because its masks are not ready.
     """
 
     in_flight_step: Pending | None = None
@@ -52,12 +52,13 @@ class OverlappedLoop:
 
     @property
     def idle(self) -> bool:
-        """Return True if no step is in flight, nor half of one."""
+        """Return True if no launched step waits for its sampling, or for the host to read its results."""
         return self.in_flight_step is None and self.half is None
 
     def advance(self, engine: Engine) -> None:
-        """Launch the next step, or its forward pass if it needs masks; then append the tokens of the step
-        before.
+        """Launch the engine's next step, then append the tokens of the step before to their requests.
+
+        A step that needs masks of those tokens is launched without its sampling.
         """
         if needs_finished_step(engine.scheduler.drafter):
             self.finish_steps(engine)
@@ -71,14 +72,19 @@ class OverlappedLoop:
             engine.collect(previous)
 
     def finish_steps(self, engine: Engine) -> None:
-        """Launch the sampling of a step that waits for its masks, if any, and collect the step in flight."""
+        """Finish all launched steps: sample the one that waits for its masks, and append all tokens."""
         self._sample_half(engine)
         previous, self.in_flight_step = self.in_flight_step, None
         if previous is not None:
             engine.collect(previous)
 
     def _schedule(self, engine: Engine) -> list[Work]:
-        """Schedule the next step and return its works; sampling that waits for masks is launched first."""
+        """Schedule the engine's next step, and sample the last one if that waits for its masks.
+
+        Returns:
+            The works of the next step (each one request's tokens), without requests that have ended
+            meanwhile.
+        """
         works = engine.schedule()
         if self.half is None:
             return works
@@ -88,12 +94,12 @@ class OverlappedLoop:
         return unfinished(engine, works)
 
     def _sample_half(self, engine: Engine) -> None:
-        """Launch the sampling of a step that waits for its masks, if there is one."""
+        """Launch the sampling of the step that waits for its masks, if any; it is in flight then."""
         if self.half is not None:
             half, self.half = self.half, None
             self.in_flight_step = engine.sample(half)
 
 
 def needs_finished_step(drafter: Drafter) -> bool:
-    """Return True while a drafter has to see every token before a step is scheduled."""
+    """Return True while `drafter` must see every token before a step is scheduled; mostly False."""
     return isinstance(drafter, WaitingDrafter) and drafter.needs_finished_step

@@ -28,15 +28,18 @@ from triton_paged_attention.attention import TritonPagedAttention
 
 
 class GraphExecutor(StepExecutor, Protocol):
-    """Interface of an executor with CUDA graphs for one kind of step. A factory makes it, given the runner.
+    """Interface of an executor that runs one kind of step by CUDA graphs.
 
-    count: graphs that it captures.
+    count: number of graphs that it captures.
     """
 
     count: int
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs by `capturer`, largest first; `part` shows each one's name as progress."""
+        """Capture all graphs of this executor by `capturer`, largest first.
+
+        part: called with each graph's name, to show progress.
+        """
         ...
 
 
@@ -44,16 +47,17 @@ E = TypeVar("E")
 
 
 class GraphRunner(PagedRunner):
-    """A runner of steps whose executors have CUDA graphs, which it captures.
+    """A runner of steps that captures CUDA graphs at its start, and runs a step by a graph that holds it.
 
     Args:
         model, attention: compute hidden states. rows: the requests' tokens. cache: their block tables.
-        executors: factories in the order of asking; graphs are captured in the opposite order.
+        executors: factories of executors (each has the graphs of one kind of step), in the order in which
+            these are asked for a graph; they capture in the opposite order.
         options: those of `continuous.Runner`.
 
     machine: the memory and kernels that all graphs share.
     startup: the time and memory that capturing took.
-    replays: steps that were replayed.
+    replays: number of steps that were replayed.
     """
 
     attention: TritonPagedAttention
@@ -91,19 +95,22 @@ class GraphRunner(PagedRunner):
         return Startup(self.capturer.count, time.perf_counter() - started, used)
 
     def release(self) -> None:
-        """Destroy the CUDA graphs, after the last step."""
+        """Destroy the CUDA graphs; called after the last step."""
         self.capturer.release()
 
     def executor(self, kind: type[E]) -> E:
-        """Return the executor of the class `kind`, which must be there."""
+        """Return the runner's executor of the class `kind`; the runner must have one."""
         return next(one for one in self.executors if isinstance(one, kind))
 
     def replayed(
         self, works: Sequence[Work], batch: Batch, hidden: Tensor, tokens: Tensor
     ) -> Forwarded:
-        """Return a step that a graph has computed up to its sampled tokens, in the form of a forward pass.
+        """Return a step that a graph has computed and sampled as a `Forwarded` (a step before sampling).
 
-        works: the step's requests. batch: its inputs. hidden: `[T, hidden]`. tokens: what the graph sampled.
+        Its `rest`, which would sample, returns the tokens of the graph.
+
+        works: the step's requests. batch: its inputs. hidden: `[T, hidden]`. tokens: `[S]`, what the graph
+            sampled.
         """
         done = Sampled(tokens, tokens)
         return Forwarded(
@@ -114,10 +121,10 @@ class GraphRunner(PagedRunner):
         )
 
     def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
-        """Return logits `[S, V]` of hidden states `[S, hidden]` that are sampled.
+        """Return the logits `[S, V]` of the hidden states `[S, hidden]` to sample.
 
-        plan: how they are sampled. In the model's own precision if graphs compute them so and no request
-        wants log-probabilities, else float32.
+        plan: how they are sampled. If greedily or with a temperature, and without log-probabilities, logits
+            have the model's dtype (float32 if it soft-caps them); else float32.
         """
         return (
             narrow_logits(self.model, hidden)

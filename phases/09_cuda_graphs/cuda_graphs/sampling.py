@@ -65,10 +65,10 @@ def random_words(key, step):
 def negative_exponentials(lower, upper, ids, NATIVE: tl.constexpr):
     """Return exponential noise, negated, -E for each of the int32 token `ids` of one row.
 
-    lower, upper: the row's random words. NATIVE: use the GPU's fast logarithm. E = -log(1 - v), v uniform in
-        (0, 1). For v below 1/8, the power series of log(1 - v) is used, with a relative error below 1e-7:
-        there the GPU's logarithm, and 1 - v itself, have lost digits. Above, the GPU's fast logarithm has an
-        error of 2e-6.
+    lower, upper: the row's random words, int32. NATIVE: use the GPU's fast logarithm. E = -log(1 - v), v
+        uniform in (0, 1). For v below 1/8, the power series of log(1 - v) is used, with a relative error
+        below 1e-7: there the GPU's logarithm, and 1 - v itself, have lost digits. Above, the GPU's fast
+        logarithm has an error of 2e-6.
     """
     x = upper ^ ids
     x = (x ^ (x >> 16)) * _HASH_1
@@ -83,9 +83,7 @@ def negative_exponentials(lower, upper, ids, NATIVE: tl.constexpr):
 
 @triton.jit
 def first_best(x, ids):
-    """Return the largest of `x`, and the smallest of the `ids` that have it. NaN is the largest, as in
-    torch.
-    """
+    """Return the largest of `x`, and the smallest of the `ids` that have it; NaN counts as the largest."""
     nan = x != x
     any_nan = tl.max(nan.to(tl.int32)) > 0
     largest = tl.max(tl.where(nan, -_INF, x))
@@ -95,13 +93,16 @@ def first_best(x, ids):
 
 @triton.jit
 def chunk_race(x, column, hot, key, step, first, NATIVE: tl.constexpr):
-    """Return a chunk's largest logit of `x`, and the sampled token's -E / weight and column.
+    """Sample a token from one chunk of a row; return the largest logit, and the token's score and column.
 
-    -E is the noise of a token, whose id is `first + column`; hot is the row's temperature, 0: greedy. key,
-    step: of its random numbers. NATIVE: by the fast logarithm. A weight is exp((logit - largest of the chunk)
-    / temperature), so it never overflows and needs no other chunk. The sampled token has the largest -E /
-    weight, and of equals the smallest column. In a greedy row, or where the chunk's largest is not finite, it
-    is the argmax, and its -E / weight is minus infinity.
+    x: the chunk's logits. column: their columns. first: the token id of column 0. hot: the row's
+        temperature, 0: greedy. key, step: int64, of the row's random numbers. NATIVE: use the GPU's fast
+        logarithm.
+
+    A token's score is -E / weight: -E is its noise (`negative_exponentials`), and its weight is
+    exp((logit - largest of the chunk) / temperature), which never overflows and needs no other chunk. The
+    sampled token has the largest score, and of equals the smallest column. In a greedy row, or where the
+    chunk's largest logit is not finite, it is the argmax, and its score is minus infinity.
     """
     largest = tl.max(tl.where(x == x, x, _INF))  # NaN must not get lost
     best = -float("inf")
@@ -125,14 +126,15 @@ def chunk_kernel(
     V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, DRAW: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Store a chunk's largest logit and sampled token, and with DRAW that token's -E / weight (negative noise
-    over weight).
+    """Sample a token from one chunk of a row, by the largest -E / weight with DRAW, else the argmax.
 
-    One program per row and chunk of BLOCK columns.
-    best, races, ids: output `[B, CHUNKS]`: largest logit, -E / weight, and column of the sampled token.
-    logits: `[B, V]`, rows `row_stride` apart. rows, steps: `[B]`, each request's row of settings, and its
-        output tokens before. floats, ints: settings of all rows, `[rows, 5]` and `[rows, 3]`.
-    first: the token id of the first column.
+    E is exponential noise. One program per row and chunk of BLOCK columns.
+    best, races, ids: outputs `[B, CHUNKS]`: the chunk's largest logit; the sampled token's -E / weight
+        (only with DRAW) and column.
+    logits: `[B, V]`, rows `row_stride` apart. rows: `[B]`, each request's row of settings. steps: `[B]`,
+        the number of its output tokens before. floats, ints: settings of all rows, `[rows, 5]` and `[rows,
+        3]`.
+    first: the token id of the first column. NATIVE: use the GPU's fast logarithm.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -157,13 +159,14 @@ def finish_kernel(
     tokens, best, races, ids, rows, floats, float_stride,
     CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
-    """Store a row's token: among its chunks' tokens, the one of the largest -E / weight. One program per row.
+    """Store a row's token: of the tokens sampled from its chunks, the one with the largest -E / weight.
 
-    Weights are relative to the row's largest logit. In a greedy row, or where the row's largest logit is
-    not finite, it is the argmax, the first of equals.
-    tokens: output `[B]` int64. best, races, ids: `[B, CHUNKS]` of `chunk_kernel`. rows: `[B]`, rows of
-        settings.
-    floats: settings of all rows. CHUNKS_PAD: a power of two. DRAW: False: every row is greedy.
+    One program per row. Weights are relative to the row's largest logit. In a greedy row, or where the
+    row's largest logit is not finite, the token is the argmax, the first of equals.
+    tokens: output `[B]` int64. best, races, ids: `[B, CHUNKS]` as `chunk_kernel` stored them: largest
+        logit; the sampled token's -E / weight and column. rows: `[B]`, each request's row of settings.
+    floats: settings of all rows. CHUNKS_PAD: CHUNKS or the next power of two. DRAW: False: every row is
+        greedy.
     """
     row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
     x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
@@ -179,10 +182,10 @@ def finish_kernel(
 
 @triton.jit
 def report_kernel(reported, tokens, logits, row_stride, token_stride, NAN_TOKEN: tl.constexpr):
-    """Store a row's token, or NAN_TOKEN if the logit of that token is NaN. One program per row.
+    """Store a row's sampled token, or NAN_TOKEN if the logit of that token is NaN. One program per row.
 
-    reported: output `[B]`. tokens: `[B]`. logits: `[B, V]`. Strides: numbers from a row or column to the
-        next.
+    reported: output `[B]`. tokens: `[B]`, the sampled tokens. logits: `[B, V]`, with distances of
+        `row_stride` between rows and `token_stride` between columns.
     """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
@@ -191,9 +194,10 @@ def report_kernel(reported, tokens, logits, row_stride, token_stride, NAN_TOKEN:
 
 
 class DrawSettings(NamedTuple):
-    """Settings of a draw of tokens.
+    """Settings of a random draw of one token for each request of a batch.
 
-    rows, steps: `[B]` int64, the requests' rows, and their output tokens before this one.
+    rows: `[B]` int64, each request's row of `floats` and `ints`. steps: `[B]` int64, the number of its
+        output tokens before this one.
     floats, ints: settings of all rows, `[rows, 5]` float32 (such as the temperature) and `[rows, 3]` int64
         (such as the seed's key).
     """
@@ -205,10 +209,11 @@ class DrawSettings(NamedTuple):
 
 
 class BestTokens(NamedTuple):
-    """The best tokens of each chunk of each row, `[B, CHUNKS]`: largest logit; the sampled token's -E /
-    weight and column.
+    """The tokens sampled from the chunks of each row of logits, `[B, CHUNKS]` each.
 
-    races: the -E / weight; None where nothing is drawn.
+    best: float32, the chunk's largest logit. ids: int32, the sampled token's column.
+    races: float32, the sampled token's -E / weight, where E is exponential noise; None where the argmax is
+        taken.
     """
 
     best: Tensor
@@ -219,7 +224,7 @@ class BestTokens(NamedTuple):
 def best_of_chunks(
     logits: Tensor, draw: DrawSettings | None = None, first: int = 0
 ) -> BestTokens:
-    """Return the best token of each chunk of `logits [B, V]`.
+    """Return the token sampled from each chunk (some thousand columns) of each row of `logits [B, V]`.
 
     draw: settings of the draw; None: the argmax. first: the token id of the first column.
     """
@@ -245,9 +250,9 @@ def best_of_chunks(
 
 
 def best_of_rows(found: BestTokens, draw: DrawSettings | None = None) -> Tensor:
-    """Return the sampled token of each row, `[B]` int64, from the best of its chunks.
+    """Return the sampled token of each row, `[B]` int64, from the tokens sampled from its chunks.
 
-    draw: settings of the draw; None: the argmax.
+    found: what `best_of_chunks` returned. draw: settings of the draw; None: the argmax.
     """
     batch, chunks = found.ids.shape
     tokens = torch.empty(batch, dtype=torch.int64, device=found.ids.device)
@@ -272,8 +277,9 @@ def draw_rows(logits: Tensor, draw: DrawSettings | None = None) -> Tensor:
 
 
 class TritonSamplerBackend(SamplerBackend):
-    """A sampler backend in Triton: the same tokens as `SamplerBackend`; torch computes top-k, top-p and
-    min-p.
+    """Chooses tokens by Triton kernels, the same tokens as PyTorch's `SamplerBackend`.
+
+    PyTorch still computes top-k, top-p and min-p.
     """
 
     def choose(
@@ -287,10 +293,11 @@ class TritonSamplerBackend(SamplerBackend):
     ) -> Tensor:
         """Return the sampled tokens `[S]` int64 of `logits [S, V]`, which are edited and masked already.
 
-        rows, steps: `[S]` int64, each request's row of settings, and its output tokens before. plan: what is
-            drawn.
+        rows: `[S]` int64, each request's row of settings in `sampler`. steps: `[S]` int64, the number of
+            its output tokens before. plan: operations that the rows need. masked: True if grammars restrict
+            the samples.
 
-        Without truncation the logits may have the model's own dtype.
+        Without top-k, top-p and min-p the logits may have the model's own dtype.
         """
         if not plan.draws:
             return draw_rows(logits)
@@ -318,10 +325,10 @@ class TritonSamplerBackend(SamplerBackend):
     ) -> Tensor:
         """Return tokens `[S]` int64 drawn from `logits [S, V]`; greedy rows get the argmax.
 
-        rows, steps: `[S]` int64, each request's row of settings, and its output tokens before. features: what
-            rows need.
+        rows: `[S]` int64, each request's row of settings in `sampler`. steps: `[S]` int64, the number of
+            its output tokens before. features: operations that some row needs, such as top-k.
 
-        No noise `[S, V]` is stored; excluded tokens have logits of -inf.
+        No noise `[S, V]` is stored; tokens that top-k, top-p or min-p exclude get logits of -inf.
         """
         if features & TRUNCATION:
             logits = logits.masked_fill(

@@ -14,13 +14,13 @@ BUFFERS = 4
 
 
 class Staging:
-    """A fixed tensor of `size` int64 numbers on the device, filled by one copy a step: the inputs of graphs.
+    """A fixed int64 tensor on the device, the inputs of CUDA graphs, which one copy fills before a step.
 
-    The copy waits in the device's queue behind the steps before, however many the host has launched
-    (chunks in the middle of a prompt have no results to wait for). Until it has run, its buffer on the
-    host must not be written again, so an event follows each copy.
+    The copy waits in the device's queue behind the steps before, however many the host has launched (chunks
+    in the middle of a prompt have no results to wait for). Until the copy has run, its buffer on the host
+    must not be written again, so an event follows each copy.
 
-    device: `[size]` int64.
+    device: `[size]` int64, the tensor.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -37,8 +37,9 @@ class Staging:
 
     @contextmanager
     def fill(self, size: int) -> Iterator[NDArray[np.int64]]:
-        """Return a context that gives `size` int64 numbers on the host to write; at its end they go to
-        `device`.
+        """Return a context that gives a host array `[size]` int64 to write, copied to `device` at its end.
+
+        The context waits until the array's last copy has run.
         """
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
         copied = self._copied[turn]

@@ -20,10 +20,13 @@ def gather_kernel(
 ):  # fmt: skip
     """Write one token's inputs of a step, given its row and position. One program per token.
 
-    rows, at: `[T]` int64, row and position (-1: padding). tokens: `[R, max_len]`. tables: `[R, width]`.
-    drafts: `[T]`, tokens that are in no row yet, -1: none; read if DRAFTS. P: tokens of a block.
-    ids, positions, slots: outputs `[T]`; a slot is block times P plus place in it, -1 for padding.
-    contexts, batch_tables: outputs if TABLES: `[T]` int32, and `[T, width]`, the rows' block tables.
+    rows: `[T]` int64, the token's row of the next two. at: `[T]` int64, its position (-1: padding). tokens:
+        `[R, max_len]`, token ids. tables: `[R, width]`, block tables.
+    drafts: `[T]`, ids of draft tokens that `tokens` does not have yet, -1: no draft; read if DRAFTS. P:
+        tokens of a block.
+    ids, positions, slots: outputs `[T]`; a slot is block times P plus index in the block, -1 for padding.
+    contexts, batch_tables: outputs if TABLES: `[T]` int32, context lengths, and `[T, width]`, the rows'
+        block tables.
     """
     i = tl.program_id(0)
     row, position = tl.load(rows + i), tl.load(at + i)
@@ -59,12 +62,14 @@ def gather_inputs(
 ) -> None:
     """Fill in `batch` on the device, in place, from each token's row and position.
 
-    rows, at: `[T]` int64, row and position; -1: padding, which reads as token 0 of its row at position 0, is
-        stored nowhere (slot -1) and has no context.
-    tokens: `[R, max_len]`, tables: `[R, max_blocks]`, tokens and block tables of all rows.
-    block_size: tokens in a block. decodes: every token is a request of its own, so context lengths and block
-        tables of the batch are filled in, too.
-    drafts: `[T]`, tokens that are in no row yet; -1: the row's own; None: no drafts.
+    rows, at: `[T]` int64, row and position; -1: padding, which reads as token 0 of its row at position 0,
+        is stored nowhere (slot -1) and has no context.
+    tokens: `[R, max_len]`, tables: `[R, max_blocks]`, token ids and block tables of all requests, a row
+        each.
+    block_size: tokens in a block. decodes: every token is a request of its own, so context lengths and
+        block tables of the batch are filled in, too.
+    drafts: `[T]`, ids of draft tokens that `tokens` does not have yet; -1: take the id from `tokens`; None:
+        no drafts.
     """
     ids = batch.input_ids
     gather_kernel[(len(rows),)](
@@ -77,10 +82,10 @@ def gather_inputs(
 
 @triton.jit
 def scatter_kernel(tokens, rows, at, sampled, max_len):
-    """Write one request's sampled token to the row of tokens, after the token it was computed from.
+    """Write one request's sampled token to its row of `tokens`, after the token it was computed from.
 
-    One program per request. tokens: `[R, max_len]`. rows, at: `[B]`, row and position (-1: padding, not
-    written). sampled: `[B]`.
+    One program per request. tokens: `[R, max_len]`, token ids. rows, at: `[B]`, row, and position of the
+    token it was computed from (-1: padding, nothing is written). sampled: `[B]`.
     """
     i = tl.program_id(0)
     row, position = tl.load(rows + i), tl.load(at + i)
@@ -93,8 +98,9 @@ def scatter_tokens(
     sampled: Tensor,  # [B] int64
     tokens: Tensor,  # [R, max_len] int64
 ) -> None:
-    """Write each request's sampled token to its row, after the token it was computed from.
+    """Write each request's sampled token to its row of `tokens`, after the token it was computed from.
 
-    rows, at: `[B]` int64, row and position; -1: padding, not written. sampled: `[B]`. tokens: `[R, max_len]`.
+    rows, at: `[B]` int64, row, and position of the token it was computed from; -1: padding, nothing is
+        written. sampled: `[B]` int64. tokens: `[R, max_len]` int64.
     """
     scatter_kernel[(len(rows),)](tokens, rows, at, sampled, tokens.shape[1], num_warps=1)

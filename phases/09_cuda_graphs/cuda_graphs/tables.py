@@ -17,7 +17,7 @@ from continuous.batch import Ints, upload
 class DeviceTables:
     """A copy on the device of the host's block tables, for CUDA graphs.
 
-    data: `[rows, max_blocks]` int32. Entries that no step has asked for may be out of date.
+    data: `[rows, max_blocks]` int32. Only entries that `update` was called for are sure to be up to date.
     """
 
     def __init__(self, tables: NDArray[np.int32], device: torch.device) -> None:
@@ -25,8 +25,7 @@ class DeviceTables:
         self.data = torch.zeros(tables.shape, dtype=torch.int32, device=device)
 
     def update(self, rows: Ints, blocks: int) -> None:
-        """Send the first `blocks` entries of these rows' block tables to the device, as far as they have
-        changed.
+        """Send the first `blocks` entries of some rows' block tables to the device, where they have changed.
 
         An entry is sent only if it differs from the value that was sent last; a call with no change sends
         nothing. So no caller has to report changes, be it a new block, a copy on write or a block that the

@@ -22,14 +22,13 @@ POWERS = tuple(step / 10 for step in range(10))
 
 
 def input_scales(weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme) -> Tensor:
-    """Return factors `s [K]` float32 of the inputs, chosen so that rounding a layer's weights to int4 loses
-    least.
+    """Return factors `s [K]` float32 of a layer's inputs by which rounding its weights to int4 loses least.
 
     weights: `[N, K]` each, of layers that read one input.
     hessian: `[K, K]` float32 of their input, `X^T X` over the rows of inputs `X`. scheme: int4.
 
-    Weights are multiplied by `s` before they are rounded, and divided by it afterwards. For each exponent of
-    `POWERS`, the factors tried are the inputs' sizes to that power, divided by the geometric mean of the
+    Weights are multiplied by `s` before they are rounded, and divided by it afterwards. For each exponent
+    of `POWERS`, the factors tried are the inputs' sizes to that power, divided by the geometric mean of the
     largest and the smallest. An input's size is the root of its entry on the Hessian's diagonal, at least
     1e-6. The loss is the trace of `D H D^T`, where `D [all N, K]` is the change of all layers' weights. Of
     equal losses the lower power wins.
@@ -54,10 +53,12 @@ def quantize(
     scheme: Scheme,
     scale_dtype: torch.dtype = torch.float32,
 ) -> QuantizedWeight:
-    """Return `weight [N, K]` rounded to int4, by groups whose scales clip large weights where that is better.
+    """Return `weight [N, K]` rounded to int4 by groups, each with the scale of the least squared error.
+
+    A scale may clip the largest weights of its group.
 
     importance: `[K]`, the mean square of each input, by which its weights' squared errors count.
-    scheme: the format. scale_dtype: of the groups' scales.
+    scheme: int4 in groups. scale_dtype: of the groups' scales.
     """
     weight = weight.float()
     return rtn.in_groups(

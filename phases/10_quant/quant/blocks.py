@@ -25,12 +25,13 @@ GROUP = 32
 
 
 class BlockWeight(nn.Module):
-    """A weight `[N, K]` in groups of `GROUP` inputs.
+    """A weight `[N, K]` in a format of GGUF files, with a scale for each group of 32 inputs.
 
-    data: q8_0 int8 `[N, K]`; q4_1 uint8 `[N, K / 2]`, where byte i of a group's 16 holds input i in
-        its low and input i + 16 in its high half.
+    kind: the format, "q8_0" or "q4_1".
+    data: q8_0 int8 `[N, K]`; q4_1 uint8 `[N, K / 2]`, where byte i of a group's 16 holds input i in its low
+        and input i + 16 in its high half.
     scale: float16 `[N, K / 32]`.
-    minimum: float16 `[N, K / 32]` of q4_1, otherwise None.
+    minimum: float16 `[N, K / 32]` of q4_1, added to each weight of its group; otherwise None.
 
     Raises:
         UserError: the kind is none of `KINDS`.
@@ -55,9 +56,7 @@ class BlockWeight(nn.Module):
         self.register_buffer("minimum", minimum)
 
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        """Return the weight `[N, K]` in float32, or only its rows `[..., K]` with the indices `rows
-        [...]`.
-        """
+        """Return the weight in float32: `[N, K]`, or `[..., K]` for the row indices `rows [...]`."""
         data, scale = self.data[rows], self.scale[rows].float()
         if self.kind == "q8_0":
             numbers = data.view(*scale.shape, GROUP).float()  # [..., K / 32, 32]
@@ -74,7 +73,7 @@ class BlockEmbedding(BlockWeight):
     """An embedding table in a GGUF file's groups of 32 numbers; it replaces an `nn.Embedding`."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of token ids `[...]`: `[..., K]` float32."""
+        """Return the embeddings of token ids `ids [...]`: `[..., K]` float32."""
         return self.dequantize(ids)
 
 
@@ -83,8 +82,9 @@ Product = Callable[["BlockLinear", Tensor], Tensor]
 
 
 class BlockLinear(BlockWeight):
-    """A linear layer whose weight is in a GGUF file's groups of 32 inputs; it replaces an `nn.Linear`. Inputs
-    are not rounded.
+    """A linear layer with a weight in groups of 32 inputs as in GGUF files; it replaces an `nn.Linear`.
+
+    Inputs are not rounded.
 
     product: computes `x [..., K]` times the weight; None: the weight is dequantized at each call.
     """
@@ -100,7 +100,7 @@ class BlockLinear(BlockWeight):
 
     @classmethod
     def tied(cls, embedding: BlockEmbedding) -> BlockLinear:
-        """Return an output head that has the tensors of an embedding."""
+        """Return an output head that shares the tensors of `embedding`."""
         with torch.device("meta"):
             head = cls(embedding.kind, *embedding.shape)
         head.data = embedding.data
@@ -117,13 +117,13 @@ class BlockLinear(BlockWeight):
 
 
 def expect_blocks(model: Model, kinds: Mapping[str, Any]) -> None:
-    """Replace the modules of a model on `meta` whose matrices the checkpoint has in a GGUF format.
+    """Replace modules of a model on `meta` by `BlockEmbedding`s and `BlockLinear`s for GGUF weights.
 
-    A head that is tied to a quantized embedding has no tensors in the checkpoint: `Quantize.finish`
-    replaces it.
+    An output head that is tied to such an embedding has no tensors in the checkpoint; it becomes an
+    `nn.Identity` here, and `Quantize.finish` replaces it.
 
     Args:
-        kinds: the format ("q8_0" or "q4_1") of each matrix by the name of its module.
+        kinds: the format ("q8_0" or "q4_1") of each matrix by the name of its module in the checkpoint.
     """
     with torch.device("meta"):
         for stored, kind in kinds.items():
@@ -139,7 +139,7 @@ def expect_blocks(model: Model, kinds: Mapping[str, Any]) -> None:
 
 
 def tied_blocks(model: Model) -> list[tuple[str, BlockEmbedding]]:
-    """Return the name of each head that is tied to a quantized embedding, and that embedding."""
+    """Return (module name, embedding) of each output head that is tied to a `BlockEmbedding`."""
     if not model.config.tie_word_embeddings:
         return []
     owners = [

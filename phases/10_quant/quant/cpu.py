@@ -37,8 +37,9 @@ TILED_OUTPUTS = 16
 class CpuLinear(QuantLinear):
     """A quantized linear layer (`QuantLinear`) whose product is computed by PyTorch's routines for a CPU.
 
-    tiles: four-bit numbers in the order in which the routine reads them; then `data` is empty.
-    scale_zero: their scales and offsets, bfloat16 `[K / group, N, 2]`.
+    tiles: four-bit numbers in the order in which the routine reads them, while `data` is empty; None: the
+        weight has eight bits.
+    scale_zero: the scales and offsets of four-bit numbers, bfloat16 `[K / group, N, 2]`; else None.
     """
 
     tiles: Tensor | None
@@ -54,9 +55,7 @@ class CpuLinear(QuantLinear):
 
     @property
     def weight(self) -> QuantizedWeight:
-        """Return the layer's weight in the layout that `QuantizedWeight` describes, unpacked from the
-        tiles.
-        """
+        """Return the weight in `QuantizedWeight`'s layout; four-bit numbers are unpacked from `tiles`."""
         data = self.data if self.tiles is None else from_tiles(self.tiles, self.scheme.group)
         return QuantizedWeight(self.scheme, data, self.scale, self.zero, self.order)
 
@@ -75,8 +74,9 @@ class CpuLinear(QuantLinear):
 
 
 def install(model: Model) -> None:
-    """Replace each quantized layer of a model on a CPU by a `CpuLinear`, in place, where PyTorch has a
-    routine.
+    """Replace each `QuantLinear` of a model on a CPU by a `CpuLinear`, if PyTorch has a routine for it.
+
+    The model is changed in place.
     """
     for name, layer in list(model.named_modules()):
         if type(layer) is QuantLinear and has_routine(layer.scheme, layer.shape[0]):
@@ -93,7 +93,8 @@ def has_routine(scheme: Scheme, outputs: int) -> bool:
 def eight_bit_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """Return `x [M, K]` times an eight-bit weight with scales by channel: `[M, N]` in `x`'s dtype.
 
-    Eight-bit numbers are exact in bfloat16. Scales are not exact there, so they are applied last.
+    Inputs are rounded to eight bits only if the weight's scheme has `activations`. Eight-bit numbers are
+    exact in bfloat16. Scales are not exact there, so they are applied last.
     """
     data, kind = weight.data, weight.scheme.activations
     numbers, scale = (x, 1.0) if kind is None else quantize_tokens(x, kind)
@@ -109,17 +110,18 @@ def eight_bit_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def to_tiles(data: Tensor) -> Tensor:
-    """Return four-bit numbers `data [N, K / 2]` uint8 in the order in which torch's `_weight_int4pack_mm`
-    reads them.
+    """Return four-bit numbers in the order in which torch's `_weight_int4pack_mm` reads them.
+
+    data: `[N, K / 2]` uint8, two numbers a byte.
     """
     numbers = unpack_nibbles(data).to(torch.int32)
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
 
 
 def from_tiles(tiles: Tensor, group: int) -> Tensor:
-    """Return four-bit numbers `[N, K / 2]` uint8, two a byte, from the order that `to_tiles` gave them.
+    """Return the four-bit numbers `[N, K / 2]` uint8, two a byte, from which `to_tiles` made `tiles`.
 
-    The numbers are read by a product with the identity, for the order of tiles depends on the processor.
+    They are read by a product with the identity, for the order of tiles depends on the processor.
     group: neighbouring inputs that share a scale.
     """
     outputs, inputs = tiles.shape[0], tiles.shape[1] * 2

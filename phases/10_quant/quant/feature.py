@@ -21,10 +21,10 @@ AUTO, PLAIN = "auto", "none"
 
 
 def head_for(scheme: str, device: torch.device) -> str:
-    """Return the name of the output head's format, such as "fp8", for layers of the format `scheme`.
+    """Return the name of the output head's format, such as "fp8", if the layers have the format `scheme`.
 
-    It is the layers' own format, except for int4: the head loses most by four bits, so it gets
-    eight. On a GPU with e4m3 products that is fp8, which is multiplied without unpacking, otherwise int8.
+    It is the layers' own format, except for int4: of all layers the head loses most by four bits, so it
+    gets eight. On a GPU that multiplies e4m3 numbers that is fp8, which needs no unpacking, otherwise int8.
     """
     if scheme != "int4":
         return scheme
@@ -68,7 +68,7 @@ class Quant(Feature):
         INT4.with_group(self.group_size)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Quantize layers while the model is loaded, and let keys and values get their scales from it."""
+        """Quantize layers while the model is loaded; if the KV cache is quantized, also find its scales."""
         builder.weight_loader.replace(self, self.weight_loader())
         if self.kv_cache != PLAIN:
             builder.surgeries.append(self._scale_keys)
@@ -90,12 +90,16 @@ class Quant(Feature):
         return scheme.with_group(self.group_size) if scheme.scales == "group" else scheme
 
     def _scale_keys(self, builder: EngineBuilder) -> None:
-        """Set the format of keys and values, while the layers still take an attention without a cache."""
+        """Set the KV cache's dtype and scales, measured by running the model on sample tokens.
+
+        This must come before layers are replaced by those that need a KV cache, for the model runs without
+        one.
+        """
         scales = head_scales(builder.model, [sample(builder.model)], self.kv_cache)
         builder.kv.replace(self, KVFormat(KV_DTYPES[self.kv_cache], scales))
 
     def install(self, builder: EngineBuilder) -> None:
-        """Give quantized layers the device's fastest product."""
+        """Replace the model's quantized linear layers by those with the device's fastest matrix product."""
         if not any(isinstance(layer, QuantLinear) for layer in builder.model.modules()):
             return
         if builder.feature(Kernels) is not None:

@@ -83,14 +83,15 @@ class Scheme:
         return (n, k // self.group)
 
     def with_group(self, size: int) -> Scheme:
-        """Return this scheme with groups of another size."""
+        """Return a copy of this scheme with groups of `size` inputs."""
         return replace(self, group=size)
 
     def fitted(self, k: int, name: str) -> Scheme:
-        """Return this scheme for rows of `k` weights, with the largest size of group up to its own that
-        divides them.
+        """Return this scheme with the largest supported group size, up to its own, that divides `k`.
 
-        name: the layer, for the message.
+        A scheme without groups is returned as it is.
+
+        k: weights in a row, which are the layer's inputs. name: the layer, for the message.
 
         Raises:
             UserError: no size of group divides `k`.

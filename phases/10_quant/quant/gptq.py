@@ -96,11 +96,13 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 def search_scales(
     weight: Tensor, importance: Tensor, scheme: Scheme, dtype: torch.dtype
 ) -> Tensor:
-    """Return scales `[N, K / g]` of a weight's groups, clipping the largest weights where that lowers the
-    error.
+    """Return scales `[N, K / g]` of a weight's groups, each chosen for the least squared error.
 
-    weight: `[N, K]`. importance: `[K]`, the mean square of each input, by which its weights' squared
-        errors count. scheme: int4 in groups of `g`. dtype: of the scales.
+    Tried are 1 to 0.7 times (`SHRINKS`) the scale that just holds the group's largest weight; a smaller
+    scale clips it.
+
+    weight: `[N, K]`. importance: `[K]`, the mean square of each input, by which its weights' squared errors
+        count. scheme: int4 in groups of `g`. dtype: of the scales.
     """
     groups = weight.view(len(weight), -1, scheme.group)
     weights = importance.view(-1, scheme.group)

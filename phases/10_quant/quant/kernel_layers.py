@@ -22,11 +22,10 @@ from triton_paged_attention.linear import FusedLinear
 
 
 class KernelLinear(QuantLinear):
-    """A quantized linear layer (`QuantLinear`) for a GPU: multiplied in eight bits, or unpacked to 16 and
-    multiplied.
+    """A quantized linear layer for a GPU: multiplies in eight bits, or unpacks the weight first.
 
-    eight: True if inputs are rounded to eight bits and multiplied by eight-bit weights. Four-bit numbers lie
-        in int32 words, in the order of `products.to_words`.
+    eight: True if inputs are rounded to eight bits and multiplied by eight-bit weights. Four-bit numbers
+        lie in int32 words, in the order of `products.to_words`.
     """
 
     def __init__(self, linear: QuantLinear) -> None:
@@ -38,16 +37,12 @@ class KernelLinear(QuantLinear):
 
     @property
     def stored(self) -> QuantizedWeight:
-        """Return the weight's tensors as kernels read them: four-bit numbers in int32 words, without
-        `order`.
-        """
+        """Return the weight as kernels read it: four-bit numbers in int32 words, and without `order`."""
         return QuantizedWeight(self.scheme, self.data, self.scale, self.zero)
 
     @property
     def weight(self) -> QuantizedWeight:
-        """Return the layer's weight in the layout that `QuantizedWeight` describes, unpacked from the
-        words.
-        """
+        """Return the weight in `QuantizedWeight`'s layout; four-bit numbers are unpacked from words."""
         if self.scheme.weights != "int4":
             return replace(self.stored, order=self.order)
         numbers = QuantizedWeight(self.scheme, self.data, torch.ones_like(self.scale))
@@ -69,7 +64,10 @@ class KernelLinear(QuantLinear):
 
 
 def install(model: Model) -> Model:
-    """Replace quantized layers inside phase 06's `FusedLinear`s by `KernelLinear`s; return the same model."""
+    """Replace the `QuantLinear` in each `FusedLinear` (phase 06) by a `KernelLinear`; return the same model.
+
+    A layer whose group size is no multiple of 32 stays as it is.
+    """
     for fused in model.modules():
         if not isinstance(fused, FusedLinear):
             continue
@@ -81,7 +79,10 @@ def install(model: Model) -> Model:
 
 
 def unpacked_bytes(model: Model) -> int:
-    """Return the bytes of the largest weight that is unpacked to the model's dtype to be multiplied."""
+    """Return the bytes of the largest weight that a `KernelLinear` of the model unpacks to multiply.
+
+    It is unpacked to the model's dtype; 0 if no weight is.
+    """
     sizes = [
         layer.shape[0] * layer.shape[1]
         for layer in model.modules()

@@ -19,7 +19,7 @@ SAMPLE = 256
 
 
 def sample(model: Model) -> list[int]:
-    """Return at most `SAMPLE` token ids spread over the whole vocabulary, the same at each call.
+    """Return 256 random token ids (fewer for a short context), the same at each call; BOS comes first.
 
     They suffice to find scales of keys: what makes keys large does so for every token (channels that RoPE
     hardly rotates, and biases).
@@ -53,8 +53,9 @@ def head_scales(model: Model, texts: Sequence[Sequence[int]], kind: str) -> Tens
 
 
 class HeadMaxima(RecomputeAttention):
-    """Attention without a cache (phase 01's) that records each head's largest key and value:
-    `largest [L, 2, KH]`.
+    """Attention without a cache that records the largest magnitude of each head's keys and values.
+
+    largest: `[L, 2, KH]` float32; index 0 for keys, 1 for values.
     """
 
     def __init__(self, model: Model) -> None:
@@ -64,7 +65,7 @@ class HeadMaxima(RecomputeAttention):
         )
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Record `k` and `v [S, KH, D]`, and return the attention of `q [S, H, D]`: `[S, H, D]`."""
+        """Record magnitudes of `k` and `v [S, KH, D]`; return attention's output `[S, H, D]` for `q`."""
         for side, x in enumerate((k, v)):
             most = x.float().abs().amax(dim=(0, 2))
             self.largest[layer.index, side] = self.largest[layer.index, side].maximum(most)

@@ -66,7 +66,9 @@ class QuantLinear(nn.Module):
 
     @staticmethod
     def joined(*parts: nn.Module) -> QuantLinear | None:
-        """Return quantized layers that read the same input as one, whose output is theirs end to end.
+        """Return one quantized layer whose output concatenates those of several with the same input.
+
+        parts: the layers. Their weights and biases are copied.
 
         Returns:
             None if a layer is not quantized, formats differ, or only some of the layers have a bias.
@@ -85,8 +87,8 @@ class QuantLinear(nn.Module):
 def quantized(weight: Tensor, scheme: Scheme, name: str) -> QuantizedWeight:
     """Return the weight `[N, K]` rounded to the nearest numbers of `scheme`.
 
-    name: of the layer, for messages. Scales of groups are bfloat16, or float16 if the weight is. Groups
-        that do not divide K are made smaller.
+    name: of the layer, for messages. Scales of groups are bfloat16, or float16 if the weight is. If the
+        scheme's groups do not divide K, smaller ones are used.
 
     Raises:
         UserError: no size of group divides K.

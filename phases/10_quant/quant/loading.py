@@ -18,10 +18,11 @@ HEAD = "lm_head"
 
 
 class Quantize:
-    """A loader of checkpoints that replaces plain linear layers by quantized ones; implements `WeightLoader`.
+    """A `WeightLoader` that loads a checkpoint and quantizes linear layers as their weights arrive.
 
-    scheme: the format of every linear layer but the output head; None: they stay plain.
-    head: the format of the output head; None: it stays plain. A function returns it for a device.
+    scheme: the format of every linear layer but the output head; None: these are not quantized.
+    head: the format of the output head, or a function that returns it for a device; None: it is not
+        quantized.
     """
 
     def __init__(
@@ -32,17 +33,22 @@ class Quantize:
         self.scheme, self.head = scheme, head
 
     def wanted(self, name: str, device: torch.device) -> Scheme | None:
-        """Return the format for the plain layer `name`, whose weight is on `device`; None: it stays plain."""
+        """Return the format to which the `nn.Linear` called `name` is to be quantized; None: it is not.
+
+        device: where its weight is.
+        """
         if name != HEAD:
             return self.scheme
         return self.head(device) if callable(self.head) else self.head
 
     def reading(self) -> Quantize:
-        """Return a loader that reads quantized checkpoints as this one does, and quantizes nothing itself."""
+        """Return a loader of the same class that quantizes nothing, and only reads quantized checkpoints."""
         return type(self)()
 
     def expect(self, model: Model) -> None:
-        """Replace modules of a model on `meta` whose matrices the checkpoint has in a GGUF format.
+        """Replace modules of a model on `meta` by those for the GGUF formats of its checkpoint.
+
+        A model whose checkpoint is not quantized stays as it is.
 
         Raises:
             UserError: the checkpoint is quantized in another format, or is to be quantized again.
@@ -61,7 +67,11 @@ class Quantize:
         expect_blocks(model, stored["types"])
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-        """Store a checkpoint's tensor at `name` in `model`; a weight is quantized first, and then freed."""
+        """Store a checkpoint's tensor in `model`; the weight of a linear layer is quantized first.
+
+        name: of the parameter to store it in, such as "lm_head.weight". A quantized layer does not keep
+            `tensor`.
+        """
         owner, _, leaf = name.rpartition(".")
         scheme = self.wanted(owner, tensor.device)
         layer = model.get_submodule(owner)
@@ -72,7 +82,11 @@ class Quantize:
         model.set_submodule(owner, QuantLinear(quantized(tensor, scheme, owner), layer.bias))
 
     def finish(self, model: Model) -> Model:
-        """Tie heads to their embeddings after all tensors are loaded, and return the model."""
+        """Finish a model whose tensors are loaded, and return it.
+
+        Output heads that are tied to a GGUF embedding get its tensors, and layers that `place` has not
+        quantized (such as other tied heads) are quantized.
+        """
         for head, embedding in tied_blocks(model):
             model.set_submodule(head, BlockLinear.tied(embedding))
         for name in plain_layers(model):
@@ -83,7 +97,7 @@ class Quantize:
         return model
 
     def changes(self, model: Model) -> bool:
-        """Return True if this loader would quantize a plain layer of a model that was loaded before."""
+        """Return True if this loader would quantize a layer of `model`, which is loaded already."""
         return any(self.wanted(name, model.device) is not None for name in plain_layers(model))
 
 

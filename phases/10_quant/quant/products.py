@@ -36,10 +36,9 @@ class Rounded(NamedTuple):
 
 @triton.jit
 def token_scale(top, WHOLE: tl.constexpr):
-    """Return a token's scale, from its largest magnitude `top`, and the scale's inverse; the scale is
-    never 0.
+    """Return a token's scale (its largest magnitude over the format's largest number), and 1 / scale.
 
-    WHOLE: the format is int8, otherwise e4m3; `top` is mapped to its largest number.
+    top: the token's largest magnitude. WHOLE: the format is int8, otherwise e4m3. The scale is never 0.
     """
     scale = tl.maximum(top * (1.0 / (_INT8 if WHOLE else _FP8)), 1.1754943508222875e-38)
     return scale, tl.div_rn(1.0, scale)
@@ -49,10 +48,10 @@ def token_scale(top, WHOLE: tl.constexpr):
 def rounded(y, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
     """Return float32 numbers `y` rounded to those that an eight-bit format has; they stay float32.
 
-    WHOLE: the format is int8, otherwise e4m3, which has three bits after its first; below 2^-6 its
-        numbers are multiples of 2^-9. HARDWARE: the GPU converts to e4m3; not
-        every GPU does, and the interpreter's conversion loses a carry. To add and subtract 1.5 * 2^23
-        rounds to the nearest integer, ties to even.
+    WHOLE: the format is int8, otherwise e4m3, which has three bits of mantissa; below 2^-6 its numbers are
+    multiples of 2^-9. HARDWARE: convert to e4m3 by the GPU's instruction; not every GPU has it, and in
+    Triton's interpreter the conversion loses a carry. Without it: adding and subtracting 1.5 * 2^23 rounds
+    to the nearest integer, ties to even.
     """
     if WHOLE:
         y = tl.minimum(tl.maximum(y, -_INT8), _INT8)
@@ -94,7 +93,7 @@ def hardware_rounds(device: torch.device) -> bool:
 
 
 def round_rows(x: Tensor, kind: Activations) -> Rounded:
-    """Return `x [..., K]` rounded to eight bits, `[T, K]`, with a scale for each token.
+    """Return `x [..., K]` rounded to eight bits: numbers `[T, K]`, and a scale for each of the `T` tokens.
 
     kind: "fp8" or "int8". A token's largest magnitude becomes the format's largest number.
     """
@@ -117,10 +116,13 @@ SPAN = 128
 
 
 def to_words(weight: QuantizedWeight) -> Tensor:
-    """Return a weight's four-bit numbers `[N, K]` packed into the words that kernels read: int32
-    `[N, 16 ceil(K / 128)]`.
+    """Return a weight's four-bit numbers packed into the words that kernels read.
 
-    Sixteen words hold 128 inputs in the order of `SPAN`; beyond K the number is 8, which stands for 0.
+    weight: int4 `[N, K]`.
+
+    Returns:
+        int32 `[N, 16 ceil(K / 128)]`. Sixteen words hold 128 inputs: bits 4 i and 16 + 4 i of word j begin
+        inputs 32 i + 2 j and 32 i + 2 j + 1. Beyond K the number is 8, which stands for 0.
     """
     numbers = unpack_nibbles(weight.data)  # [N, K]
     numbers = F.pad(numbers, (0, -numbers.shape[1] % SPAN), value=8)
@@ -150,9 +152,9 @@ def eight_by_eight(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> T
 
 
 def multiply_numbers(values: Tensor, data: Tensor) -> Tensor:
-    """Return `values [T, K] @ data.T` without scales, data `[N, K]`: `[T, N]`.
+    """Return `values [T, K] @ data.T` for eight-bit `data [N, K]`, without scales: `[T, N]`.
 
-    int32 of int8 numbers on a GPU, float32 on a CPU.
+    The result is int32 on a GPU, where both must be int8, and float32 on a CPU.
     """
     if not values.is_cuda:
         return F.linear(values.float(), data.float())
@@ -163,7 +165,10 @@ def multiply_numbers(values: Tensor, data: Tensor) -> Tensor:
 
 
 def eight_bits_are_faster(weight: QuantizedWeight, device: torch.device) -> bool:
-    """Return True if the device can multiply eight-bit inputs by this weight without unpacking the weight."""
+    """Return True if the device can multiply eight-bit inputs by this weight without unpacking the weight.
+
+    False if the weight's scheme does not round inputs, or scales are not by channel.
+    """
     scheme = weight.scheme
     if scheme.activations is None or scheme.scales != "channel" or weight.order is not None:
         return False
@@ -178,10 +183,10 @@ def unpack8_kernel(
     out, data, scale, scale_stride,
     K: tl.constexpr, SIDE: tl.constexpr, BLOCK_K: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize an eight-bit weight; one program for each row and `BLOCK_K` of its inputs.
+    """Dequantize an eight-bit weight. One program for each row and `BLOCK_K` of its inputs.
 
-    out: `[N, K]` of type HALF. data: `[N, K]`. scale: `[N]`, or with SIDE > 0 one for each block of SIDE x
-        SIDE weights, rows `scale_stride` numbers apart.
+    out: `[N, K]` of dtype HALF. data: `[N, K]`, int8 or fp8. scale: `[N]` if SIDE is 0, otherwise one for
+        each block of SIDE x SIDE weights, with `scale_stride` numbers from a row of blocks to the next.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -199,11 +204,13 @@ def unpack4_kernel(
     WORDS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize a four-bit weight. One program per row and `WORDS` of its words.
+    """Dequantize a four-bit weight. One program for each row and `WORDS` of its words.
 
-    out: `[N, K]` of type HALF: a number less its zero, times its scale, in float32 until it is stored.
-    words: int32 `[N, 16 ceil(K / 128)]`, eight numbers each.
-    scale, zero: `[N, K / GROUP]`, for `GROUP` neighbouring inputs each; without ZEROS every zero is 8.
+    out: `[N, K]` of dtype HALF: a number less its zero point, times its scale, in float32 until it is
+        stored.
+    words: int32 `[N, 16 ceil(K / 128)]`, eight numbers each, as `to_words` packs them.
+    scale, zero: `[N, K / GROUP]`, for `GROUP` neighbouring inputs each; without ZEROS every zero point is
+        8.
     """
     row = tl.program_id(0).to(tl.int64)
     SPANS: tl.constexpr = (K + 127) // 128
@@ -222,10 +229,10 @@ def unpack4_kernel(
 
 
 def unpack(weight: QuantizedWeight, size: int, dtype: torch.dtype) -> Tensor:
-    """Return the dequantized weight `[N, size]` in `dtype`; four-bit numbers must lie in int32 words
-    (`to_words`).
+    """Return the dequantized weight `[N, size]` in `dtype`, on a GPU.
 
-    size: inputs of the layer, `K`.
+    weight: in eight bits, or in four bits packed into int32 words (`to_words`). size: inputs of the layer,
+        `K`.
     """
     n = len(weight.data)
     out = torch.empty(n, size, dtype=dtype, device=weight.data.device)

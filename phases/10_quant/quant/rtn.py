@@ -14,7 +14,7 @@ def quantize(
 ) -> QuantizedWeight:
     """Return `weight [N, K]` rounded to the nearest numbers of a scheme.
 
-    The largest of the weights that share a scale is exact.
+    In eight bits, the largest of the weights that share a scale is exact.
 
     Args:
         scheme: a format whose groups divide K.
@@ -37,8 +37,9 @@ def quantize(
 
 
 def to_eight_bits(numbers: Tensor, kind: str) -> Tensor:
-    """Return float32 numbers rounded to fp8 or int8 (`kind`), ties to even; numbers beyond the range become
-    its ends.
+    """Return float32 numbers rounded to the format `kind`, "fp8" or "int8", in its dtype; ties go to even.
+
+    Numbers beyond the format's range become its ends.
     """
     most = LARGEST[kind]
     if kind == "fp8":
@@ -53,7 +54,7 @@ def group_scales(
 
     Without zero points the largest magnitude is 7.5 steps from 0: a positive one is stored as 7, and a
     negative one as -8. With them, the range from the smallest to the largest, 0 within it,
-    is cut into 15 steps.
+    is cut into 15 steps. `g` is the scheme's group size.
     """
     groups = weight.float().view(len(weight), -1, scheme.group)  # [N, K / g, g]
     if not scheme.zeros:
@@ -70,8 +71,9 @@ def _nonzero(scale: Tensor) -> Tensor:
 
 
 def to_nibbles(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Return float32 numbers quantized to 0 .. 15, uint8; zero: None: it is 8; `scale` and `zero` broadcast
-    to their shape.
+    """Return float32 numbers quantized to 0 .. 15, uint8: the rounded number / scale, plus the zero point.
+
+    scale, zero: broadcast to the shape of `numbers`; zero: None: 8.
     """
     middle = float(MIDDLE) if zero is None else zero.float()
     return ((numbers / scale.float()).round() + middle).clamp(0, 15).to(torch.uint8)
@@ -80,9 +82,9 @@ def to_nibbles(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 def in_groups(
     weight: Tensor, scheme: Scheme, scale: Tensor, zero: Tensor | None
 ) -> QuantizedWeight:
-    """Return `weight [N, K]` float32 rounded to the nearest, given its groups' scales and zeros `[N, K / g]`.
+    """Return `weight [N, K]` float32 rounded to the nearest int4 numbers, given its groups' scales.
 
-    scheme: int4 in groups of g. zero: None: 8.
+    scheme: int4 in groups of g. scale: `[N, K / g]`. zero: `[N, K / g]` uint8, zero points; None: 8.
     """
     groups = weight.view(len(weight), -1, scheme.group)
     numbers = to_nibbles(groups, scale[..., None], None if zero is None else zero[..., None])
@@ -90,12 +92,11 @@ def in_groups(
 
 
 def quantize_tokens(x: Tensor, kind: Activations) -> tuple[Tensor, Tensor]:
-    """Return `x [..., K]` as numbers `[..., K]`, int8 or fp8 (`kind`), and scales `[..., 1]` float32, one a
-    token.
+    """Return `x [..., K]` as eight-bit numbers `[..., K]`, and a float32 scale `[..., 1]` for each token.
 
-    A token's largest magnitude becomes the largest number of the format, `LARGEST[kind]`. A token of zeros
-    has numbers of 0 and the smallest normal scale, not 0. Scales are float32 whatever `x` is, and x is
-    multiplied by their reciprocal.
+    kind: the format of the numbers, "int8" or "fp8". A token's largest magnitude becomes the largest number
+        of the format, `LARGEST[kind]`. A token of zeros has numbers of 0 and the smallest normal scale, not
+        0. Scales are float32 whatever `x` is, and x is multiplied by their reciprocal.
     """
     x = x.float()
     scale = x.abs().amax(dim=-1, keepdim=True) * (1.0 / LARGEST[kind])
@@ -106,10 +107,9 @@ def quantize_tokens(x: Tensor, kind: Activations) -> tuple[Tensor, Tensor]:
 
 
 def rounded(x: Tensor, kind: Activations | None) -> Tensor:
-    """Return `x [..., K]` rounded to the eight-bit format `kind`, with a scale for each token, in `x`'s
-    dtype.
+    """Return `x [..., K]` rounded to an eight-bit format with a scale for each token, in `x`'s dtype.
 
-    kind: None: `x` is returned unchanged.
+    kind: the format, "fp8" or "int8"; None: `x` is returned unchanged.
     """
     if kind is None:
         return x

@@ -17,9 +17,9 @@ MIDDLE = 8
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A quantized weight `[N, K]` in the one layout that layers and kernels read, whatever the checkpoint
-    had.
+    """A quantized weight `[N, K]`, in the one layout that layers and kernels read from any checkpoint.
 
+    scheme: the format.
     data: fp8 `[N, K]` float8_e4m3fn; int8 `[N, K]` int8; int4 `[N, K / 2]` uint8, an even input in the low
         nibble and the odd one after it in the high nibble, both unsigned.
     scale: fp8 and int8 float32: `[N]` (channel) or `[ceil(N / 128), ceil(K / 128)]` (block). int4 `[N, K /
@@ -59,7 +59,7 @@ class QuantizedWeight:
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def can_concatenate(self, other: QuantizedWeight) -> bool:
-        """Return True if `cat` may append the outputs of `other` to this weight: formats and scales fit."""
+        """Return True if `cat` may append the outputs of `other`: formats, inputs and scales fit."""
         same_scheme = replace(self.scheme, name="") == replace(other.scheme, name="")
         same_inputs = self.shape[1] == other.shape[1] and self.order is other.order
         whole_blocks = self.scheme.scales != "block" or self.shape[0] % BLOCK == 0
@@ -68,10 +68,10 @@ class QuantizedWeight:
 
     @classmethod
     def cat(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Return weights of layers with the same input as one, along their outputs; each keeps its scales.
+        """Return one weight `[sum of N, K]` that concatenates the outputs of `parts`, with their scales.
 
         Args:
-            parts: each but the last `can_concatenate` the next one.
+            parts: weights of layers with the same input; each but the last `can_concatenate` the next one.
         """
         zeros = [part.zero for part in parts if part.zero is not None]
         data = torch.cat([part.data.view(torch.uint8) for part in parts])
@@ -84,15 +84,17 @@ class QuantizedWeight:
 
 
 def spread_blocks(scale: Tensor, n: int, k: int) -> Tensor:
-    """Return one scale for each weight `[n, k]`, from scales of 128 x 128 blocks `[ceil(n / 128),
-    ceil(k / 128)]`.
+    """Return scales of 128 x 128 blocks repeated for each weight: `[n, k]`.
+
+    scale: `[ceil(n / 128), ceil(k / 128)]`.
     """
     return scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
 
 
 def check_scale(name: str, scale: Tensor) -> None:
-    """Raise `UserError` unless all of a weight's scales are finite and none is negative. name: of the
-    tensor.
+    """Raise `UserError` unless all of a weight's scales are finite and none is negative.
+
+    name: of the tensor `scale`, for the message.
     """
     if not bool(torch.isfinite(scale).all()):
         raise UserError(f"{name} holds NaN or infinity: the checkpoint is damaged")
@@ -101,9 +103,7 @@ def check_scale(name: str, scale: Tensor) -> None:
 
 
 def pack_nibbles(numbers: Tensor) -> Tensor:
-    """Return numbers `[N, K]` of 0 to 15 packed into `[N, K / 2]` uint8, the even column in the low
-    nibble.
-    """
+    """Return numbers `[N, K]` of 0 to 15 packed into `[N, K / 2]` uint8: even columns in the low nibbles."""
     numbers = numbers.to(torch.uint8)
     return numbers[:, ::2] | (numbers[:, 1::2] << 4)
 

@@ -50,7 +50,7 @@ def expected_tokens(rate: float, drafts: int) -> float:
 
 
 def draft_length(rate: float, each: float, most: int) -> int:
-    """Return the number of drafts of a request that gains it the most tokens, at most `most`.
+    """Return how many drafts gain a request the most tokens in a step, less what they cost; at most `most`.
 
     The k-th draft is accepted with chance rate^k. It is made if this chance is at least its cost, `each`.
 
@@ -73,14 +73,15 @@ def gain(rate: float, each: float, drafts: int) -> float:
 def choose_lengths(
     rates: Sequence[float], fixed: float, each: float, most: int
 ) -> list[int] | None:
-    """Return the number of drafts of each request in the next step, or None if the batch would lose.
+    """Return each request's number of drafts in the next step, or None if the batch would lose by them.
 
-    A batch of `len(rates)` requests makes as many tokens in a plain step. So a step that takes `fixed` plain
-    steps longer costs `fixed * len(rates)` tokens, and all requests together have to gain more.
+    A plain step (without drafts) makes one token for each of the `len(rates)` requests. So a step that
+    takes `fixed` plain steps longer costs `fixed * len(rates)` tokens, and all requests together have to
+    gain more.
 
     Args:
         rates: each request's chance that a draft is accepted, above 0 and below 1.
-        fixed: what a step with any drafts takes longer, in plain steps.
+        fixed: how much longer a step with any drafts takes, as a multiple of a plain step's time.
         each: what each draft costs besides, in tokens, above 0.
         most: drafts of a request that are allowed.
     """
@@ -95,13 +96,16 @@ def choose_lengths(
 
 @dataclass
 class Tries:
-    """Weighted counts of drafts that were tried and accepted; the latest weigh most."""
+    """Weighted counts of verified drafts (`tried`) and of those that were accepted; the latest weigh most."""
 
     accepted: float = 0.0
     tried: float = 0.0
 
     def add(self, tried: int, accepted: int, memory: float) -> None:
-        """Add `tried` drafts of a step, of which each multiplies the weight of earlier ones by `memory`."""
+        """Add the drafts of a step, after multiplying the earlier counts by `memory` for each tried draft.
+
+        tried, accepted: number of drafts. memory: factor below 1.
+        """
         keep = memory**tried
         self.tried = self.tried * keep + tried
         self.accepted = self.accepted * keep + accepted
@@ -112,13 +116,13 @@ UNTRIED = Tries()
 
 @dataclass
 class StepCost:
-    """Measured times of steps at one batch size, with and without drafts.
+    """Estimates of how long steps take at one batch size, with and without drafts.
 
-    plain: seconds of a step without drafts, measured `samples` times.
-    fixed: what a step with any drafts takes longer, in plain steps.
+    plain: seconds of a plain step (without drafts), measured `samples` times.
+    fixed: how much longer a step with any drafts takes, as a multiple of `plain`.
     each: what each draft costs besides, in tokens: the plain steps that one draft of every request adds.
-    most: drafts of a request, twice what was tried. drafting: number of steps with drafts, pauses included.
-    tried_at: number of the last step with drafts.
+    tries: steps with drafts that were measured. most: drafts of a request that may be tried next.
+    drafting: number of steps with drafts, pauses included. tried_at: number of the last step with drafts.
     """
 
     tried_at: int
@@ -131,7 +135,7 @@ class StepCost:
     drafting: int = 0
 
     def add_plain(self, seconds: float) -> None:
-        """Update the estimates from the time of a step without drafts, in seconds."""
+        """Update `plain` by the measured time of a step without drafts, in seconds."""
         self.samples += 1
         if self.samples > SAMPLES:
             self.plain += (1 - MEMORY) * (min(seconds, 1.5 * self.plain) - self.plain)
@@ -139,7 +143,10 @@ class StepCost:
             self.plain = min(self.plain, seconds) if self.samples > 1 else seconds
 
     def add_drafts(self, seconds: float, drafts: float) -> None:
-        """Update the estimates from the seconds of a step with drafts; drafts: per request, on average."""
+        """Update `fixed` and `each` by the measured time of a step with drafts, in seconds.
+
+        drafts: mean number of drafts of a request in the step.
+        """
         if not (self.plain and drafts):
             return
         expected = self.fixed + self.each * drafts
@@ -152,16 +159,16 @@ class StepCost:
         self.most = min(2 * self.most, 1 << 10)
 
     def forget_drafts(self) -> None:
-        """Reset the estimates of what drafts cost to their first values."""
+        """Reset `fixed` and `each`, what drafts cost, to their first estimates."""
         self.fixed, self.each = FIRST_FIXED, FIRST_EACH
         self.tries, self.most = 0, 1
 
 
 def is_drafted(request: Request) -> bool:
-    """Return True if a request may have drafts.
+    """Return True if a request may have drafts in the next step.
 
-    Its prompt is computed, at least two more tokens are allowed, no siblings wait for it, and it has no
-    penalties, for which each token changes the next logits.
+    Its prompt must be computed, it must be allowed at least two more tokens, no other sample of its prompt
+    may wait for it, and it must have no penalties (for these, each token changes the next logits).
     """
     more = len(request.tokens) + 1 < request.limit
     return more and not (request.prefilling or request.siblings or request.params.penalized)
@@ -172,13 +179,15 @@ class DraftController:
 
     Args:
         most: drafts of a request in a step.
-        adaptive: False: always the most.
-        watches: the drafter must see every step of a request, so it is switched on only between requests.
+        adaptive: False: always `most`, without measuring.
+        watches: the drafter must see every step of a request, so drafting starts and stops only between
+            requests.
         rehearses: the drafter costs the device nothing, so its drafts are first compared with tokens that
             were sampled without them, before any step verifies drafts.
-        clock: in seconds; replaced by tests.
+        clock: returns seconds; replaced by tests.
 
-    on: steps may have drafts or are watched, so every token must be known before a step is scheduled.
+    on: True while the next step may have drafts or the drafter watches steps; every token must be on the
+        host then before a step is scheduled.
     """
 
     def __init__(
@@ -205,16 +214,20 @@ class DraftController:
         self._finished: list[Work] = []
 
     def attach(self, engine: Engine) -> None:
-        """Store the engine whose steps are timed."""
+        """Store the engine whose steps are counted and timed."""
         self._engine = engine
 
     def cost(self, rows: int) -> StepCost:
-        """Return the measured times of steps of about `rows` requests; batch sizes are powers of two."""
+        """Return the estimated times of steps at the batch size `rows`, rounded up to a power of two."""
         size = 1 << max(0, rows - 1).bit_length()
         return self.costs.setdefault(size, StepCost(self.steps))
 
     def rate(self, request: Request) -> float:
-        """Return the estimated chance that a request's draft is accepted, from its drafts and all others."""
+        """Return the estimated chance, 0.01 to 0.99, that a request's draft is accepted.
+
+        It is estimated from the request's drafts and those of all requests; 0.01 for a request that may
+        have none.
+        """
         if not is_drafted(request):
             return LOWEST_RATE
         overall = self._overall.accepted / self._overall.tried
@@ -223,9 +236,9 @@ class DraftController:
         return min(0.99, max(LOWEST_RATE, rate))
 
     def decide(self, running: Sequence[Request]) -> list[int] | None:
-        """Return the number of drafts for each running request in the next step, or None: there are none.
+        """Return the number of drafts for each running request in the next step, or None for no drafts.
 
-        Called once a step, before it is scheduled; the time since the last call is a step's.
+        Called once a step, before it is scheduled; the time since the last call is taken as that of a step.
         """
         if not self.adaptive:
             return [self.most] * len(running)
@@ -239,27 +252,34 @@ class DraftController:
         return lengths
 
     def is_gain(self, drafts: Mapping[Request, Sequence[int]], rows: int) -> bool:
-        """Return True if a step of `rows` requests should gain by these drafts (token ids by request)."""
+        """Return True if a step of `rows` requests is expected to gain more by drafts than they cost.
+
+        drafts: token ids by request. Always True if the controller is not adaptive.
+        """
         cost = self.cost(rows)
         gained = sum(gain(self.rate(one), cost.each, len(its)) for one, its in drafts.items())
         return not self.adaptive or gained > cost.fixed * rows
 
     def add_tries(self, request: Request, drafts: int, accepted: int) -> None:
-        """Count a request's drafts of a step that were tried, up to the first wrong one, and the accepted.
+        """Count the drafts of a request that a step verified, and those that were accepted.
 
-        No draft at all counts as a wrong one: a drafter that finds nothing gains nothing.
+        Tried are the drafts up to and with the first wrong one. No draft at all counts as a wrong one: a
+        drafter that finds nothing gains nothing.
         """
         tried = max(1, min(drafts, accepted + 1))
         self._rates.setdefault(request, Tries()).add(tried, accepted, MEMORY)
         self._overall.add(tried, accepted, LONG_MEMORY)
 
     def add_work(self, work: Work) -> None:
-        """Count the tokens and drafts of one request (`work`) in a finished step, if steps are timed."""
+        """Record what a finished step computed for one request, to estimate costs; only if adaptive.
+
+        work: the request's tokens and drafts in the step.
+        """
         if self.adaptive:  # otherwise nothing would ever remove it
             self._finished.append(work)
 
     def leave(self, request: Request) -> None:
-        """Drop the draft counts of a request that frees its row."""
+        """Drop the draft counts of a request that has ended or is preempted."""
         self._rates.pop(request, None)
         self._newcomer = True
 
@@ -294,7 +314,7 @@ class DraftController:
         return None if lengths is None else lengths[:rows]
 
     def _measure(self, rows: int) -> None:
-        """Update the estimated cost of a step from how long the last step took, if it had only decodes.
+        """Update the estimated cost of a step by the time since the last call, if that step was decodes.
 
         Estimates are kept by batch size, with and without drafts. rows: requests in the step that begins.
         """
@@ -315,5 +335,5 @@ class DraftController:
 
 
 def is_decode(work: Work) -> bool:
-    """Return True for a work that computes its request's newest token, and drafts, alone."""
+    """Return True if a work (one request's tokens in a step) is the newest token, and drafts, alone."""
     return work.count == 1 + len(work.drafts) and len(work.sampled_requests) == 1

@@ -20,11 +20,11 @@ from speculative.proposer import Proposer
 
 @dataclass(eq=False, slots=True)
 class Shadow:
-    """The draft model's copy of a request.
+    """A copy of a request in the draft model's engine.
 
-    request: with a row, blocks and settings in the draft model's engine; its `num_computed_tokens` are right.
-    drafts: the tokens guessed last, after the tokens known then; all but the last are computed.
-    known: how many tokens the large model's request had then.
+    request: the copy, with a row, blocks and settings of that engine; its `num_computed_tokens` are right.
+    drafts: the tokens guessed last, which follow the copy's tokens; all but the last draft are computed.
+    known: how many tokens the large model's request had when they were guessed; -1: none were.
     """
 
     request: Request
@@ -33,7 +33,10 @@ class Shadow:
 
 
 class DraftModel(Proposer):
-    """A proposer of drafts by a smaller model, which generates for all requests at once."""
+    """A proposer of drafts by a smaller model, which generates for all requests at once.
+
+    engine: the smaller model's engine, whose steps `guess` runs.
+    """
 
     def __init__(self, engine: PagedEngine) -> None:
         self.engine = engine
@@ -45,8 +48,9 @@ class DraftModel(Proposer):
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """Return the drafts of each request, as many as `lengths` asks for; an empty list without room in the
-        draft model's cache.
+        """Return the draft tokens of each request, as many as its entry in `lengths` asks for.
+
+        They are empty for a request for which the draft model's cache has no room.
         """
         ready: dict[Request, Shadow] = {}
         behind: list[tuple[Shadow, int]] = []
@@ -67,13 +71,13 @@ class DraftModel(Proposer):
         ]
 
     def _ready(self, request: Request, length: int) -> Shadow | None:
-        """Return the draft model's copy of a request with all its tokens and room for `length` drafts; None
-        without room.
+        """Return the draft model's copy of a request, updated and with room for `length` drafts, or None.
 
-        Rolls back: tokens from the first wrong draft on count as not computed. So do the last draft, which
-        never was computed, and in any case the newest token. The copy's old drafts are dropped. A request
-        without a copy gets one (`_enter`), if there is a row and its tokens fit; a copy without room for its
-        tokens and `length` more is removed. The copy lacks the request's first `_skipped` tokens.
+        The copy gets the request's new tokens. Of its computed ones, those from the first wrong draft on
+        count as not computed. So do the last draft, which never was computed, and in any case the newest
+        token. The copy's old drafts are dropped. A request without a copy gets one (`_enter`), if there is
+        a row and its tokens fit, else None is returned. A copy without room for its tokens and `length`
+        more is removed, and None is returned. The copy lacks the request's first `_skipped` tokens.
         """
         shadow = self.shadows.get(request)
         if shadow is None:
@@ -97,13 +101,11 @@ class DraftModel(Proposer):
         return shadow
 
     def _skipped(self, request: Request) -> int:
-        """Return how many of a request's first tokens the draft model's copy does not have."""
+        """Return how many of a request's first tokens the draft model's copy does not have; here 0."""
         return 0
 
     def _enter(self, request: Request) -> Shadow:
-        """Return a new copy of a request in the draft model, with a row; all its tokens are still to be
-        computed.
-        """
+        """Return a new copy of a request in a row of the draft model's engine; no token is computed yet."""
         skipped, params = self._skipped(request), replace(request.params, logprobs=None)
         tokens, prompt_len = request.tokens[skipped:], request.prompt_len - skipped
         own = Request(request.id, tokens, prompt_len, request.limit, params, seed=request.seed)
@@ -111,10 +113,9 @@ class DraftModel(Proposer):
         return Shadow(own)
 
     def _write(self, some: Sequence[tuple[Shadow, int]]) -> None:
-        """Compute the known tokens of requests in the draft model, generate drafts, and store them in the
-        copies.
+        """Compute the known tokens of requests' copies, generate drafts, and store these in the copies.
 
-        some: pairs of a request's copy and its number of drafts. All steps are launched before any is read.
+        some: pairs of a copy and its number of drafts. All steps are launched before any is read.
         """
         owns = [shadow.request for shadow, _ in some]
         # The tokens that the draft model did not generate go into its rows; at most those it computes.
@@ -141,10 +142,10 @@ class DraftModel(Proposer):
             shadow.request.num_computed_tokens = len(shadow.request.tokens)
 
     def _catch_up(self, owns: Sequence[Request]) -> Pending:
-        """Compute all known tokens of `owns`, the draft model's requests; return a step with their first
-        drafts.
+        """Compute all known tokens of requests in the draft model; return the step with their first drafts.
 
-        Prompts are computed in chunks; the drafts come from the last chunk.
+        owns: the draft model's requests. Prompts are computed in chunks; the drafts are sampled by the last
+            chunk, whose results may still be pending.
         """
         budget = self.engine.scheduler.step_tokens
         left = {own: len(own.tokens) for own in owns}
@@ -170,7 +171,7 @@ class DraftModel(Proposer):
         return self.runner.sample(self.runner.forward(works))
 
     def leave(self, request: Request) -> None:
-        """Free the row and blocks that a request's copy has in the draft model."""
+        """Remove a request's copy from the draft model, if it has one, and free the copy's row and blocks."""
         shadow = self.shadows.pop(request, None)
         if shadow is not None:
             self.cache.release(shadow.request)

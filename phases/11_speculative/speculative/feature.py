@@ -51,7 +51,7 @@ class Speculate(Feature):
     draft_model: str | None = option(None, "model or weights that guess, for model and head")
 
     def __post_init__(self) -> None:
-        """Check the options; raise `UserError` for a value out of its limits."""
+        """Check the options; raise `UserError` for values out of range or that do not fit together."""
         super().__post_init__()
         choice("drafter", self.drafter, (*DRAFTERS, "none"))
         if self.drafter == "model" and self.draft_model is None:
@@ -66,11 +66,14 @@ class Speculate(Feature):
 
     @property
     def length(self) -> int:
-        """Return the most drafts of a request in a step."""
+        """Return the most drafts that a request may have in a step."""
         return self.draft_length or DRAFTERS[self.drafter].defaults
 
     def install(self, builder: EngineBuilder) -> None:
-        """Add a drafter to the engine, and graphs that verify drafts if it has CUDA graphs."""
+        """Add a drafter and its verifier to the engine, and graphs that verify if it has CUDA graphs.
+
+        Nothing is added if `drafter` is "none".
+        """
         if self.drafter == "none":
             return
         source = DRAFTERS[self.drafter].make(self, builder)
@@ -86,9 +89,7 @@ class Speculate(Feature):
         return DraftModel(draft_engine(builder, self.draft_model, self._shared(builder)))
 
     def head_source(self, builder: EngineBuilder) -> HeadSource:
-        """Return a proposer that generates drafts with a trained head on the model's hidden states
-        (EAGLE-3).
-        """
+        """Return a proposer that generates drafts with an EAGLE-3 head on the model's hidden states."""
         path = (
             Path(self.draft_model)
             if self.draft_model
@@ -106,10 +107,10 @@ class Speculate(Feature):
 
 
 class DrafterKind(NamedTuple):
-    """A kind of drafter that the option `speculate` can name.
+    """A kind of drafter that the option `drafter` can name.
 
-    defaults: most drafts of a request in a step, unless the caller says otherwise.
-    make: returns the proposer of drafts, given the builder of the engine.
+    defaults: most drafts of a request in a step if the option `draft_length` is not given.
+    make: returns the proposer of drafts, given the options and the builder of the engine.
     """
 
     defaults: int
@@ -128,9 +129,10 @@ DRAFTERS = {
 
 @dataclass(frozen=True)
 class SmallSteps(Feature):
-    """CUDA graphs for steps of several tokens a request, if the engine has graphs.
+    """A feature that adds CUDA graphs for steps of several tokens per request, if the engine has CUDA graphs.
 
-    They verify drafts, and compute known tokens in a draft model. drafts: most of a request in a step.
+    They verify drafts, and compute known tokens in a draft model. drafts: most drafts of a request in a
+    step.
     """
 
     name: ClassVar[str] = "small_steps"
@@ -139,7 +141,7 @@ class SmallSteps(Feature):
     drafts: int
 
     def install(self, builder: EngineBuilder) -> None:
-        """Add the graphs to the engine, and reserve memory for them."""
+        """Add the graphs' executor to the engine, and reserve device memory for the graphs."""
         graphs = builder.feature(Graphs)
         if graphs is not None:
             from speculative.verify_graph import VerifyGraphExecutor, verify_bytes
@@ -155,7 +157,9 @@ class SmallSteps(Feature):
 def draft_engine(
     builder: EngineBuilder, model: str | Model, features: Iterable[Feature]
 ) -> PagedEngine:
-    """Return an engine for a draft model with these features, beside the engine that is being built.
+    """Return a second engine, for a draft model, with the sizes and the device of the engine being built.
+
+    model: a name or path, or the loaded draft model. features: those of the draft model's engine.
 
     Raises:
         UserError: the vocabularies of the two models differ.

@@ -50,7 +50,8 @@ KIND = "head"
 class ReducedHead(nn.Module):
     """An output head for some tokens of the vocabulary; the others have a logit of minus infinity.
 
-    ids: `[N]` int64, which tokens; weight: `[N, hidden]`, those rows of the large head.
+    ids: `[N]` int64, which tokens. weight: `[N, hidden]`, the rows of these tokens in the large head's
+        weight.
     """
 
     def __init__(self, weight: Tensor, ids: Tensor, vocab_size: int) -> None:
@@ -62,22 +63,21 @@ class ReducedHead(nn.Module):
         self.weight: Tensor
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits `[..., V]` of `hidden [..., hidden]` over the full vocabulary; -inf for tokens
-        that it lacks.
-        """
+        """Return logits `[..., V]` of `hidden [..., hidden]`; -inf for tokens that are not in `ids`."""
         some = hidden @ self.weight.T
         logits = some.new_full((*some.shape[:-1], self.vocab_size), float("-inf"))
         return logits.index_copy_(-1, self.ids, some)
 
 
 class Head(Model):
-    """The EAGLE-3 drafter: one layer on hidden states of the large model, with its embedding and a reduced
-    head.
+    """The EAGLE-3 drafter: a small model on hidden states of the large one, whose embedding it shares.
 
     At position p it is given the token p + 1 and the hidden states from which that token was sampled, and
-    predicts token p + 2. So its sequence is the request's without the first token.
+    predicts token p + 2. So its sequence is the request's without the first token. Its output head has only
+    some tokens.
 
-    hooks: the layers of the large model behind which hidden states are taken, beside the last ones.
+    layers: its number of layers. width: of their MLPs. ids: `[N]` int64, the tokens of its output head.
+    hooks: indices of the large model's layers whose outputs it reads, beside the last layer's.
     features: `[most, hidden]`, the features that the next call reads, in the order of its tokens.
     """
 
@@ -106,8 +106,7 @@ class Head(Model):
         self.fuse = nn.Linear(2 * hidden, hidden, bias=False)
 
     def mix(self, states: Tensor) -> Tensor:
-        """Return the drafter's features `[..., hidden]`, mixed from hidden states of three layers of the
-        large model.
+        """Return the drafter's input features `[..., hidden]`, mixed from hidden states of the large model.
 
         states: `[..., 3 * hidden]`, of a low, a middle and the last layer, end to end. Those of the first
             two have not been normalized yet, and some channels are a hundred times the rest.
@@ -118,22 +117,23 @@ class Head(Model):
         return mixed
 
     def room(self, tokens: int) -> None:
-        """Allocate the features of up to `tokens` tokens, at an address that a CUDA graph may read."""
+        """Allocate `features` for up to `tokens` tokens, at an address that a CUDA graph may read."""
         self.features = torch.zeros(
             tokens, self.config.hidden_size, dtype=self.dtype, device=self.device
         )
 
     def feed(self, hidden: Tensor) -> None:
-        """Store the features `hidden [n, hidden]` for the next call: `mix`ed ones, or the drafter's own
-        output.
+        """Store features `hidden [n, hidden]` for the next call of `forward`.
+
+        They come from `mix`, or are the drafter's own output for the token before.
         """
         self.features[: len(hidden)].copy_(hidden)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Return the drafter's hidden states `[..., hidden]`, the features of the next position, for token
-        ids.
+        """Return the drafter's hidden states `[n, hidden]`, which are also the next tokens' features.
 
-        input_ids, positions: `[...]`; as many of the stored `features` are read. attention: mixes the tokens.
+        input_ids, positions: `[n]`; the first `n` stored `features` are read. attention: computes
+            attention.
         """
         tokens = self.token_norm(self.embed_tokens(input_ids))
         features = self.feature_norm(self.features[: len(input_ids)])
@@ -144,7 +144,7 @@ class Head(Model):
         return self.norm(x)
 
     def own(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that are trained and saved, by name."""
+        """Return the parameters that are trained and saved, by name: all but the shared embedding."""
         return {
             name: value
             for name, value in self.named_parameters()
@@ -213,9 +213,9 @@ def load(path: Path, large: Model) -> Head:
 class HeadSource(DraftModel):
     """A proposer of drafts by an EAGLE-3 head, which reads the model's hidden states after every step.
 
-    Its sequence of a request begins where it first sees a hidden state: at the first token that is
-    computed after a prefix was found, or where guessing has begun again. The drafter has not seen the tokens
-    before.
+    For each request, the head's sequence begins at the first token whose hidden state it has seen: behind
+    the prefix found in the cache, or where drafting has begun again. The head knows nothing of earlier
+    tokens.
     """
 
     watches = True
@@ -233,14 +233,14 @@ class HeadSource(DraftModel):
         self._starts: tuple[Forwarded | None, dict[int, int]] = (None, {})
 
     def attach(self, engine: Engine) -> None:
-        """Store the engine whose hidden states are read."""
+        """Store the runner of the engine whose hidden states are read."""
         assert isinstance(engine.runner, PagedRunner)
         self._runner = engine.runner
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Store the hidden states of a step's tokens, as far as drafts were accepted.
+        """Store the hidden states of one request's tokens in a finished step, without those of wrong drafts.
 
-        work: one request's tokens in the step. accepted: its drafts that the model confirmed.
+        work: the request's tokens in the step. accepted: how many of its drafts the model confirmed.
         """
         assert self._runner is not None and self._runner.last is not None
         last = self._runner.last

@@ -13,22 +13,19 @@ from forward.model import Model
 
 
 def hooked_layers(layers: int) -> tuple[int, int]:
-    """Return the indices of a low and a middle layer of `layers`; EAGLE-3 reads their outputs and the last
-    one's.
-    """
+    """Return the indices of a low and a middle layer of `layers`; EAGLE-3 reads them and the last one."""
     return min(2, layers - 1), layers // 2
 
 
 class HiddenStateHooks:
-    """Forward hooks that store the outputs of some layers in the newest step, at an address that a graph may
-    write.
+    """Forward hooks that store the outputs of some layers in each step, at an address that never changes.
 
     A hook after each layer copies its output; a CUDA graph captures that with the layer. The engine with
     these hooks owns its model, so that no other engine runs them.
 
-    layers: indices of the layers.
+    layers: indices of the layers. tokens: most of a step.
 
-    kept: `[tokens, len(layers) * hidden]`, in the order of the step's tokens.
+    kept: `[tokens, len(layers) * hidden]`, the outputs in the newest step, in the order of its tokens.
     """
 
     def __init__(self, model: Model, layers: Sequence[int], tokens: int) -> None:
@@ -47,8 +44,9 @@ def _keep(kept: Tensor, layer: nn.Module, given: Any, out: Any) -> None:
 
 
 def stream(out: Any) -> Tensor:
-    """Return a layer's output as one tensor `[T, hidden]`; `out` of a fused layer is a sum still to be
-    added.
+    """Return a layer's output `out` as one tensor `[T, hidden]`.
+
+    Fused layers return two tensors whose sum is the output.
     """
     whole: Tensor = out if isinstance(out, Tensor) else out[0] + out[1]
     return whole

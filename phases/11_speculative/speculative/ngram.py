@@ -24,6 +24,7 @@ class NGramIndex:
     """Index of the position where each n-gram of a request's tokens occurred last.
 
     A token costs one entry for each of `NGRAM_SIZES`, some 100 bytes each, so an index has at most 10 MB.
+    At `MOST_TOKENS` tokens it drops the first half.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,10 @@ class NGramIndex:
         self._ends = dict[tuple[int, ...], int]()  # n-gram -> place of the token behind it
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add those of a request's tokens that are not in the index yet. tokens: from its first on."""
+        """Add those of a request's tokens that are not in the index yet.
+
+        tokens: all of the request's tokens, those in the index included.
+        """
         for token in tokens[self.seen :]:
             place = len(self.tokens)
             for size in NGRAM_SIZES:  # now that we know what followed
@@ -49,7 +53,10 @@ class NGramIndex:
             self.seen = len(tokens)
 
     def propose(self, most: int) -> list[int]:
-        """Return at most `most` tokens that followed the request's last tokens where these stood earlier."""
+        """Return `most` tokens that followed the last n-gram where it occurred before; [] if it is new.
+
+        The longest n-gram that occurred before counts. Past the end, tokens repeat (`follow`).
+        """
         for size in NGRAM_SIZES:
             at = self._ends.get(tuple(self.tokens[-size:]))
             if at is not None:
@@ -77,7 +84,11 @@ class NGrams(Proposer):
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
     ) -> list[list[int] | None]:
-        """Return at most `lengths` drafts of each request; None until all of its prompt is in the index."""
+        """Return each request's drafts, as many as `lengths` says, or [] if its last n-gram is new.
+
+        None instead of a list: the index, which takes in some thousand tokens a call, lacks a part of the
+        prompt.
+        """
         found = []
         for request, length in zip(requests, lengths, strict=True):
             index, tokens = self.indexes[request], request.tokens
@@ -87,5 +98,5 @@ class NGrams(Proposer):
         return found
 
     def leave(self, request: Request) -> None:
-        """Drop the index of a request that frees its row."""
+        """Drop the index of a request that has ended or is preempted."""
         self.indexes.pop(request, None)

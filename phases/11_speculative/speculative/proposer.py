@@ -11,19 +11,22 @@ from speculative.speculation import agreeing
 
 
 class Proposer:
-    """Guesses draft tokens; one object for all requests of an engine.
+    """Interface of a guesser of draft tokens; one object serves all requests of an engine.
 
-    watches: it has to see every step of a request, from the prompt on, or guesses badly.
-    rehearses: a guess costs the device nothing, so it is first compared with tokens that come without it.
+    watches: True if it has to see every step of a request, from the prompt on, or guesses badly.
+    rehearses: True if a guess costs the device nothing, so that guesses are first compared with tokens that
+        were sampled without them.
     """
 
     watches = False
     rehearses = False
 
     def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
-        """Return the number of accepted drafts, given the tokens sampled at their positions.
+        """Return the number of accepted drafts of a request in a step.
 
-        Another rule than `agreeing` (those before the first difference) changes the text.
+        sampled: the tokens sampled at the drafts' positions, and one more. By default drafts are accepted
+            up to the first that differs from its sampled token; another rule would change the generated
+            text.
         """
         return agreeing(sampled, drafts)
 
@@ -32,19 +35,19 @@ class Proposer:
     ) -> Sequence[Sequence[int] | None]:
         """Return for each request the draft tokens that may follow its `tokens`; None: too early to say.
 
-        None does not change the acceptance rate; an empty list counts as a wrong draft. lengths: the number
-            of drafts wanted for each of the `requests`; drafts beyond it are dropped.
+        None does not change the acceptance rate; an empty list counts as a wrong draft. lengths: for each
+        request the number of drafts wanted; drafts beyond it are dropped.
         """
         raise NotImplementedError
 
     def attach(self, engine: Engine) -> None:
-        """Store the engine whose tokens are guessed."""
+        """Store the engine for whose requests tokens are guessed; by default nothing is stored."""
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Learn from a finished step; its hidden states are in `runner.last` until the next step.
+        """Learn from a finished step, whose hidden states are in `runner.last`; by default do nothing.
 
-        work: one request's tokens in it. accepted: its drafts that the model confirmed.
+        work: one request's tokens in the step. accepted: how many of its drafts the model confirmed.
         """
 
     def leave(self, request: Request) -> None:
-        """Forget a request that has ended (it has a finish reason) or is preempted."""
+        """Drop the data of a request that has ended (it has a finish reason) or is preempted."""

@@ -20,12 +20,12 @@ def verify(
     """Return the tokens of one step by rejection sampling: the drafts that are accepted, and one more.
 
     A draft x with chance q(x) to be drafted and p(x) to be right is accepted with chance min(1, p(x) /
-    q(x)). The first one that is not is replaced by a token from what p has more of than q. Then each token
-    has the distribution p, whatever q is: min(p, q) comes from drafts, and max(0, p - q) from
+    q(x)). The first draft that is not accepted is replaced by a token from what p has more of than q. Then
+    each token has the distribution p, whatever q is: min(p, q) comes from drafts, and max(0, p - q) from
     replacements.
 
     target: `[K + 1, V]` probabilities of the model, for each draft's position and the one after the last.
-    draft: `[K, V]` probabilities that the `drafts` were drawn with.
+    draft: `[K, V]` probabilities that the `drafts`, K token ids, were drawn with.
     """
     for place, token in enumerate(drafts):
         p, q = target[place], draft[place]

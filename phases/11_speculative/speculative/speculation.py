@@ -49,13 +49,13 @@ REHEARSED = 8
 
 
 class SpeculativeRunner(WaitingDrafter):
-    """The engine's drafter: drafts for all requests at once, before a step is scheduled, if the batch gains.
+    """The engine's drafter: guesses for all requests at once, before a step is scheduled, if that is faster.
 
     Args:
         source: makes the drafts.
         most: drafts of a request in a step.
-        adaptive: False: always the most, whatever they cost.
-        clock: in seconds; replaced by tests.
+        adaptive: False: always `most` drafts, whatever they cost.
+        clock: returns seconds; replaced by tests.
 
     guesses: drafts of the next step, by request. stats: how many earlier drafts were accepted.
     """
@@ -82,16 +82,19 @@ class SpeculativeRunner(WaitingDrafter):
 
     @property
     def needs_finished_step(self) -> bool:
-        """Return True if all tokens must be known before a step is scheduled, to draft after them."""
+        """Return True while all tokens must be on the host before a step is scheduled."""
         return self.control.on
 
     def attach(self, engine: Engine) -> None:
-        """Store the engine whose requests get drafts."""
+        """Store the engine whose requests get drafts, in the controller and in the proposer of drafts."""
         self.control.attach(engine)
         self.source.attach(engine)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Make drafts for all running requests whose tokens are known; return True if there are any."""
+        """Make drafts for running requests whose tokens are all on the host; return True if there are any.
+
+        Called before each step is scheduled. There are none if they would cost more than they gain.
+        """
         self.guesses = {}
         lengths = self.control.decide(running)
         if lengths is None:
@@ -117,7 +120,10 @@ class SpeculativeRunner(WaitingDrafter):
         return any(self.guesses.values())
 
     def _rehearse(self, request: Request) -> None:
-        """Compare a request's earlier guesses with the tokens that were sampled, and guess again."""
+        """Compare a request's earlier guess with the tokens sampled since, count hits, and guess again.
+
+        No step verifies these guesses.
+        """
         known, drafts = self._rehearsed.get(request, (0, ()))
         came = request.tokens[known:]
         if not (came and is_drafted(request)):
@@ -136,7 +142,7 @@ class SpeculativeRunner(WaitingDrafter):
     def on_step_finished(self, work: Work, accepted: int) -> None:
         """Count a request's accepted drafts of a finished step, and let the proposer learn from the step.
 
-        work: the request's tokens in the step. accepted: its drafts that the model confirmed.
+        work: the request's tokens in the step. accepted: how many of its drafts the model confirmed.
         """
         if not (self.needs_finished_step or work.drafts):
             return
@@ -161,15 +167,18 @@ class SpeculativeRunner(WaitingDrafter):
 class Verifier(OutputVerifier):
     """Decides which sampled tokens a request with drafts gets: the accepted drafts, and one more.
 
-    tokens: `[R, max_len]` int64, the rows of the engine.
-    agree: returns how many drafts are right, given the sampled tokens; another rule changes the text.
+    tokens: `[R, max_len]` int64 on the device, the token ids of the engine's requests.
+    agree: returns how many drafts are accepted, given the sampled tokens and the drafts.
     """
 
     def __init__(self, tokens: Tensor, agree: Agree = agreeing) -> None:
         self.tokens, self.agree = tokens, agree
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write the drafts of a step's works, its inputs, after the newest tokens of the requests' rows."""
+        """Write the drafts of a step to the device, behind the newest tokens of their requests.
+
+        works: for each request of the step, its tokens and drafts.
+        """
         lines = []
         for work in works:
             if drafts := work.drafts:
@@ -180,9 +189,10 @@ class Verifier(OutputVerifier):
     # Accept.
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return for each sampled request of the works its accepted drafts, and the token sampled after them.
+        """Return for each sampled request its accepted drafts, and the token sampled after them.
 
-        tokens: all samples of the step, at each draft and after the last.
+        works: for each request of the step, its tokens and drafts. tokens: all samples of the step, at each
+            draft's position and after the last, each with its log-probabilities.
         """
         if not any(map(attrgetter("drafts"), works)):
             return super().accepted(works, tokens)

@@ -9,11 +9,12 @@ from continuous.work import Work
 
 @dataclass
 class SpeculationStats:
-    """Counts of the drafts of finished steps.
+    """Counts of verified and accepted drafts in finished steps.
 
     steps: times that a request's drafts were verified.
-    drafted, accepted: by position, the first draft of a step at 0.
-    marks: if not None, for each (index, sample) the positions of the output that were drafted and accepted.
+    drafted, accepted: number of drafts by position; the first draft of a request in a step has position 0.
+    marks: indices of the output tokens that were accepted drafts, by (request's index, its sample); None:
+        not recorded.
     """
 
     steps: int = 0
@@ -22,9 +23,9 @@ class SpeculationStats:
     marks: dict[tuple[int, int], set[int]] | None = None
 
     def count(self, work: Work, accepted: int) -> None:
-        """Count the verified drafts of one request in a step; those past the end of the request do not count.
+        """Count the drafts of one request that a step verified; drafts behind the request's end do not count.
 
-        work: the request's tokens in the step. accepted: how many drafts the model confirmed.
+        work: the request's tokens in the step. accepted: how many of its drafts the model confirmed.
         """
         drafts = len(work.drafts)
         tried = drafts if work.request.finish_reason is None else accepted
@@ -43,16 +44,16 @@ class SpeculationStats:
 
     @property
     def acceptance(self) -> float:
-        """Return the share of verified drafts that were accepted, 0 to 1."""
+        """Return the share of verified drafts that were accepted, 0 to 1; 0 if there were none."""
         return sum(self.accepted) / sum(self.drafted) if self.drafted else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Return the mean tokens of a request in a step with drafts: the accepted ones and one more."""
+        """Return the mean tokens that a request gets in a step with drafts: the accepted and one more."""
         return 1 + sum(self.accepted) / self.steps if self.steps else 1.0
 
     def lines(self) -> list[str]:
-        """Return the statistics as text: one line in all, and one for each position of a draft."""
+        """Return the statistics as lines of text: one for all drafts, then one for each position."""
         if not self.steps:
             return ["speculation: nothing was drafted"]
         most = max(self.drafted)

@@ -31,12 +31,12 @@ from paged_cache.memory import activation_bytes
 
 
 class VerifyGraph(ChunkGraph):
-    """A CUDA graph of a step with several tokens a request, which samples at all of its tokens.
+    """A CUDA graph of a step with several tokens per request, which samples at all of its tokens.
 
     features: how it samples, greedily or with a temperature.
 
-    for_host: `[tokens]` int64, in the order of the samples; a special number if logits were NaN. Valid until
-        the next replay.
+    for_host: `[tokens]` int64, the sampled tokens in the order of the samples; `NAN_TOKEN` where logits
+        were NaN. Valid until the next replay.
     """
 
     for_host: Tensor
@@ -53,9 +53,7 @@ class VerifyGraph(ChunkGraph):
         super().__init__(machine, layout, inputs, capturer)
 
     def compute(self) -> None:
-        """Run the step from the fixed inputs, and store its results in attributes; this function is
-        captured.
-        """
+        """Run the step from the fixed inputs, and store its results; `Capturer` captures this method."""
         super().compute()
         on, given = self.machine, self.inputs
         hidden = self.hidden[given["sample_at"]]  # [tokens, hidden]
@@ -68,10 +66,9 @@ class VerifyGraph(ChunkGraph):
 
 
 def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
-    """Return for each token of a step its id if it is a draft, else -1: `[T]`; drafts are the last tokens of
-    a request in the step.
+    """Return for each token of a step its id if it is a draft, else -1: `[T]` int64.
 
-    works: the step's requests and tokens. host: the batch's layout.
+    works: for each request of the step, its tokens, of which drafts are the last. host: the batch's layout.
     """
     drafts: Ints = np.full(len(host.positions), -1)
     for work, end in zip(works, host.query_starts[1:].tolist(), strict=True):
@@ -81,11 +78,11 @@ def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
 
 
 class VerifyGraphExecutor:
-    """Runs steps of several tokens a request, each in the smallest `VerifyGraph` that holds it.
+    """Runs steps of several tokens per request, each by the smallest `VerifyGraph` that holds it.
 
     most_rows: requests in the largest decode graph; most_drafts: drafts of a request in the largest graph.
 
-    graphs: by tokens, requests and kind of sampling.
+    graphs: by numbers of tokens and requests, and kind of sampling.
     """
 
     order: ClassVar[int] = 30
@@ -108,7 +105,10 @@ class VerifyGraphExecutor:
         )
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs, the largest first. part: called with each graph's name, to show progress."""
+        """Capture all graphs by `capturer`, largest first.
+
+        part: called with each graph's name, to show progress.
+        """
         for ((tokens, requests), layout), kind in product(
             sorted(self._layouts.items(), reverse=True), CAPTURED
         ):
@@ -118,10 +118,10 @@ class VerifyGraphExecutor:
             self.graphs[tokens, requests, kind] = graph
 
     def supports(self, works: Sequence[Work], masked: bool) -> VerifyGraph | None:
-        """Return the smallest graph that holds a step and samples as its requests want; None if there is
-        none.
+        """Return the smallest graph that holds a step and samples as its requests want, or None.
 
-        works: the step's requests and tokens. masked: True if its samples get bit masks.
+        works: for each request of the step, its tokens and drafts. masked: True if grammars restrict its
+            samples (None is returned then).
         """
         requests = None if masked else smallest(self._requests, len(works))
         if requests is None:
@@ -136,9 +136,10 @@ class VerifyGraphExecutor:
         return self.graphs[tokens, requests, plan.features] if captured(plan) else None
 
     def run(self, works: Sequence[Work], ticket: VerifyGraph) -> Forwarded:
-        """Run both halves of a step by the graph `ticket`, and return it: hidden states and sampled tokens.
+        """Run a step's forward pass and its sampling by a graph; return its hidden states and sampled tokens.
 
-        works: the step's requests and tokens.
+        works: for each request of the step, its tokens and drafts. ticket: the graph that `supports`
+            returned.
         """
         works, host = replay_chunk(self.runner, self._staging, works, ticket, drafts_of)
         tokens = ticket.for_host[: len(host.sample_at)]
@@ -146,12 +147,13 @@ class VerifyGraphExecutor:
 
 
 def verify_sizes(most_rows: int, most_drafts: int) -> dict[int, list[int]]:
-    """Return, by number of requests up to `most_rows`, the token counts of graphs: 2, 4, 8, ... for each
-    request.
+    """Return the token counts for which graphs are captured, by the number of requests they hold.
 
-    most_drafts: of a request; the largest graph has one token more for each.
+    Each number of requests has counts of 2, 4, 8 and 16 tokens per request, as far as `most_drafts` allows,
+    and one of `most_drafts` and one more.
 
-    A step of more than `MOST_VERIFIED` tokens takes so long that sampling outside a graph costs little.
+    most_rows: the most requests. most_drafts: drafts of a request. Counts above `MOST_VERIFIED` are left
+        out: such a step takes so long that sampling outside a graph costs little.
     """
     lengths = [length for length in (2, 4, 8, 16) if length <= most_drafts] + [most_drafts + 1]
     rows = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most_rows]
@@ -166,8 +168,9 @@ MOST_VERIFIED = 512
 
 
 def verify_bytes(model: Model, rows: int, drafts: int) -> int:
-    """Return an upper estimate of the bytes of graphs that verify `drafts` drafts of each of `rows`
-    requests.
+    """Return an upper estimate of the device memory, in bytes, of all graphs that verify drafts.
+
+    rows: most requests of a step. drafts: most drafts of a request.
     """
     count = sum(len(tokens) for tokens in verify_sizes(rows, drafts).values()) * len(CAPTURED)
     return activation_bytes(model, MOST_VERIFIED, MOST_VERIFIED) + count * PER_GRAPH

@@ -14,7 +14,7 @@ from structured.matcher import Matcher, Words
 
 @dataclass(eq=False)
 class Constraint:
-    """A request's position in its grammar: a matcher, and how many output tokens it has accepted.
+    """A request's position in its grammar: a matcher, and how many output tokens that has accepted.
 
     accepted: number of these tokens; a preempted request keeps its tokens, and so this count.
     """
@@ -27,10 +27,10 @@ class Constraint:
         return request.tokens[request.prompt_len + self.accepted :]
 
     def follow(self, request: Request) -> str:
-        """Let the matcher accept the request's output tokens that it has not seen.
+        """Let the matcher accept the request's output tokens that it has not accepted yet.
 
         Returns:
-            What is wrong with one of them, or an empty text.
+            An error text if the grammar does not allow one of them, or a limit is exceeded; otherwise "".
         """
         new = self.unseen(request)
         return self.count(new, self.matcher.advance(new))
@@ -39,7 +39,7 @@ class Constraint:
         """Record that the matcher has accepted the first `accepted` of the new output tokens `new`.
 
         Returns:
-            What is wrong with the token after them, or an empty text.
+            An error text if there is a token after these, or a limit is exceeded; otherwise "".
         """
         self.accepted += accepted
         if self.matcher.problem or accepted == len(new):
@@ -51,9 +51,10 @@ class Constraint:
     def masks(self, drafts: Sequence[int], width: int) -> Words:
         """Return bit masks `[drafts + 1, width]`, int32, of the next token and of the token after each draft.
 
-        width: numbers of a mask. The mask after a draft is made when the matcher has accepted that draft. A
-        draft that it does not accept is forbidden or ends the output, so nothing is sampled after it: the
-        masks after it and after all later drafts are zero. At the end the matcher is where it was.
+        width: int32 numbers in a mask. The mask after a draft is made when the matcher has accepted that
+            draft. A draft that it does not accept is forbidden or ends the output, so nothing is sampled
+            after it: the masks after it and after all later drafts are zero. At the end all drafts are
+            undone in the matcher.
         """
         words = np.zeros((len(drafts) + 1, width), np.int32)
         self.matcher.fill(words[0])
@@ -68,9 +69,9 @@ class Constraint:
 def constrained(
     works: Sequence[Work],
 ) -> Iterator[tuple[int, Sequence[int], Request, Constraint]]:
-    """Yield the outputs of a step that follow a grammar.
+    """Yield the outputs that get tokens in a step and follow a grammar.
 
-    works: the step's requests, each with its tokens.
+    works: for each request of the step, its tokens and drafts.
 
     Yields:
         The index of the output's first sample among all samples of the step, its draft tokens, its request,
@@ -92,8 +93,8 @@ def forbidden_ends(
 ) -> list[tuple[int, int]]:
     """Return the end tokens that `min_tokens` and `ignore_eos` forbid: (row of the mask, token id) pairs.
 
-    request: whose masks. eos: the model's end-of-sequence tokens. row: that of the mask of its next token.
-    count: number of its masks, row by row.
+    request: whose masks. eos: the model's end-of-sequence tokens. row: the row, in the masks of a step, of
+        the one for the request's next token. count: number of the request's masks, row by row.
     """
     params, length = request.params, len(request.tokens) - request.prompt_len
     found = list[tuple[int, int]]()
@@ -106,9 +107,9 @@ def forbidden_ends(
 
 
 def hold_back(words: Words, held: Sequence[tuple[int, int]]) -> None:
-    """Forbid tokens in masks `[M, ceil(V / 32)]`, in place, unless nothing else is allowed in their row.
+    """Forbid tokens in bit masks, in place, but not in rows that would allow no token then.
 
-    words: the bit masks. held: (row, token id) pairs of the tokens to forbid.
+    words: the masks, int32 `[M, ceil(V / 32)]`. held: (row, token id) pairs of the tokens to forbid.
     """
     if not held:
         return

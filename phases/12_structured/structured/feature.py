@@ -36,8 +36,7 @@ class Structured(Feature):
     def install(self, builder: EngineBuilder) -> None:
         """Replace the engine's grammar manager, which masks nothing, by one that follows grammars.
 
-        builder: of the engine. The grammar backend is made when the first grammar comes, since only then is
-            the tokenizer needed.
+        The grammar backend is made when the first grammar comes, since only then is the tokenizer needed.
         """
         config, tokenizer = builder.model.config, builder.recipe.tokenizer
         size, eos = config.vocab_size, config.eos_token_ids

@@ -22,15 +22,16 @@ from structured.pool import Compilation, GrammarPool
 class AutomataGrammarManager(GrammarManager):
     """A grammar manager that masks tokens by the matchers of a backend, while the device computes.
 
-    In a step the engine launches forward n + 1, reads token n, and calls `fill_bitmask`, which advances
-    every matcher by token n and makes the masks of n + 1 while the device computes. Sampling comes last.
+    In a step the engine launches forward pass n + 1, reads token n, and calls `fill_bitmask`, which
+    advances every matcher by token n and makes the masks of n + 1 while the device computes. Sampling comes
+    last.
 
     Args:
         pool: compiles grammars.
         vocab_size: number of logits, `V`.
         eos: ids of the tokens that end an output.
         device: the device that masks are copied to.
-        refusal: the error for any request with a grammar, if this engine cannot have any; else empty.
+        refusal: the error text for any request with a grammar, if this engine can follow none; else "".
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class AutomataGrammarManager(GrammarManager):
     # Before a request runs.
 
     def check(self, grammar: Grammar) -> None:
-        """Begin to compile a request's grammar; any thread may call it.
+        """Begin to compile a request's grammar in a thread; any thread may call this.
 
         Raises:
             UserError: this engine cannot follow grammars.
@@ -62,7 +63,11 @@ class AutomataGrammarManager(GrammarManager):
         self.pool.ask(grammar)
 
     def ready(self, request: Request) -> bool:
-        """Return True if a request's grammar is compiled; the request then gets a matcher."""
+        """Return True if a request's grammar, if any, is compiled; the request then gets a matcher.
+
+        Raises:
+            UserError: the grammar cannot be compiled.
+        """
         grammar = request.params.grammar
         if grammar is not None and request.constraint is None:
             # The request holds it, so that the pool cannot drop it meanwhile.
@@ -78,7 +83,7 @@ class AutomataGrammarManager(GrammarManager):
         """Wait until a grammar is compiled.
 
         Raises:
-            UserError: it cannot be used.
+            UserError: the grammar cannot be compiled, or not in the time allowed.
         """
         self.pool.ask(grammar).wait()
 
@@ -87,10 +92,11 @@ class AutomataGrammarManager(GrammarManager):
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """Return the bit masks of all samples that have a grammar, copied to the device; None if none has.
 
-        A request whose grammar cannot be followed fails (`_fail`) and has no masks. `hold_back` forbids the
-        end tokens of `forbidden_ends`. `positions` has the index of each mask's sample among all samples.
+        A request whose output its grammar does not allow fails (`_fail`) and has no masks. `hold_back`
+        forbids the end tokens of `forbidden_ends`. The result's `positions` has the index of each mask's
+        sample among all samples.
 
-        works: the step's requests and tokens.
+        works: for each request of the step, its tokens and drafts.
         """
         found: list[Words] = []
         positions: list[int] = []
@@ -110,7 +116,10 @@ class AutomataGrammarManager(GrammarManager):
         return TokenBitmask(**moved)
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
-        """Return the requests whose grammar cannot be followed any further, with their errors, once each."""
+        """Return the requests that have failed since the last call, each with its error.
+
+        They fail because their output cannot be followed in their grammar any further.
+        """
         failed, self._failed = self._failed, []
         return failed
 

@@ -16,7 +16,7 @@ Words = NDArray[np.int32]
 
 
 class Matcher(ABC):
-    """Follows one output through its grammar, token by token.
+    """Interface of what follows one output through its grammar, token by token.
 
     A mask has an end token where the output may end. `advance` never accepts one, so drafts stop before it.
     """
@@ -27,31 +27,29 @@ class Matcher(ABC):
 
     @abstractmethod
     def advance(self, tokens: Sequence[int]) -> int:
-        """Accept token ids up to the first that is forbidden or ends the output; return how many it
-        accepted.
-        """
+        """Accept token ids before the first that is forbidden or ends the output; return their number."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens that `advance` accepted: the matcher is where it was before them."""
+        """Undo the last `count` tokens that `advance` accepted."""
 
     @property
     def problem(self) -> str:
-        """Return why this output cannot be followed any further; empty if it can."""
+        """Return why this output cannot be followed any further, as an error text; "" if it can."""
         return ""
 
 
 class Compiled(ABC):
-    """A grammar compiled for one vocabulary; many outputs share it. Only the engine's thread uses it.
+    """Interface: a grammar compiled for one vocabulary; many outputs share it.
 
-    bytes: an estimate of its memory.
+    Only the engine's thread uses it. bytes: an estimate of its memory.
     """
 
     bytes: int
 
     @abstractmethod
     def matcher(self) -> Matcher:
-        """Return a matcher for a new output, before its first token."""
+        """Return a new matcher, which follows one output from its first token on."""
 
 
 class Backend(ABC):
@@ -62,7 +60,7 @@ class Backend(ABC):
 
     @abstractmethod
     def compile(self, grammar: Grammar) -> Compiled:
-        """Return a compiled grammar, whose matchers follow one output each; several threads call this.
+        """Return a compiled grammar, from which each output gets a matcher; several threads call this.
 
         Raises:
             UserError: the grammar is wrong, too large, or asks for what this backend does not know.

@@ -26,9 +26,9 @@ class Compilation:
 
     grammar: what is compiled.
     seconds: processor time that it may take before requests that wait for it fail.
-    used: returns the processor time that its thread has taken so far.
+    used: returns the processor time, in seconds, that its thread has taken so far.
     future: gets the compiled grammar, or the error.
-    bytes: an estimate of the compiled grammar's memory.
+    bytes: an estimate of the memory of this entry, the compiled grammar included.
     """
 
     def __init__(self, grammar: Grammar, seconds: float) -> None:
@@ -41,8 +41,8 @@ class Compilation:
         """Return the compiled grammar, or None if it is not done yet.
 
         Raises:
-            UserError: the grammar was refused, or has run for more than `seconds`. Its thread goes on then:
-                no thread can be stopped, and backends limit their own work.
+            UserError: the grammar was refused, or its compilation has taken more than `seconds`. Its thread
+                goes on then: no thread can be stopped, and backends limit their own work.
         """
         if self.future.done():
             return self.future.result()
@@ -53,8 +53,9 @@ class Compilation:
         return None
 
     def wait(self) -> Compiled:
-        """Wait for the compiled grammar and return it. Raises `UserError` if it was refused or takes too
-        long.
+        """Wait for the compiled grammar and return it.
+
+        Raises `UserError` if it was refused or takes longer than `seconds` of processor time.
         """
         while (found := self.get()) is None:
             with suppress(TimeoutError):
@@ -63,12 +64,13 @@ class Compilation:
 
 
 class GrammarPool:
-    """Compiles grammars in threads and keeps the most recently used.
+    """Compiles grammars in threads, and keeps the most recently used ones.
 
     make_backend: makes the backend; called in a thread when the first grammar comes, since preparing a
         tokenizer takes a while.
-    cache_bytes: most bytes of compiled grammars to keep; one that a request uses lives on with the request.
-    seconds: most processor time to compile one grammar. threads: how many are compiled at a time.
+    cache_bytes: most bytes of compiled grammars to keep; a grammar that a request uses lives on with the
+        request.
+    seconds: most processor time to compile one grammar. threads: how many grammars are compiled at a time.
     bytes: estimated memory of all compiled grammars that are kept.
     compiled: number of compilations that were begun.
     """
@@ -101,8 +103,9 @@ class GrammarPool:
             return self._backend
 
     def ask(self, grammar: Grammar) -> Compilation:
-        """Return the compilation of a grammar, running or done; it is started if it is new. Any thread may
-        call this.
+        """Return the compilation of a grammar, which may be waiting, running or done; begin it if it is new.
+
+        Any thread may call this.
         """
         with self._lock:
             found = self._known.get(grammar)
@@ -114,9 +117,9 @@ class GrammarPool:
             return found
 
     def _compile(self, entry: Compilation) -> None:
-        """Compile the grammar of `entry` and store the result there, in a thread.
+        """Compile the grammar of `entry` in the current thread, and store the result or the error there.
 
-        Then drop the least recently used grammars if too many bytes are kept.
+        Then drop the least recently used grammars while more than `cache_bytes` are kept.
         """
         try:
             backend = self.backend
@@ -140,10 +143,10 @@ class GrammarPool:
 
 
 def processor_clock() -> Callable[[], float]:
-    """Return a function that returns the processor time, in seconds, that the current thread has taken since
-    this call; other threads may call it.
+    """Return a clock, a function that returns the seconds of processor time that this thread has taken.
 
-    On a busy machine a thread of low priority gets little, so by a clock a small grammar would take long.
+    They count from this call on, and any thread may call the clock. On a busy machine a thread of low
+    priority gets little processor time, so by a wall clock a small grammar would take long.
     """
     clock: Callable[[], float] = time.monotonic
     with suppress(AttributeError):  # macOS has no clocks of threads

@@ -12,8 +12,8 @@ from common.text.tokenizer import Tokenizer
 class Vocabulary:
     """The tokens of a model, as grammars see them.
 
-    tokens: `[V]`, the bytes that each token adds in the middle of a text. Tokens that a grammar never allows
-        have none: special tokens, and ids that only pad the embedding.
+    tokens: `[V]`, the bytes that each token adds in the middle of a text. Tokens that a grammar never
+        allows have no bytes: special tokens, and ids that only pad the embedding.
     eos: ids of the tokens that end an output; a mask allows them where the output may end.
     """
 

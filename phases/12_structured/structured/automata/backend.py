@@ -27,7 +27,7 @@ MOST_STACKS = 64
 
 
 class AutomataBackend(Backend):
-    """The grammar backend of this phase: compiles a grammar to a pushdown automaton over UTF-8 bytes.
+    """A grammar backend that compiles a grammar to a pushdown automaton over UTF-8 bytes.
 
     vocabulary: the model's tokens. Token masks are made when they are first needed, and shared by all
         outputs with the same grammar.
@@ -38,7 +38,7 @@ class AutomataBackend(Backend):
         self.trie = Trie(vocabulary.tokens)
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Return a grammar compiled to an automaton; its matchers follow one output each.
+        """Return a grammar compiled to an automaton, from which each output gets a matcher of its own.
 
         Raises:
             UserError: the grammar is wrong, too large, or written in Lark.
@@ -51,7 +51,9 @@ class AutomataBackend(Backend):
 
 
 def rules_for(grammar: Grammar) -> dict[str, Node]:
-    """Return the rules of a grammar as syntax trees, by their names; an output follows the rule `start`.
+    """Return the rules of a grammar as syntax trees, by their names; an output matches the rule `start`.
+
+    grammar: a regex, a choice of strings, or a JSON schema.
 
     Raises:
         UserError: the grammar is wrong, or of an unknown kind.
@@ -66,7 +68,7 @@ def rules_for(grammar: Grammar) -> dict[str, Node]:
 
 
 class AutomataGrammar(Compiled):
-    """A compiled grammar: its automaton `machine`, and the token masks that were made up to now.
+    """A compiled grammar: its pushdown automaton `machine`, and the token masks that were made up to now.
 
     backend: has the trie of the vocabulary's tokens.
     """
@@ -78,14 +80,15 @@ class AutomataGrammar(Compiled):
         self.bytes = machine.table.nbytes + min(MOST_MASK_BYTES, masks)
 
     def matcher(self) -> Matcher:
-        """Return a matcher for a new output, before its first token."""
+        """Return a new matcher, which follows one output from its first token on."""
         return AutomataMatcher(self)
 
 
 class AutomataMatcher(Matcher):
     """Follows one output through the compiled grammar `grammar`, token by token.
 
-    history: the automaton's stacks before the first token, and after each; `rollback` drops the last ones.
+    history: the possible stacks of the automaton (a `Place`) before the first token, and after each token;
+        `rollback` drops the last ones.
     """
 
     def __init__(self, grammar: AutomataGrammar) -> None:
@@ -93,7 +96,10 @@ class AutomataMatcher(Matcher):
         self.history: list[Place] = [grammar.machine.start]
 
     def fill(self, words: Words) -> None:
-        """Write the bit mask of tokens that may come next into `words`, int32 `[ceil(V / 32)]`."""
+        """Write the bit mask of tokens that may come next into `words`, int32 `[ceil(V / 32)]`.
+
+        End tokens are in the mask if the output may end.
+        """
         place = self.history[-1]
         words[:] = self.grammar.masks.mask(place)
         if self.machine.may_end(place):
@@ -101,9 +107,7 @@ class AutomataMatcher(Matcher):
                 words[token >> 5] |= np.uint32(1 << (token & 31)).view(np.int32)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Accept token ids up to the first that is forbidden or ends the output; return how many were
-        accepted.
-        """
+        """Accept token ids before the first that is forbidden or ends the output; return their number."""
         texts = self.grammar.backend.vocabulary.tokens
         for count, token in enumerate(tokens):
             place = self.history[-1]
@@ -115,12 +119,12 @@ class AutomataMatcher(Matcher):
         return len(tokens)
 
     def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens that `advance` accepted: the matcher is where it was before them."""
+        """Undo the last `count` tokens that `advance` accepted."""
         del self.history[len(self.history) - count :]
 
     @property
     def problem(self) -> str:
-        """Return which limit this output has passed, so that it cannot be followed further; empty if none."""
+        """Return which limit, of stacks or nesting, this output exceeds, as an error text; "" if none."""
         place = self.history[-1]
         if len(place) > MOST_STACKS:
             return f"more than {MOST_STACKS} ways to read the output"

@@ -17,7 +17,7 @@ _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 def within(seconds: float) -> Iterator[None]:
     """Limit the processor time that this thread spends in a `with` block to `seconds`.
 
-    Once they are used up, the next call of `check` in the block raises `UserError`.
+    Once the time is used up, the next call of `check` in the block raises `UserError`.
     """
     token = _deadline.set(time.thread_time() + seconds)
     try:
@@ -27,7 +27,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise `UserError` if the block of `within` around this call has used up its processor time.
+    """Raise `UserError` if the `with within(...)` block around this call has used up its processor time.
 
     Loops whose length a grammar decides call this. Outside of such a block it does nothing.
     """

@@ -24,11 +24,11 @@ DEAD = -1
 
 @dataclass(frozen=True, eq=False)
 class Dfa:
-    """A deterministic automaton; state 0 is the start.
+    """A deterministic automaton over bytes and calls of rules, its symbols; state 0 is the start.
 
     table: `[states, symbols]` int32, the state that follows each state and symbol; `DEAD`: none does. From
-        every state some text leads to an accepting state, unless no text does at all.
-    accepting: `[states]` bool, whether the text that leads to a state is a whole one.
+        every state some text leads to an accepting state, unless the automaton accepts no text at all.
+    accepting: `[states]` bool, whether the automaton accepts a text that leads to the state.
     """
 
     table: NDArray[np.int32]
@@ -36,9 +36,10 @@ class Dfa:
 
 
 def compile(node: Node, rules: dict[str, int] | None = None) -> Dfa:
-    """Return the smallest deterministic automaton of a syntax tree.
+    """Return the smallest deterministic automaton that accepts what a syntax tree matches.
 
-    rules: the number of each rule that the tree may call, by the rule's name; None: it calls none.
+    node: the syntax tree. rules: the number of each rule that it may call, by the rule's name; None: it
+        calls none.
 
     Raises:
         UserError: the automaton has too many states, or takes too long to make.
@@ -50,8 +51,8 @@ def determinize(nfa: Nfa) -> Dfa:
     """Return a deterministic automaton that accepts the same texts as `nfa`.
 
     Each of its states is a set: the states in which `nfa` may be after the same text. Left out of a set are
-    states without an edge that reads a symbol, except state 1, the end of `nfa`. A set accepts if state 1 is
-    in it. Sets are numbered as they are found; from each set, the lowest symbol is followed first.
+    states without an edge that reads a symbol, except state 1, the end of `nfa`. A set accepts if state 1
+    is in it. Sets are numbered as they are found; from each set, the lowest symbol is followed first.
 
     Raises:
         UserError: there are more than `MOST_STATES` sets, or it takes too long (`check`, called for each).
@@ -60,9 +61,7 @@ def determinize(nfa: Nfa) -> Dfa:
     closures: dict[int, frozenset[int]] = {}
 
     def closure(state: int) -> frozenset[int]:
-        """Return the states that `state` reaches without reading a symbol: only those with edges, and
-        the end state.
-        """
+        """Return the states that `state` reaches without reading: those with edges, and the end."""
         if state not in closures:
             seen, stack = {state}, [state]
             while stack:
@@ -124,8 +123,8 @@ def minimize(dfa: Dfa) -> Dfa:
 
     Returns:
         One state for each group, numbered in the order of the groups' first states in `dfa`. States from
-        which no text leads to an accepting state are left out, and edges to them are `DEAD`. If there are no
-        others, state 0 alone is kept, with `DEAD` edges.
+        which no text leads to an accepting state are left out, and edges to them are `DEAD`. If no other
+        states remain, state 0 alone is kept, with `DEAD` edges.
     """
     count, width = dfa.table.shape
     table = np.vstack(

@@ -64,8 +64,9 @@ TYPE_OF: dict[type, str] = dict(
 
 
 def rules_of(schema: Any) -> dict[str, Node]:
-    """Return the rules of a decoded JSON schema as syntax trees, by their names; an output follows the rule
-    `start`.
+    """Return a JSON schema as rules (syntax trees by name); an output matches the rule `start`.
+
+    schema: the decoded schema.
 
     Raises:
         UserError: a keyword is wrong or not known; the error names its position by a JSON pointer.
@@ -74,8 +75,7 @@ def rules_of(schema: Any) -> dict[str, Node]:
 
 
 class _SchemaReader:
-    """Translates the JSON schema `root` to rules of syntax trees; each method translates a part of the
-    schema.
+    """Translates the JSON schema `root` to syntax trees by name (`rules`); each method translates a part.
 
     In all methods `pointer` is the JSON pointer of the part, for errors. All raise `UserError` for what is
     wrong or not supported.
@@ -88,9 +88,10 @@ class _SchemaReader:
         self.rules["start"] = self.value(root, "#")
 
     def rule(self, make: Callable[[Any, str], Node], schema: Any, pointer: str) -> Node:
-        """Return a call of the rule for a part of the schema; equal parts with one `make` share a rule.
+        """Return a syntax tree that calls the rule for a part of the schema; a new part gets a rule first.
 
-        make: translates the part, when it is first seen, given the part and its pointer.
+        Equal parts with the same `make` share a rule.
+        make: returns the syntax tree of a part, given the part and its pointer.
         """
         key = f"{make.__name__} {json.dumps(schema)}"
         if key not in self.names:
@@ -102,11 +103,14 @@ class _SchemaReader:
         return Call(self.names[key])
 
     def any(self, schema: Any, pointer: str) -> Node:
-        """Return a node that matches any JSON value; one rule serves all schemas that state no condition."""
+        """Return a syntax tree that matches any JSON value.
+
+        Both arguments are ignored: one rule serves all schemas that state no condition.
+        """
         return Alt(tuple(self.typed(kind, {}, "any") for kind in TYPES))
 
     def value(self, schema: Any, pointer: str) -> Node:
-        """Return a node that matches the JSON text of all values that a schema allows."""
+        """Return a syntax tree that matches the JSON text of every value that a schema allows."""
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
         if not isinstance(schema, Mapping):
@@ -148,8 +152,9 @@ class _SchemaReader:
         return Alt(tuple(self.typed(kind, schema, pointer) for kind in TYPES if kind in types))
 
     def listed(self, schema: Mapping[str, Any], key: str, pointer: str) -> list[Any]:
-        """Return the list under the keyword `key` of a schema, empty if it has none. Raises `UserError` if
-        the value is no list.
+        """Return the list under the keyword `key` of a schema, or [] if the schema has no such keyword.
+
+        Raises `UserError` if the value is no list.
         """
         value = schema.get(key, [])
         if not isinstance(value, list):
@@ -157,7 +162,7 @@ class _SchemaReader:
         return value
 
     def typed(self, kind: str, schema: Mapping[str, Any], pointer: str) -> Node:
-        """Return a node that matches all values of the type `kind`, one of `TYPES`, that a schema allows."""
+        """Return a syntax tree that matches every value of type `kind` that a schema allows."""
         if kind in SIMPLE:
             return SIMPLE[kind]
         own = {key: schema[key] for key in schema if key in OF_TYPE[kind]}
@@ -170,7 +175,7 @@ class _SchemaReader:
     ) -> tuple[int, int | None]:
         """Return the least and the most number of characters or items that a schema allows; None: no limit.
 
-        unit: "Length" or "Items", the end of the keywords' names.
+        unit: "Length" (of a string) or "Items" (of an array): the keywords are "min" and "max" and this.
         """
         found = []
         for key in (f"min{unit}", f"max{unit}"):
@@ -183,12 +188,12 @@ class _SchemaReader:
         return found[0], found[1] if f"max{unit}" in schema else None
 
     def string(self, schema: Mapping[str, Any], pointer: str) -> Node:
-        """Return a node that matches all strings that a schema allows, in their quotes."""
+        """Return a syntax tree that matches every string that a schema allows, with its quotes."""
         counts = self.counts(schema, "Length", pointer)
         return Cat((QUOTE, _several(ANY_CHAR, *counts), QUOTE))
 
     def array(self, schema: Mapping[str, Any], pointer: str) -> Node:
-        """Return a node that matches all arrays that a schema allows."""
+        """Return a syntax tree that matches every array that a schema allows, with its brackets."""
         low, high = self.counts(schema, "Items", pointer)
         item = self.value(schema.get("items", True), f"{pointer}/items")
         more = _several(
@@ -198,15 +203,15 @@ class _SchemaReader:
         return Cat((literal("["), inside if low else optional(inside), literal("]")))
 
     def object(self, schema: Mapping[str, Any], pointer: str) -> Node:
-        """Return a node that matches all objects that a schema allows: `Members` between braces.
+        """Return a syntax tree that matches every object that a schema allows: `Members` between braces.
 
         The members are, in this order:
         - those of `properties`, in the order given; one that is not in `required` may be left out;
         - the other keys of `required`, once each, in the order given; none may be left out;
         - as `more`, a member with any key but all of these, unless `additionalProperties` is False.
 
-        A key that is not in `properties` has a value that `additionalProperties` allows, by default any. The
-        pointers of these schemas are `{pointer}/properties/{escape(key)}` and
+        A key that is not in `properties` has a value that `additionalProperties` allows, by default any.
+        The pointers of these schemas are `{pointer}/properties/{escape(key)}` and
         `{pointer}/additionalProperties`.
         """
         properties, required = (
@@ -228,7 +233,7 @@ class _SchemaReader:
         return Cat((literal("{"), Members(tuple(members), COMMA, more), literal("}")))
 
     def target(self, reference: Any, pointer: str) -> Node:
-        """Return a node that matches what the target of a reference such as `#/$defs/name` allows."""
+        """Return a syntax tree that matches what the target of `reference` allows, such as `#/$defs/name`."""
         if not isinstance(reference, str) or not (
             reference == "#" or reference.startswith("#/")
         ):
@@ -248,30 +253,34 @@ def escape(key: str) -> str:
 
 
 def pointed(reference: str) -> Iterator[str]:
-    """Yield the unescaped keys on the way to the target of a reference: `$defs`, `name` for
-    `#/$defs/name`.
+    """Yield the unescaped keys of a reference from the root of the schema to its target.
+
+    For `#/$defs/name` these are `$defs` and `name`.
     """
     for part in reference.split("/")[1:]:
         yield unquote(part).replace("~1", "/").replace("~0", "~")
 
 
 def constant(value: Any) -> Node:
-    """Return a node that matches the JSON text of one value, as `json.dumps` writes it."""
+    """Return a syntax tree that matches the JSON text of one value, as `json.dumps` writes it."""
     return literal(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def _member(key: Node, value: Node) -> Node:
-    """Return a node that matches one member of an object: its key, a colon and its value."""
+    """Return a syntax tree that matches one member of a JSON object: its key, a colon and its value."""
     return Cat((key, COLON, value))
 
 
 def _several(part: Node, low: int, high: int | None) -> Node:
-    """Return a node that repeats a part `low` to `high` times (None: no limit); no text if high < low."""
+    """Return a syntax tree that matches `part` `low` to `high` times (None: no limit).
+
+    If high < low, it matches nothing, not even the empty text.
+    """
     return Alt(()) if high is not None and high < low else Repeat(part, low, high)
 
 
 def _text_but(names: set[str]) -> Node:
-    """Return a node that matches every text but `names`, as it is written inside a JSON string.
+    """Return a syntax tree that matches every text but `names`, as it is written inside a JSON string.
 
     It matches a character with which no name begins, and then any text; or a character with which names
     begin, and then any text but the rests of these names; or the empty text, unless it is one of the names.

@@ -26,13 +26,16 @@ Edge = tuple[int, int, int]
 
 
 class Nfa:
-    """A nondeterministic automaton: state 0 is the start, state 1 the end.
+    """A nondeterministic automaton of a syntax tree: state 0 is the start, state 1 the end.
+
+    Its symbols are bytes, and from 256 on calls of rules.
 
     Args:
         node: the syntax tree to translate.
-        rules: the number of each rule by its name. A call of any other rule gets no edge: no text matches it.
+        rules: the number of each rule by its name. A call of any other rule gets no edge.
 
-    edges: of each state, its edges, each of which reads a symbol.
+    edges: of each state, its edges: (first symbol, last symbol, state to which each of these symbols
+        leads).
     free: of each state, the states that are reached from it without reading anything.
     """
 
@@ -55,9 +58,7 @@ class Nfa:
         return len(self.edges) - 1
 
     def append(self, node: Node, begin: int) -> int:
-        """Add a new state that is reached from `begin` by exactly the texts that match `node`; return
-        its number.
-        """
+        """Add a new state, reached from state `begin` by the texts that match `node`; return its number."""
         end = self.state()
         self.join(node, begin, end)
         return end
@@ -87,8 +88,9 @@ class Nfa:
             self.edges[begin].append((symbol, symbol, end))
 
     def read(self, sequence: list[tuple[int, int]], begin: int, end: int) -> None:
-        """Add a path of new states from state `begin` to state `end`; it reads one byte of each (low, high)
-        range of `sequence`.
+        """Add a path of new states from `begin` to `end` that reads a byte of each range of `sequence`.
+
+        sequence: (low, high) ranges of bytes, both ends included.
         """
         for low, high in sequence[:-1]:
             state = self.state()
@@ -100,8 +102,8 @@ class Nfa:
         """Add edges and states for a repetition from state `begin` to state `end`.
 
         They are `node.low` copies of `node.part`, one after the other, and then copies that may be left
-        out, up to `node.high`. If `node.high` is None, a loop takes the place of the latter. It goes through
-        a new state, which nothing else uses.
+        out, up to `node.high` copies in all. If `node.high` is None, a loop replaces those that may be left
+        out. It goes through a new state, which nothing else uses.
         """
         for _ in range(node.low):
             begin = self.append(node.part, begin)
@@ -117,10 +119,10 @@ class Nfa:
             self.free[begin].append(end)
 
     def members(self, node: Members, begin: int, end: int) -> None:
-        """Add edges and states for the members of an object from state `begin` to state `end`.
+        """Add edges and states for the members of a JSON object from state `begin` to state `end`.
 
-        Before each member there are two states: in `nothing` no member was written yet; in `something` one
-        was, so that a comma comes first.
+        Before each member there are two states: in `nothing` no member was written yet; in `something` at
+        least one member was, so that a comma comes first.
         """
         nothing, something = begin, self.state()
         for member, required in node.members:
@@ -161,11 +163,13 @@ def utf8(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
 
 
 def last_of_block(low: int, high: int) -> int | None:
-    """Return the last code point of the first part into which to split the range `low .. high`; None: no
-    split.
+    """Return the code point after which a range must be split, so that byte ranges can match its first part.
 
-    A range need not be split if all its code points have UTF-8 forms of equal length, and each byte takes
-    all values between that of the first form and that of the last.
+    low, high: the first and last code point of the range.
+
+    Returns:
+        None if no split is needed: all code points of the range have UTF-8 forms of equal length, and each
+        byte takes all values between that of the first form and that of the last.
     """
     for last in (0x7F, 0x7FF, 0xD7FF, 0xDFFF, 0xFFFF):
         if low <= last < high:
@@ -185,7 +189,7 @@ ESCAPES |= {8: b"\\b", 9: b"\\t", 10: b"\\n", 12: b"\\f", 13: b"\\r", 34: b'\\"'
 
 
 def quoted_bytes(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
-    """Yield sequences of byte ranges (low, high) for the characters in `ranges` inside a JSON string.
+    """Yield sequences of byte ranges (low, high) for each code point in `ranges` inside a JSON string.
 
     Quotes, backslashes and control characters are matched as escapes.
     """

@@ -13,11 +13,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Chars:
-    """Match one character whose code point is in `ranges`, (first, last) pairs; with no ranges, match
-    nothing.
+    """Node of a syntax tree: match one character whose code point is in `ranges`; none matches if empty.
 
-    quoted: True if the text stands inside a JSON string, where quotes, backslashes and control characters
-        are written as escapes.
+    ranges: (first, last) pairs. quoted: True if the text stands inside a JSON string, where quotes,
+        backslashes and control characters are written as escapes.
     """
 
     ranges: Ranges
@@ -26,23 +25,21 @@ class Chars:
 
 @dataclass(frozen=True)
 class Cat:
-    """A syntax tree's node: match all parts one after the other; with no parts, match the empty text."""
+    """Node of a syntax tree: match all parts one after the other; without parts, the empty text."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Alt:
-    """A syntax tree's node: match one of the parts; with no parts, match no text at all, not even the empty
-    one.
-    """
+    """Node of a syntax tree: match one of the parts; without parts, no text, not even the empty one."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A syntax tree's node: match a part `low` to `high` times; `high` None: any number from `low` up."""
+    """Node of a syntax tree: match a part `low` to `high` times; `high` None: any number from `low` up."""
 
     part: Node
     low: int = 0
@@ -51,10 +48,10 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Members:
-    """Match the members of a JSON object, in order, with a comma between each two that are present.
+    """Node of a syntax tree: match the members of a JSON object, in order, with commas between them.
 
     members: (member, required) pairs; a member that is not required may be left out.
-    comma: what separates two members.
+    comma: matches the separator of two members.
     more: a member that may follow these, any number of times; None: no further members.
     """
 
@@ -65,7 +62,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Call:
-    """Match a text of the rule named `rule`; rules may call each other and themselves."""
+    """Node of a syntax tree: match a text of the rule named `rule`, which may be the caller."""
 
     rule: str
 
@@ -75,25 +72,26 @@ EMPTY = Cat(())
 
 
 def just(chars: str) -> Ranges:
-    """Return the ranges of code points that hold the characters of `chars` only."""
+    """Return ranges of code points, (first, last) pairs, that hold exactly the characters of `chars`."""
     return tuple((ord(char), ord(char)) for char in chars)
 
 
 def literal(text: str, *, quoted: bool = False) -> Node:
-    """Return a node that matches exactly this text.
+    """Return a syntax tree that matches exactly `text`.
 
-    quoted: whether the text stands inside a JSON string, with quotes and backslashes written as escapes.
+    quoted: True if the text stands inside a JSON string, where quotes and backslashes are written as
+        escapes.
     """
     return Cat(tuple(Chars(just(char), quoted) for char in text))
 
 
 def optional(part: Node) -> Node:
-    """Return a node that matches a part or the empty text."""
+    """Return a syntax tree that matches what `part` matches, or the empty text."""
     return Repeat(part, 0, 1)
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return the ranges of all code points that are in none of the given ranges of code points."""
+    """Return the ranges of all code points that are in none of `ranges`, as ascending (first, last) pairs."""
     found, begin = [], 0
     for low, high in (*sorted(ranges), (LAST + 1, LAST + 1)):
         if begin < low:

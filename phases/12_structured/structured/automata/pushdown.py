@@ -35,7 +35,10 @@ Place = frozenset[Stack]
 
 
 def rules_that_end(rules: Mapping[str, Node]) -> dict[str, Node]:
-    """Return those of the rules, by name, that match some text of finite length; `a = "x" a` matches none."""
+    """Return the rules, by name, that match some text of finite length; `a = "x" a` matches none.
+
+    rules: the syntax tree of each rule, by its name.
+    """
     found: dict[str, Node] = {}
     while more := {
         name: node
@@ -48,7 +51,10 @@ def rules_that_end(rules: Mapping[str, Node]) -> dict[str, Node]:
 
 
 def has_text(node: Node, rules: Container[str]) -> bool:
-    """Return True if some text matches a node that may call no rules but those named in `rules`."""
+    """Return True if some text matches the syntax tree `node`.
+
+    rules: names of the rules that it may call; a call of any other rule matches no text.
+    """
     match node:
         case Chars(ranges):
             return next(utf8(ranges), None) is not None
@@ -66,9 +72,12 @@ def has_text(node: Node, rules: Container[str]) -> bool:
 class Machine:
     """A pushdown automaton: the rules of a grammar, compiled to one table of states.
 
+    A stack ends with the current state of the innermost rule; before it are the states in which its callers
+    go on.
+
     Args:
         rules: the syntax tree of each rule, by its name.
-        start: the name of the rule that an output must follow.
+        start: the name of the rule that an output must match.
 
     Raises:
         UserError: no output ever ends, or the rules take too many states.
@@ -79,7 +88,7 @@ class Machine:
     accepting: of each state, whether its rule may end there.
     reads: of each state, whether it has an edge that reads a byte.
     ends: of each state, whether its rule must end there: it accepts, and can neither read nor call.
-    start: the place (set of stacks) before the first byte.
+    start: the set of possible stacks (a `Place`) before the first byte.
     """
 
     def __init__(self, rules: Mapping[str, Node], start: str) -> None:
@@ -153,8 +162,9 @@ class Machine:
         return found
 
     def step(self, place: Place, byte: int) -> Place:
-        """Return the place (set of stacks) after `place` and one more byte, 0 to 255; empty if the byte
-        cannot come next.
+        """Return the set of possible stacks after one more byte; empty if the byte cannot come next.
+
+        place: the set of stacks before. byte: 0 to 255.
         """
         found = set[Stack]()
         for stack in place:
@@ -164,18 +174,19 @@ class Machine:
         return frozenset(found)
 
     def may_end(self, place: Place) -> bool:
-        """Return True if the text that led to `place`, a set of stacks, is a whole output."""
+        """Return True if the output may end in `place`, the set of possible stacks after a text."""
         return any(len(stack) == 1 and self.accepting[stack[0]] for stack in place)
 
 
 class MaskMaker:
-    """Computes the bit masks of tokens that a pushdown automaton allows, over a trie of tokens, and caches
-    them.
+    """Computes and caches the bit masks of the tokens that a pushdown automaton allows next.
 
     A mask depends on the states that one token can remove from the stack and the one below them, mostly on
-    the top state alone. These states are the key of a cached mask; every stack that ends with them shares it.
+    the top state alone. These states are the key of a cached mask; every stack that ends with them shares
+    it.
 
-    made: number of masks that were computed so far.
+    machine: the automaton. trie: all prefixes of the tokens. made: number of masks that were computed so
+        far.
     """
 
     def __init__(self, machine: Machine, trie: Trie) -> None:
@@ -184,9 +195,10 @@ class MaskMaker:
         self._masks: dict[Stack, Words] = {}
 
     def mask(self, place: Place) -> Words:
-        """Return the bit mask `[ceil(V / 32)]` of the tokens that can come next, without end tokens.
+        """Return the bit mask, int32 `[ceil(V / 32)]`, of the tokens that can come next, without end tokens.
 
-        place: the set of stacks after the text so far. The caller must not change the mask, which is cached.
+        place: the set of possible stacks after the text so far. The caller must not change the mask, which
+            is cached.
         """
         words = [self._of_stack(stack) for stack in place]
         return words[0] if len(words) == 1 else np.bitwise_or.reduce(words)
@@ -204,8 +216,10 @@ class MaskMaker:
         return words
 
     def _make(self, stack: Stack) -> tuple[Words, int]:
-        """Return the bit mask of tokens for a stack, and the lowest height, in states, to which one token can
-        reduce the stack.
+        """Return the bit mask of the tokens that a stack allows, and the least height of the stack meanwhile.
+
+        The height is the number of states that remain on the stack while a token is read, the least over
+        all tokens.
         """
         self.made += 1
         machine, below = self.machine, stack[:-1]
@@ -224,10 +238,11 @@ class MaskMaker:
         return self.trie.mask(reached), lowest
 
     def _explore(self, node: int, stacks: set[Stack], reached: Bools, lowest: int) -> int:
-        """Mark in `reached` (bool, by node) the trie's nodes below `node` that the automaton can read from
-        `stacks`.
+        """Mark as True in `reached` the trie's nodes below `node` that the automaton can read.
 
-        stacks: the automaton's stacks at `node`. lowest: the least height of a stack, in states, until now.
+        node: a node of the trie, which is a prefix of tokens. stacks: the automaton's possible stacks at
+            `node`. reached: bool `[N]`, for each node of the trie. lowest: the least height of a stack, in
+            states, until now.
 
         Returns:
             The least of `lowest` and of the heights of the stacks on the way.

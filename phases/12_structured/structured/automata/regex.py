@@ -35,10 +35,13 @@ COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?"
 
 
 def parse(pattern: str) -> Node:
-    """Parse a regular expression that must match a whole text; return its syntax tree. Classes are ASCII.
+    """Parse a regular expression that must match a whole text; return its syntax tree.
+
+    Classes such as `\\d` are ASCII.
 
     Raises:
-        UserError: the pattern is wrong, or no finite automaton can follow it. It names the character.
+        UserError: the pattern is wrong, or no finite automaton can follow it. The error names the index of
+            the character.
     """
     return PatternReader(pattern, "regex").whole()
 
@@ -46,7 +49,7 @@ def parse(pattern: str) -> Node:
 class PatternReader:
     r"""Parses a regular expression; each method parses one piece and moves `at` to the character after it.
 
-    at: the index of the next character. where: what an error calls the pattern.
+    at: the index of the next character. where: what an error calls the pattern, such as "regex".
     classes: the characters of each escape such as `\d`, by its letter; `\D` matches all others.
     line_ends: the characters that `.` does not match.
     """
@@ -60,7 +63,7 @@ class PatternReader:
         self.at = 0
 
     def refuse(self, what: str) -> UserError:
-        """Return an error that names the pattern, the character that is next, and what is wrong with it."""
+        """Return a `UserError` with the pattern, the index of the next character, and `what` is wrong."""
         return UserError(f"{self.where} {self.pattern[:60]!r}, character {self.at}: {what}")
 
     def peek(self) -> str:
@@ -68,15 +71,13 @@ class PatternReader:
         return self.pattern[self.at : self.at + 1]
 
     def take(self, text: str) -> bool:
-        """If `text` comes next in the pattern, move to the character after it and return True; else return
-        False.
-        """
+        """Move past `text` and return True if it comes next in the pattern; else return False."""
         found = self.pattern.startswith(text, self.at)
         self.at += len(text) * found
         return found
 
     def whole(self) -> Node:
-        """Parse the whole pattern; return its node. `^` and `$` may stand around outermost alternatives."""
+        """Parse the whole pattern; return its syntax tree. `^` and `$` may enclose outermost alternatives."""
         parts = list[Node]()
         while not parts or self.take("|"):
             self.take("^")
@@ -87,23 +88,21 @@ class PatternReader:
         return Alt(tuple(parts))
 
     def alternatives(self) -> Node:
-        """Parse the alternatives of a group, separated by `|`; return a node that matches any of them."""
+        """Parse alternatives, separated by `|`; return a syntax tree that matches any of them."""
         parts = [self.sequence()]
         while self.take("|"):
             parts.append(self.sequence())
         return Alt(tuple(parts))
 
     def sequence(self) -> Node:
-        """Parse pieces up to `|`, `)`, `$` or the end of the pattern; return a node that matches them in
-        order.
-        """
+        """Parse pieces up to `|`, `)`, `$` or the end; return a syntax tree that matches them in order."""
         parts: list[Node] = []
         while self.peek() not in ("", "|", ")", "$"):
             parts.append(self.repeated())
         return Cat(tuple(parts))
 
     def repeated(self) -> Node:
-        """Parse one piece and the repetition after it, if there is one; return their node."""
+        """Parse one piece and the repetition after it, if there is one; return their syntax tree."""
         node = self.one()
         if (char := self.peek()) in ("*", "+", "?", "{"):
             low, high = self.counts() if char == "{" else COUNTS[char]
@@ -113,9 +112,7 @@ class PatternReader:
         return node
 
     def counts(self) -> tuple[int, int | None]:
-        """Parse `{m}`, `{m,}` or `{m,n}`; return the least and the most repetitions; most is None for no
-        limit.
-        """
+        """Parse `{m}`, `{m,}` or `{m,n}`; return the least and the most repetitions (None: no limit)."""
         found = COUNT.match(self.pattern, self.at)
         if not found:
             raise self.refuse(
@@ -129,7 +126,7 @@ class PatternReader:
         return least, most
 
     def one(self) -> Node:
-        """Parse one character, class or group; return its node."""
+        """Parse one character, class or group; return its syntax tree."""
         char = self.peek()
         if self.take("("):
             return self.group()
@@ -147,7 +144,7 @@ class PatternReader:
         return Chars(ranges)
 
     def group(self) -> Node:
-        """Parse a group, from the character after its `(` up to and with its `)`; return its node."""
+        """Parse a group, from the character after its `(` to its `)`; return its syntax tree."""
         if self.take("?") and not self.take(":"):
             raise self.refuse(
                 "a group must begin with '?:' or no '?', for nothing can look around"
@@ -158,9 +155,7 @@ class PatternReader:
         return node
 
     def escape(self) -> Ranges:
-        """Parse an escape, from the character after its backslash on; return the code points that it
-        matches.
-        """
+        """Parse an escape, from the character after its backslash on; return the code points it matches."""
         if found := HEX.match(self.pattern, self.at):
             self.at = found.end()
             code = int(found[1] or found[2] or found[3], 16)
@@ -178,9 +173,7 @@ class PatternReader:
         return just(char)
 
     def char_class(self) -> Ranges:
-        """Parse a class, from the character after its `[` up to and with its `]`; return the matched code
-        points.
-        """
+        """Parse a class, from the character after its `[` to its `]`; return the code points it matches."""
         negated, found = self.take("^"), list[tuple[int, int]]()
         if self.peek() == "]":
             raise self.refuse("a class is empty; write \\] for the character")
@@ -189,7 +182,7 @@ class PatternReader:
         return complement(tuple(found)) if negated else tuple(found)
 
     def class_part(self) -> Ranges:
-        """Parse a character, an escape or a range of a class; return the code points that it matches.
+        """Parse a character, an escape or a range of a class; return the code points it matches.
 
         Beside an escape of several characters, `-` stands for itself: `[\\w-.]`.
         """

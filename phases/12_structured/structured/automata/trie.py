@@ -15,12 +15,14 @@ Bools = NDArray[np.bool_]
 
 
 class Trie:
-    """A tree of all prefixes of tokens. Nodes are sorted by depth, then by text; node 0 is the empty text.
+    """A tree of all prefixes of tokens: a node for each. Nodes are sorted by length, then by text.
+
+    Node 0 is the empty text.
 
     tokens: the bytes of each token, by its id; a token without bytes stands for no text.
     size: number of nodes, `N`.
     parents, bytes: `[N]`, the parent of each node, and the byte that leads from the parent to it.
-    levels: of each depth from 1 on, its first node and one past its last.
+    levels: for each length from 1 on, its first node and one past its last.
     children: `[N + 1]`; the children of node `n` are `children[n] .. children[n + 1] - 1`.
     token_nodes: `[V]`, the node where each token ends; `N`, which is no node, for tokens without bytes.
     """
@@ -41,11 +43,10 @@ class Trie:
         self.token_nodes = np.array([nodes[token] if token else self.size for token in tokens])
 
     def walk(self, table: Ints, state: int) -> Ints:
-        """Return the automaton's state at every node, `[N]`, if state `state` is that of node 0; -1: no
-        match.
+        """Return the automaton's state after each node's text, `[N]` int32; -1: it cannot read the text.
 
         table: `[states + 1, 256]` int32, the state that follows each state and byte. Its last row, which is
-            that of state -1, holds -1 only.
+            that of state -1, holds -1 only. state: the automaton's state before the text.
         """
         states = np.full(self.size, -1, np.int32)
         states[0] = state
@@ -54,10 +55,10 @@ class Trie:
         return states
 
     def mask(self, reached: Bools) -> Words:
-        """Return the bit mask of the tokens that end at a node of `reached`, bool `[N]`: int32
-        `[ceil(V / 32)]`.
+        """Return the bit mask, int32 `[ceil(V / 32)]`, of the tokens that end at nodes marked in `reached`.
 
-        Bit `t % 32` (0 is the lowest) of number `t // 32` is that of token `t`; 0 for tokens without bytes.
+        reached: bool `[N]`. Bit `t % 32` (0 is the lowest) of number `t // 32` is that of token `t`; 0 for
+            tokens without bytes.
         """
         allowed = np.append(reached, False)[self.token_nodes]
         words = np.zeros(-(-len(allowed) // 32), np.int32)
