@@ -154,7 +154,7 @@ class TextEndpoint:
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
-        """Call the handlers of fields and message roles that the request has; they change it in place."""
+        """Call the handlers of fields and message roles that are in `request`; they change it in place."""
         names = set(request.fields)
         for message in request.messages:
             names.update(message, [str(message.get("role"))])

@@ -33,7 +33,7 @@ def usage(group: ChoiceGroup) -> dict[str, Any]:
 
 
 class ResponseFormatter:
-    """Formats the response to one chat request, streamed or whole; subclasses, those of other routes.
+    """Formats the response to one chat request, streamed or whole; its subclasses are for other routes.
 
     id: of the response. model: the served model's name. request: the parsed request.
     usage: whether a stream ends with a chunk of token counts.

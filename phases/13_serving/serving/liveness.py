@@ -54,8 +54,7 @@ class EngineProcess(EngineClient):
     silence: seconds without a message, while a client waits for tokens, after which the engine counts as
         hanging and is restarted.
     observer: function that gets the engine and returns an `Observer` of its steps, also called in that
-        process;
-        None: no observer.
+        process; None: no observer.
     """
 
     def __init__(

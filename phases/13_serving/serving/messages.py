@@ -55,9 +55,9 @@ Command = AddRequest | AbortRequests | DrawEngine | Stop
 class Ready(Struct, array_like=True, tag="ready"):
     """Report: the engine is made. The fields are the sizes that the API process needs to know.
 
-    max_len: most tokens of a prompt with its output. max_rows: most completions in one step.
+    max_len: most tokens of a prompt with its output. max_rows: most completions that run at a time.
     blocks, block_size: blocks of the KV cache, and tokens in each; 0 without a paged cache.
-    policy: name of the scheduling policy. memory_plan: text about the use of GPU memory.
+    policy: name of the scheduling policy. memory_plan: text about the use of the device's memory.
     device: type of the model's device, such as "cuda".
     """
 

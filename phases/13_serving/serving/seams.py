@@ -122,7 +122,7 @@ class Formatter(Protocol):
         """
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """Return the bytes that end the stream of a group of completions."""
+        """Return the bytes that end the stream of a group of completions, such as an event `[DONE]`."""
 
     def body(self, group: ChoiceGroup) -> bytes:
         """Return the bytes of the whole response to a request that is not streamed, with a `group`."""

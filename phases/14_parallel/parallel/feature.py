@@ -71,8 +71,7 @@ class Parallel(Feature):
         """Return rank 0's device, if the engine that `recipe` describes can run on several ranks.
 
         Raises:
-            UserError: this model, drafter or device cannot be split over ranks. No process was started by
-                then.
+            UserError: this model, drafter or device cannot be split over ranks. No process was started yet.
         """
         size = self.tensor_parallel
         if isinstance(recipe.model, Model):

@@ -84,8 +84,7 @@ class Part:
     """A rank's shard of a model that is being loaded.
 
     config: of the whole model. weight_loader: quantizes weights; None: they stay as they are.
-    whole: the whole model on the device `meta`, for its tensors' names and shapes. own: the model of this
-        rank.
+    whole: the whole model on the device `meta`, for its tensors' names and shapes. own: this rank's model.
     """
 
     def __init__(
