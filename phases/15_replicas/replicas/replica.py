@@ -74,7 +74,9 @@ class Replica:
         )
 
     def check_health(self) -> None:
-        """Raise `RuntimeError` with the engine's state, unless that is "ready"; Ray calls this regularly."""
+        """Raise `RuntimeError`, which names the engine's state, unless that is "ready". Ray asks from time to
+        time.
+        """
         if self.app.engine.state != "ready":
             raise RuntimeError(f"the engine is {self.app.engine.state}")
 
