@@ -1,7 +1,7 @@
-"""Phase 13: serving. The engine behind the API that every client speaks.
+"""Phase 13: serving. An engine behind OpenAI's HTTP API.
 
-`PRESET`, `load` and `LLM` are the phase below's, since a server changes nothing about an engine. They are
-imported when they are used: the API process imports this package, but not PyTorch.
+`PRESET`, `load` and `LLM` are those of phase 12, since a server changes nothing about an engine. They are
+imported when they are first used: the API process imports this package, but not PyTorch.
 """
 
 from __future__ import annotations

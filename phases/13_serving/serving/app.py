@@ -1,7 +1,7 @@
 """The server's ASGI application: routes, hooks, and the reading of requests.
 
-Chunks go out as raw ASGI messages. A framework's streaming response costs twice the processor time for each
-of them, and there is one for every token.
+Chunks (events of a streamed response) go out as raw ASGI messages. A framework's streaming response costs
+twice the processor time for each of them, and there is one for every token.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ T = TypeVar("T")
 class App:
     """An ASGI application that serves HTTP requests with an engine.
 
-    model: the model that is served, with the limits of requests.
-    completion_handlers, chat_handlers: read further fields of the requests of these two routes.
-    routes: handlers of HTTP requests, by path and method. endpoints: routes that generate tokens, by path.
-    forms: JSON forms of errors, by the beginning of the path.
-    before: hooks that get each HTTP request first, and return True if they have answered it.
-    on_end: hooks that get each HTTP request when it has its answer, or its client has left.
+    engine: connection to the engine. model: the served model, with the limits of requests.
+    completion_handlers, chat_handlers: objects that read further fields of the requests to `/v1/completions`
+        and to `/v1/chat/completions`.
+    requests: those whose response has not ended.
+    routes: async handlers of requests, by path, then by HTTP method. endpoints: routes that generate tokens,
+        by path. forms: how errors are written as JSON, by the beginning of the path.
+    before: async hooks that get each request first, and return True if they have sent its response.
+    on_end: hooks that get each request when its response has been sent, or its client has disconnected.
     draining: no new requests for tokens are taken; those that run go on.
-    closing: the server ends, and so must streams that have no end.
+    closing: the server ends, and so must streams that have no end, such as live statistics.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class App:
         return "draining" if self.draining else self.engine.state
 
     def ready(self) -> Ready:
-        """Return the engine's report of its sizes; raise `ApiError` (503) if it takes no requests now."""
+        """Return the engine's sizes, such as context length; `ApiError` (503) if it takes no requests."""
         if self.engine.ready is None or self.engine.state != "ready" or self.draining:
             raise ApiError(503, f"the engine is {self.state}; try again", code=self.state)
         return self.engine.ready
@@ -143,8 +145,11 @@ class App:
     def parse(
         self, endpoint: Endpoint, http: HttpRequest, fields: Fields, ready: Ready
     ) -> ParsedRequest:
-        """Return an HTTP request for tokens, parsed and checked by its route; a header names all fields that
-        nothing reads. See `Endpoint.parse`.
+        """Parse and check the decoded JSON body `fields` of a request for tokens, by its route `endpoint`.
+
+        Fields that have no effect are named in a header of the response, `x-ladder-ignored`.
+
+        http: for its headers. ready: the engine's sizes. Raises like `Endpoint.parse`.
         """
         request = endpoint.parse(http, fields, ready)
         unknown = set(fields)
@@ -157,10 +162,15 @@ class App:
     async def read(
         self, http: HttpRequest, endpoint: Endpoint, parse: Callable[[Fields, Ready], T]
     ) -> T:
-        """Return what `parse` makes of the body of `http`, in a thread unless it is short, so that no stream
-        waits. Raises `ApiError` if the request cannot be taken now, or never.
+        """Read the JSON body of `http`, and return what `parse` makes of its fields.
 
-        endpoint: its route. parse: gets the decoded fields and the engine's sizes.
+        A long body is decoded and parsed in a thread, so that the event loop can go on with other streams.
+
+        endpoint: the request's route. parse: gets the decoded fields and the engine's sizes.
+
+        Raises:
+            ApiError: the engine takes no requests now (503), or the body is wrong, too large or too slow.
+            ClientDisconnected: the client has left before its body was complete.
         """
         ready = self.ready()
         body = await http.body()

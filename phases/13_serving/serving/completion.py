@@ -1,4 +1,7 @@
-"""The completions that one HTTP request waits for, made into text, and the life of that request."""
+"""The completions that one HTTP request waits for, made into text, and the life of that request.
+
+`serve` takes a parsed request from admission to the last byte of its response.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,16 @@ class Piece(NamedTuple):
 
 
 class Choice:
-    """One of a request's completions: a `Sink` that makes text of tokens and looks for stop strings.
+    """One completion of a request: a `Sink` that makes text of its tokens and looks for stop strings.
 
-    group: all completions of the request. index: among them. prompt: its token ids, the `place`-th.
-    tokens, texts: each token id, and what it adds to the text; perhaps one more text at the end.
-    times, logprobs: when each token came, and log-probabilities of each if they were asked for.
-    notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
-    reason: why it has ended, None until then. stream: makes the text.
+    group: all completions of the request. index: this one's in `group.choices`.
+    place: index of its prompt in the request. prompt: that prompt's token ids.
+    tokens: the output token ids. texts: the text that each adds; perhaps one more text at the end.
+    times: seconds of `time.perf_counter` at which the steps of the tokens arrived.
+    logprobs: of each token, if they were asked for.
+    notes: extra data of the engine's observer: lists by kind, such as "cached".
+    sent: how many of `texts` have been taken for the response.
+    reason: why the completion has ended; None: it has not. stream: turns tokens into text.
     reader: finds reasoning and tool calls in the text; None: all of it is content.
     """
 
@@ -70,12 +76,16 @@ class Choice:
         return "tool_calls" if called and self.reason == "stop" else self.reason
 
     def note(self, kind: str, values: list[Any]) -> None:
-        """See `Sink.note`."""
+        """Add `values`, extra data of the engine's observer, to the list `notes[kind]`. See `Sink.note`."""
         self.notes[kind].extend(values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """See `Sink.token`. A stop string ends the completion, and in the engine, too. With more than
-        `most_unsent` unsent texts of a stream the group gives up ("slow"), and takes no more.
+        """Receive the next token id, and add its text; a stop string ends the completion, in the engine too.
+
+        A streamed request with more than `group.most_unsent` unsent texts is aborted as "slow".
+
+        reason: why the engine ended the completion with this token; None: it did not.
+        logprob: the token's log-probability and those of alternatives; None unless they were asked for.
         """
         group = self.group
         self.times.append(group.engine.now)
@@ -97,7 +107,11 @@ class Choice:
             group.hear(ended is not None)
 
     def end(self, reason: str, message: str) -> None:
-        """See `Sink.end`; a failure ends the whole group."""
+        """Receive the end of a completion that gets no further token; a failure aborts all of its request.
+
+        reason: "stop", "length" or "abort", or a failure, a key of `STATUS`. message: a sentence about the
+            failure.
+        """
         if reason in STATUS:
             self.request.place = self.place
             self.group.give_up(reason, message)
@@ -107,25 +121,33 @@ class Choice:
         self.group.hear(True)
 
     def take(self) -> Piece:
-        """Return all unsent text as one piece, now sent. A thread may call this while tokens come."""
+        """Return the text of all tokens not sent yet, and count it as sent.
+
+        A thread may call this while tokens come.
+        """
         start, self.sent = self.sent, len(self.texts)
         return Piece("".join(self.texts[start : self.sent]), start, self.sent)
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Return the message fields that new `text` adds; without a reader it is all `content`."""
+        """Return what new `text` adds to the chat message: dicts of fields, such as `{"content": text}`.
+
+        Without a `reader` all text is `content`, and empty text adds nothing. last: the completion has ended.
+        """
         if self.reader:
             return self.reader.deltas(text, last)
         return [{"content": text}] if text else []
 
 
 class ChoiceGroup:
-    """The completions (`choices`) of one HTTP request; to make a group sends its prompts to the engine.
+    """The completions (`choices`) of one HTTP request; making a group sends its prompts to the engine.
 
-    numbers: the engine's, of each choice.
-    most_unsent: unsent texts of a stream after which its reader counts as too slow.
-    failure: why they cannot be completed (of `STATUS`, "slow", "left"), and a sentence; None until then.
-    unsent: those of a stream whose end has not been sent. prompt_tokens: of all prompts.
-    updated: set when a stream has text to send, and at the last end or a failure.
+    numbers: the engine's number of each choice. left: how many choices have not ended.
+    most_unsent: unsent texts of a streamed choice above which its client counts as too slow.
+    failure: (kind, sentence) if the request cannot be completed, else None. The kind is a key of `STATUS`,
+        such as "error", or "slow" or "left" (the client has disconnected).
+    unsent: the choices of a stream whose end has not been sent.
+    prompt_tokens: number of tokens of all prompts together.
+    updated: an event, set when a stream has text to send, and at the last end or a failure.
     """
 
     def __init__(self, app: App, request: ParsedRequest) -> None:
@@ -148,20 +170,26 @@ class ChoiceGroup:
             self.numbers += self.engine.submit(prompt, params, mine, **request.options)
 
     def hear(self, ended: bool) -> None:
-        """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
+        """Record that a choice has got a token, or has ended (`ended`).
+
+        The task that sends the response is woken if it streams, or if this was the last end.
+        """
         self.left -= ended
         if self.streamed or not self.left:
             self.updated.set()
 
     def give_up(self, failure: str, message: str = "") -> None:
-        """Set `self.failure` to its kind and a sentence about it, and abort what has not ended."""
+        """Abort the choices that have not ended, and set `self.failure` to (`failure`, `message`).
+
+        An earlier failure stays. If all choices have ended, only "slow" is set: their text cannot be sent.
+        """
         if not self.failure and (self.left or failure == "slow"):
             self.failure = failure, message
         self.engine.abort(self.numbers)
         self.updated.set()
 
     async def listen_for_disconnect(self, http: HttpRequest) -> None:
-        """Wait until the client of `http` has closed the connection, and give up then."""
+        """Wait until the client of `http` has closed the connection, and abort the group then, as "left"."""
         await http.disconnected()
         self.give_up("left")
 
@@ -178,18 +206,18 @@ class ChoiceGroup:
 
     @property
     def output_tokens(self) -> int:
-        """Return the number of tokens generated so far, without those that no client sees."""
+        """Return the number of output tokens so far; 0 if only the prompts matter (`prompt_only`)."""
         return sum(len(choice.tokens) for choice in self.choices)
 
 
 async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     """Run a request for tokens in the engine, and send its whole response, from admission to the last byte.
 
-    However this function is left, the engine drops what is not finished.
+    However this function ends, completions that have not ended by then are aborted in the engine.
 
     Raises:
-        ApiError: the request cannot be answered, or not in full.
-        ClientDisconnected: the client has left.
+        ApiError: the server has no room for the request (429), or its completions fail.
+        ClientDisconnected: the client has left, or reads too slowly.
     """
     limits, in_flight = app.limits, app.engine.in_flight
     more = len(request.prompts) * request.params.n
@@ -226,7 +254,7 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
 
 
 async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
-    """Wait until all completions of a group have ended, and send them as one response."""
+    """Wait until all completions of a group have ended; send them as one response, unless they failed."""
     await group.updated.wait()  # at the last end, or a failure
     if group.failure:
         return
@@ -237,7 +265,10 @@ async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
 
 
 async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
-    """Send the text of a group as server-sent events. Before the first token, errors have a status."""
+    """Send the text of a group as server-sent events until all have ended; return early after a failure.
+
+    The HTTP status is sent with the first text, so that a failure before it still has a status of its own.
+    """
     request = group.request
     while group.unsent:
         await group.updated.wait()

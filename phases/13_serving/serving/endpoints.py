@@ -1,4 +1,4 @@
-"""Routes for tokens: from the fields of a request to prompts and settings for the engine."""
+"""Routes that generate tokens: they turn a request's fields into prompts and settings for the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RESERVED = {
 class ServedModel:
     """The model that requests are for.
 
-    name: that clients know it by. limits: of the server. defaults: of sampling settings, by name.
+    name: the name by which clients know it. limits: of the server. defaults: of sampling settings, by name.
     """
 
     name: str
@@ -50,13 +50,21 @@ class ServedModel:
     defaults: Mapping[str, float] = field(default_factory=dict)
 
     def check(self, name: str | None) -> None:
-        """Raise `ApiError` (404) if a client asks for another model by this name; None: it names none."""
+        """Raise `ApiError` (404) if `name`, a request's field `model`, is another model's; None is fine."""
         if name is not None and name != self.name:
             words = f"model is {name[:100]!r}, but this is {self.name!r}"
             raise ApiError(404, words, param="model", code="model_not_found")
 
     def begin(self, fields: Mapping[str, Any], ready: Ready, source: str) -> ParsedRequest:
-        """Return a parsed request with only the fields set that all requests for tokens may have."""
+        """Return a request without prompts, with those fields parsed that all requests for tokens may have.
+
+        fields: the decoded JSON body. ready: the engine's sizes. source: the name of the field with the
+            prompt.
+
+        Raises:
+            ApiError: the request is for another model (404).
+            UserError: a field has a wrong type.
+        """
         generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
         sampling = dict[str, Any]()
@@ -66,7 +74,7 @@ class ServedModel:
         return ParsedRequest(generation, fields, sampling, ready, source)
 
     def check_length(self, request: ParsedRequest, characters: int) -> None:
-        """Raise `ApiError` if a prompt of so many characters is too long, before it is tokenized."""
+        """Raise `ApiError` if a prompt of `characters` cannot fit the context, before it is tokenized."""
         each, most = self.tokenizer.characters_per_token, request.ready.max_len
         if each and characters > each * most:
             raise request.refusal(
@@ -74,7 +82,13 @@ class ServedModel:
             )
 
     def finish(self, request: ParsedRequest) -> None:
-        """Set a request's sampling settings once its prompts are known; `ApiError` if it cannot be served."""
+        """Set `request.params`, the sampling settings with all defaults, once its prompts are token ids.
+
+        The default of `max_tokens` is what the context and the KV cache have room for.
+
+        Raises:
+            ApiError: the engine cannot serve the request, such as a prompt that is too long.
+        """
         ready = request.ready
         for call in request.on_prompt:
             call()
@@ -93,10 +107,13 @@ class ServedModel:
 
 
 class TextEndpoint:
-    """The common part of the routes for completions and chats.
+    """The common part of the routes `/v1/completions` and `/v1/chat/completions`.
 
-    model: the served one. handlers: read further fields of its requests. kind: the struct of its own.
-    formatter: makes its responses. prefix: the beginning of the ids of responses.
+    model: the served one. handlers: objects that read further fields of the route's requests.
+    kind: the struct of the fields that only this route has. kinds: the structs of all fields.
+    source: the name of the field with the prompt. prefix: the beginning of the ids of responses.
+    formatter: the class that makes responses. form: how errors are written as JSON.
+    threaded: whether a thread parses requests, however short they are.
     """
 
     kind: type[Struct]
@@ -115,7 +132,14 @@ class TextEndpoint:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return a request for tokens, parsed from its decoded body `fields` and checked."""
+        """Return a request for tokens, parsed from its decoded JSON body `fields` and checked.
+
+        http: for its id. ready: the engine's sizes.
+
+        Raises:
+            ApiError: the request could never be served.
+            UserError: the same, because of the prompt.
+        """
         request = self.read(fields, ready)
         self.model.finish(request)
         id = f"{self.prefix}-{http.id}"
@@ -123,11 +147,14 @@ class TextEndpoint:
         return request
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a request for tokens with its prompts, but without sampling settings yet. See `parse`."""
+        """Return a request with its prompts, but without sampling settings (`params`); see `parse`.
+
+        fields: the decoded JSON body, which each subclass reads in its way. ready: the engine's sizes.
+        """
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
-        """Let each field handler read its fields into the request, in place. See `FieldHandler.read`."""
+        """Call the handlers of fields and message roles that are in `request`; they change it in place."""
         names = set(request.fields)
         for message in request.messages:
             names.update(message, [str(message.get("role"))])
@@ -137,13 +164,17 @@ class TextEndpoint:
 
 
 class ChatEndpoint(TextEndpoint):
-    """`/v1/chat/completions`: a conversation in the form that the model was trained on."""
+    """The route `/v1/chat/completions`: replies to a conversation, rendered by the model's chat template."""
 
     kind = ChatFields
     source, prefix = "messages", "chatcmpl"
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a chat request whose prompt the chat template has made of `messages`. See `parse`."""
+        """Return a chat request; its prompt is `messages`, rendered by the chat template as token ids.
+
+        fields: the decoded JSON body. ready: the engine's sizes. Sampling settings (`params`) are not set
+            yet.
+        """
         request = self.model.begin(fields, ready, self.source)
         given = convert_fields(ChatFields, fields)
         request.messages = [

@@ -1,6 +1,6 @@
-"""Format responses and chunks as OpenAI's clients read them.
+"""Format responses and chunks (events of a stream) as OpenAI's clients read them.
 
-A chunk differs from the one before it in its text, so the rest is made once a request.
+A request's chunks differ in their text, so the JSON around it is encoded once a request.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def usage(group: ChoiceGroup) -> dict[str, Any]:
 
 
 class ResponseFormatter:
-    """Formats the response to one request, streamed or whole: a chat's, unless a subclass has another shape.
+    """Formats the response to one chat request, streamed or whole; its subclasses are for other routes.
 
-    id: of the response. model: its name. request: what is answered.
-    usage: whether the last chunk has the counts of tokens.
+    id: of the response. model: the served model's name. request: the parsed request.
+    usage: whether a stream ends with a chunk of token counts.
     """
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
@@ -57,7 +57,10 @@ class ResponseFormatter:
         self._after = b'],"usage":null}\n\n' if self.usage else b"]}\n\n"
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return a piece's events as bytes: the first one has the role, the last one the finish reason."""
+        """Return the server-sent events for `piece`, the next text of the completion `choice`, as bytes.
+
+        A completion's first event has the role. last: the completion has ended, and the last event says why.
+        """
         data, details = b"", self.details(choice, piece)
         if not piece.start:
             role = {"role": "assistant", "content": ""}
@@ -71,7 +74,7 @@ class ResponseFormatter:
         return data
 
     def shape(self, choice: Choice, text: str) -> dict[str, Any]:
-        """Return the JSON fields that have the whole `text` of the completion `choice`."""
+        """Return `{"message": ...}` of a whole completion: role, `text` as content, and tool calls."""
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
         for delta in choice.deltas(text, True):
             for name in delta.keys() - {"tool_calls"}:
@@ -81,7 +84,7 @@ class ResponseFormatter:
         return {"message": message}
 
     def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the JSON fields beside the text of a piece of a completion, such as log-probabilities."""
+        """Return the JSON fields beside the text of a completion's piece, such as log-probabilities."""
         found = NOTHING
         for part in self.request.details:
             found = found | part(choice, piece)
@@ -108,6 +111,9 @@ class ResponseFormatter:
     def event(
         self, choice: Choice, fields: dict[str, Any], reason: str | None = None
     ) -> bytes:
-        """Return an event with JSON fields of a completion. reason: why it has ended; None: it has not."""
+        """Return the bytes of one server-sent event about the completion `choice`.
+
+        fields: its JSON fields, such as `delta`. reason: why the completion has ended; None: it has not.
+        """
         fields_json = encode_json({"index": choice.index, **fields, "finish_reason": reason})
         return self._before + fields_json + self._after

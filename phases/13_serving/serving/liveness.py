@@ -44,18 +44,17 @@ QUICK = 60.0
 
 
 class StartupError(Exception):
-    """Raised if the server's first engine could not be made, and the user is not at fault. (Else it is a
-    `UserError`.)
-    """
+    """Raised if the first engine cannot be made, and the user cannot correct it (else `UserError`)."""
 
 
 class EngineProcess(EngineClient):
     """An `EngineClient` whose engine runs in a process of its own, which it starts, watches and restarts.
 
-    make: makes the engine, in that process; any callable that can be pickled.
+    make: function without arguments that returns the engine; called in that process, so it must be picklable.
     silence: seconds without a message, while a client waits for tokens, after which the engine counts as
         hanging and is restarted.
-    observer: makes an observer of the steps, in that process; picklable. None: there is none.
+    observer: function that gets the engine and returns an `Observer` of its steps, also called in that
+        process; None: no observer.
     """
 
     def __init__(
@@ -76,9 +75,7 @@ class EngineProcess(EngineClient):
         )  # it ignores SIGTERM, and Python would wait for it for ever
 
     def transmit(self, data: bytes) -> None:
-        """Send an encoded message to the engine process; one that cannot be sent is lost, and `_live` notices
-        that the engine has ended.
-        """
+        """Send an encoded message to the engine process; if that has ended, the message is dropped."""
         if self._socket is not None:
             # A future, also where no engine is there yet to send it to; unasked, it would complain of that.
             sent = asyncio.ensure_future(self._socket.send(data, zmq.NOBLOCK))
@@ -89,7 +86,7 @@ class EngineProcess(EngineClient):
 
         Raises:
             StartupError: the first engine could not be made.
-            UserError: the same, and the user can correct it.
+            UserError: the first engine could not be made, and the user can correct that.
         """
         pause = 0.0
         while not self._stopping:
@@ -111,7 +108,7 @@ class EngineProcess(EngineClient):
             await asyncio.sleep(pause)
 
     async def stop(self) -> None:
-        """Stop the engine: its process gets five seconds to end by itself."""
+        """Stop the engine for good: a ready one has five seconds to end, then its process is killed."""
         rounds = 50 if self.state == "ready" else 0
         self._stopping, self.state = True, "stopped"
         self.tell(Stop())
@@ -122,7 +119,7 @@ class EngineProcess(EngineClient):
             self.process.kill()  # `_live` sees it and tidies up
 
     async def _live(self) -> Exception:
-        """Run one engine process from its start to its end; return why it ended.
+        """Run one engine process from its start to its end; return the reason of its end, as an exception.
 
         Raises:
             OSError, zmq.ZMQError: the process or its socket cannot be made.
@@ -159,11 +156,12 @@ class EngineProcess(EngineClient):
             )
 
     async def _read(self, socket: zmq.asyncio.Socket) -> Exception:
-        """Give the tokens in the engine process's messages from `socket` to their sinks, until the engine
-        fails.
+        """Receive the engine process's messages from `socket`, and pass the tokens in them to their sinks.
+
+        Runs until it is cancelled, or until the engine reports that it cannot be made.
 
         Returns:
-            The error with which the engine says that it cannot be made.
+            The engine's error: a `UserError` if the user can correct it, else a `StartupError`.
         """
         while True:
             message = report(await socket.recv())
@@ -202,7 +200,7 @@ class Pipe:
         self._socket.connect(address)
 
     def receive(self, seconds: float) -> list[Command]:
-        """Return all commands that have come; wait for the first at most `seconds`."""
+        """Return all commands that have come, if any; wait for the first at most `seconds`."""
         found: list[Command] = []
         while self._socket.poll(0 if found else int(seconds * 1e3)):
             found += commands(self._socket.recv())
@@ -216,12 +214,11 @@ class Pipe:
 def main(
     make: Callable[[], Any], address: str, observer: Callable[..., Any] | None = None
 ) -> None:
-    """Run the engine process: make the engine, connect to the API process, and run steps until a `Stop`
-    comes.
+    """Run the engine process: make the engine, and run steps until the API process sends `Stop`.
 
-    make: makes the engine; any callable that can be pickled.
+    make: function without arguments that returns the engine.
     address: the ZeroMQ address where the API process listens.
-    observer: makes an observer of the steps; None: there is none.
+    observer: function that gets the engine and returns an `Observer` of its steps; None: no observer.
     """
     # Signals of the terminal or of systemd go to the whole group: the API process decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -249,7 +246,7 @@ def main(
 
 
 def _die_with_parent() -> None:
-    """Ask the system to end this process when the API process ends, since then no client is left."""
+    """Wait until the API process has ended, and end this process at once then, since no client is left."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

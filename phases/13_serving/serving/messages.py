@@ -1,4 +1,4 @@
-"""Messages between the two processes: one a step each way, token ids only.
+"""Messages between the API process and the engine process: one a step each way, token ids only.
 
 The API process speaks HTTP and text, the engine process token ids. Structs travel as arrays in MessagePack,
 without their fields' names: a step of 256 tokens is little more than a kilobyte.
@@ -22,8 +22,9 @@ CACHED = "cached"
 class AddRequest(Struct, array_like=True, tag="add"):
     """Command: add the `params.n` completions of a prompt, under the numbers `first .. first + n - 1`.
 
-    prompt: token ids. priority: place in the waiting line. salt: only requests of one salt share cached
-        prefixes. wanted: kinds of extra data (notes) that the observer shall send.
+    prompt: token ids. priority: lower is served first, if the scheduling policy is "priority".
+    salt: only requests of equal salt share cached prefixes.
+    wanted: kinds of extra data (notes) that the engine's observer shall add to reports.
     """
 
     first: int
@@ -35,9 +36,7 @@ class AddRequest(Struct, array_like=True, tag="add"):
 
 
 class AbortRequests(Struct, array_like=True, tag="abort"):
-    """Command: abort the completions with these numbers, which no client wants any more. Unknown numbers have
-    ended already.
-    """
+    """Command: abort the completions with these numbers; numbers that have ended already are ignored."""
 
     numbers: list[int]
 
@@ -54,7 +53,13 @@ Command = AddRequest | AbortRequests | DrawEngine | Stop
 
 
 class Ready(Struct, array_like=True, tag="ready"):
-    """Report: the engine is made. The fields are the sizes that the API process needs to know."""
+    """Report: the engine is made. The fields are the sizes that the API process needs to know.
+
+    max_len: most tokens of a prompt with its output. max_rows: most completions that run at a time.
+    blocks, block_size: blocks of the KV cache, and tokens in each; 0 without a paged cache.
+    policy: name of the scheduling policy. memory_plan: text about the use of the device's memory.
+    device: type of the model's device, such as "cuda".
+    """
 
     max_len: int
     vocab_size: int
@@ -67,7 +72,7 @@ class Ready(Struct, array_like=True, tag="ready"):
 
 
 class Failed(Struct, array_like=True, tag="failed"):
-    """Report: the engine cannot be made, and why (`reason`). wrong_input: the user can correct that."""
+    """Report: the engine cannot be made. reason: why, a sentence. wrong_input: the user can correct that."""
 
     reason: str
     wrong_input: bool
@@ -78,8 +83,8 @@ class StepStats(Struct, array_like=True):
 
     steps, preemptions, computed_tokens, lookup_tokens, hit_tokens: totals since the engine was made. Lookup
         tokens were looked up in the prefix cache, and hit tokens found there.
-    running, free_blocks: now.
-    step_tokens, step_seconds: of the latest step.
+    running: requests that are being computed now. free_blocks: of the KV cache, now.
+    step_tokens, step_seconds: tokens computed in the latest step, and how long it took.
     """
 
     steps: int = 0

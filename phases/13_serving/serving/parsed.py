@@ -1,4 +1,4 @@
-"""A request for tokens that has been read: the prompts and settings for the engine, and the answer's form."""
+"""A parsed HTTP request for tokens: the prompts and settings for the engine, and the form of its response."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ DEFAULTS = SamplingParams()
 
 
 def listed(names: list[str]) -> bytes:
-    """Return the value of a header: these names with commas between them, as many as fit."""
+    """Return names, separated by commas, as an ASCII header value: only the first ones, and long ones cut."""
     text = ", ".join(name[:100] for name in names[:16])
     return re.sub("[^ -~]", "?", text).encode()
 
 
 @dataclass
 class ParsedRequest:
-    """One HTTP request for tokens, with defaults where the client sent nothing; `params` are its final
-    settings.
+    """One HTTP request for tokens; fields that the client did not send have defaults.
 
-    Field handlers change it while it is parsed: `sampling` takes settings of `SamplingParams`, `messages`
+    Field handlers change it while it is parsed: `sampling` collects settings of `SamplingParams`, `messages`
     and `variables` are what the chat template sees, `on_prompt` is called once the prompts are token ids.
 
-    fields, generation: all fields as the client has sent them, and those that every request may have.
-    prompts: token ids of each.
-    ready: the engine's sizes. source: the name of the field with the prompt.
-    listed: whether that field is a list of prompts. place: in it, of the prompt that errors are about.
+    fields: all JSON fields that the client has sent. generation: those that all requests for tokens may have.
+    prompts: token ids of each. params: the final sampling settings.
+    ready: the engine's sizes. source: the name of the field with the prompt, such as "messages".
+    listed: whether that field is a list of prompts. place: index in it of the prompt that errors are about.
     default_tokens: `max_tokens` where the request does not say, if there is room for so many.
     options: further fields of the command `AddRequest` by which the engine gets each prompt.
     seconds: time limit of the whole request.
-    names: the client's name of a setting or of `grammar`, where it differs.
+    names: our name of a setting, or "grammar" -> the client's name of it, where it differs.
     constrained: whether the output follows a grammar from its first token, so that it has no reasoning.
     explain: puts the engine's refusal of a grammar into the client's words.
-    headers: of the response. ignored: names of fields without effect, of which one header tells.
+    headers: of the response. ignored: names of fields without effect, listed in one of these headers.
     shown: ids of special tokens that belong to the text.
     mark: text of the output from which on no stop string counts, such as the beginning of a tool call.
     prompt_only: whether only the prompts matter; the one token made of each is then dropped.
     reader: makes the `MessageReader` of each completion, if a chat message has more than content; else None.
     details: functions that return JSON fields beside the text of a piece. A thread may call them.
+    formatter: makes the response.
     """
 
     generation: GenerationFields
@@ -80,9 +80,9 @@ class ParsedRequest:
     formatter: Formatter = field(init=False)
 
     def refusal(self, message: str) -> ApiError:
-        """Return the error of a request that cannot be served, with the field's name as the client calls it.
+        """Return the error (400) of a request that cannot be served, in the client's names of fields.
 
-        message: what is wrong: about a setting, whose name it begins with, or about a prompt.
+        message: what is wrong. It begins with a setting's name, such as "top_p", or speaks of "the prompt".
         """
         setting = message.partition(" ")[0]
         if setting == "grammar":

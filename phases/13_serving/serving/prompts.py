@@ -21,24 +21,31 @@ class CompletionFormatter(ResponseFormatter):
     object = chunk_object = "text_completion"
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return a piece's event as bytes: its text, and the finish reason if `last`."""
+        """Return the server-sent event, as bytes, for `piece`, the next text of the completion `choice`.
+
+        last: the completion has ended, and the event says why.
+        """
         fields = self.shape(choice, piece.text) | self.details(choice, piece)
         return self.event(choice, fields, choice.reason if last else None)
 
     def shape(self, choice: Choice, text: str) -> dict[str, Any]:
-        """Return the JSON field that has the whole `text` of the completion `choice`."""
+        """Return the JSON field `{"text": text}` of a completion, in a chunk or in a whole response."""
         return {"text": text}
 
 
 class CompletionEndpoint(TextEndpoint):
-    """`/v1/completions`: one prompt or several, as text or token ids."""
+    """The route `/v1/completions`: continues one prompt or several, given as text or token ids."""
 
     kind = CompletionFields
     source, prefix = "prompt", "cmpl"
     formatter = CompletionFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a request whose `prompt` is one or several, as text or token ids. See `parse`."""
+        """Return a request whose prompts are the field `prompt`: a text, token ids, or a list of these.
+
+        fields: the decoded JSON body. ready: the engine's sizes. Sampling settings (`params`) are not set
+            yet.
+        """
         request = self.model.begin(fields, ready, self.source)
         request.default_tokens = 16  # OpenAI's
         given = convert_fields(CompletionFields, fields)
@@ -48,9 +55,9 @@ class CompletionEndpoint(TextEndpoint):
 
 
 def encode_prompts(model: ServedModel, request: ParsedRequest, given: Any) -> None:
-    """Set the token ids of a request's prompts.
+    """Set `request.prompts`, a list of token ids for each prompt, from the value of the field `prompt`.
 
-    given: a text, token ids, or a list of these.
+    given: a text, token ids, or a list of texts or of lists of token ids.
 
     Raises:
         ApiError: a prompt has the wrong type or is too long.

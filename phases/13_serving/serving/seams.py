@@ -1,4 +1,7 @@
-"""Interfaces of what plugs into the server, of which the appendix has most: routes, fields, observers."""
+"""Interfaces of what plugs into the server: routes, field handlers, formatters, sinks of tokens, observers.
+
+Most of what implements them is in the appendix.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ Delta = dict[str, Any]
 class Endpoint(Protocol):
     """Interface of an HTTP route that generates tokens.
 
-    kinds: structs that declare the fields of its requests.
+    kinds: structs that declare the JSON fields of its requests.
     source: the name of the field with the prompt.
-    form: the JSON form of its errors.
+    form: how its errors are written as JSON.
     threaded: whether a thread parses its requests, however short they are.
     """
 
@@ -42,19 +45,19 @@ class Endpoint(Protocol):
     ) -> ParsedRequest:
         """Return an HTTP request for tokens, parsed and checked.
 
-        http: for its headers. fields: the decoded body. ready: the engine's sizes.
+        http: for its headers. fields: the decoded JSON body. ready: the engine's sizes.
 
         Raises:
-            ApiError: it could never be served.
+            ApiError: the request could never be served.
             UserError: the same, because of the prompt.
         """
 
 
 class FieldHandler(Protocol):
-    """Interface of an object that reads some fields of requests, and adds their part to responses.
+    """Interface of an object that reads some fields of requests, and adds to responses what these ask for.
 
-    names: of fields of requests and of messages, and roles; the handler reads requests that have one of
-        these.
+    names: fields of requests, fields of messages, and message roles. The handler is called for a request that
+        has one of these.
     """
 
     names: frozenset[str]
@@ -64,7 +67,9 @@ class FieldHandler(Protocol):
         """Return the struct that declares the handler's fields; every field may be left out."""
 
     def read(self, given: Any, request: ParsedRequest) -> None:
-        """Read the fields into `request`, in place, before the prompt is made. given: of type `fields`.
+        """Read the handler's fields into `request`, in place, before its prompt is made.
+
+        given: the fields, parsed: an instance of the struct `fields`.
 
         Raises:
             ApiError: a field asks for what cannot be served.
@@ -81,8 +86,10 @@ class MessageReader(Protocol):
 
     @property
     def answer(self) -> Callable[[str, bool], str] | None:
-        """Return a function that gets a token's text, and whether it is the last, and returns the part of the
-        text that is answer, in which stop strings are looked for; None if all text is.
+        """Return a function that finds the answer, the text in which stop strings are looked for.
+
+        The function gets a token's text, and whether it is the last, and returns the part of that text which
+        belongs to the answer (not to reasoning, for example). None: all text belongs to it.
         """
 
     @property
@@ -91,10 +98,10 @@ class MessageReader(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Return True if there are calls, and the answer has ended after a whole one."""
+        """Return True if there are tool calls, and the completion has ended after a whole one; else False."""
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Add the next text of the answer; return the parts that it adds to the message.
+        """Read the completion's next text; return what it adds to the message, as dicts of message fields.
 
         last: the completion has ended.
         """
@@ -115,7 +122,7 @@ class Formatter(Protocol):
         """
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """Return the bytes that end the stream of a group of completions."""
+        """Return the bytes that end the stream of a group of completions, such as an event `[DONE]`."""
 
     def body(self, group: ChoiceGroup) -> bytes:
         """Return the bytes of the whole response to a request that is not streamed, with a `group`."""
@@ -147,7 +154,7 @@ class Sink(Protocol):
 
 
 class Observer(Protocol):
-    """Watches the engine's steps in its process, and adds extra data to reports.
+    """Watches the engine's steps in its process, and adds extra data to reports for the API process.
 
     due: whether it has something to add to the next report, so that one is sent although no step was run.
     """
@@ -157,7 +164,7 @@ class Observer(Protocol):
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """Receive a command for the observer: a `DrawEngine`, or an `AddRequest` that wants extra data.
 
-        requests: those that an `AddRequest` has added to the engine.
+        requests: the engine's, which that `AddRequest` has made; empty for a `DrawEngine`.
         """
         return
 

@@ -9,7 +9,7 @@ from serving.messages import Ready
 
 
 def ready(engine: Engine) -> Ready:
-    """Return the report of the engine's sizes, with which its process says that it is ready."""
+    """Return an engine's sizes, such as its context length, as the report that it is ready."""
     found = Ready(engine.max_len, engine.config.vocab_size)
     if isinstance(engine.cache, PagedCache):
         found.max_rows = engine.scheduler.rows.count

@@ -19,7 +19,7 @@ async def send_state(app: App, http: HttpRequest) -> None:
 
 
 async def send_models(app: App, http: HttpRequest) -> None:
-    """Send the model's description, alone or in a list; raise `ApiError` (503) before it is ready."""
+    """Send the served model's JSON object, in a list for `/v1/models`; `ApiError` (503) if not ready."""
     card = {
         "id": app.model.name,
         "object": "model",

@@ -1,6 +1,6 @@
-"""The engine process: it takes in what was sent, runs a step, and sends back what came of it.
+"""The engine process: it takes in commands, runs a step, and sends its tokens back to the API process.
 
-The loop never waits while there is something to compute, and no client can stop it.
+The loop never waits while there is something to compute, and no client's request can end it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ FAILED = "the step that computed this request failed; the server's log says why"
 def ending(
     number: int, reason: str, error: BaseException | None, place: int = NO_TOKEN
 ) -> End:
-    """Return the report of a completion's end. A fault of the request itself is explained to its sender.
+    """Return the report that the completion `number` has ended, with a message for the client after an error.
 
-    reason: "stop", "length", "abort", or "error" with the exception `error`. The rest as in `End`.
+    reason: "stop", "length", "abort", or "error" with the exception `error`. A fault of the request itself
+        becomes "refused", logits that are no numbers become "nan", with the exception's message.
+    place: index of the last token in the step's report, or `NO_TOKEN`.
     """
     message = FAILED if reason == "error" else ""
     if isinstance(error, UserError | NotANumber):
@@ -55,8 +57,8 @@ def ending(
 class Worker:
     """The loop of the engine process: takes commands, runs steps, and reports them.
 
-    channel: the connection to the API process. observer: watches the engine; None: nothing does.
-    live: the engine's requests for completions that have not ended, by their numbers.
+    channel: the connection to the API process. observer: watches the engine's steps; None: no observer.
+    live: the engine's requests for completions that have not ended, by the completions' numbers.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Worker:
             self.turn()
 
     def turn(self) -> None:
-        """Carry out all commands that have come, run a step if there are requests, and report it."""
+        """Carry out all commands that have come, run a step if there are requests, and report its tokens."""
         for command in self.channel.receive(IDLE_SECONDS if self.engine.idle else 0.0):
             self.obey(command)
         if self._stopped:

@@ -1,4 +1,4 @@
-"""Phase 14: more than one GPU. A model is split over ranks."""
+"""Phase 14: more than one GPU. A model is split over ranks (tensor parallelism)."""
 
 from __future__ import annotations
 

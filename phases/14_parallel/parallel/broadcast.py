@@ -1,7 +1,8 @@
-"""A step in ranks: rank 0 schedules it and broadcasts its two halves, and the other ranks run the same.
+"""A step on several ranks: rank 0 schedules it and broadcasts it, and the other ranks compute it as well.
 
-Only rank 0 has requests, a scheduler, drafts and grammars. All that a runner reads besides is what the device
-does not know yet: requests that are new in their rows, and changes of the cache.
+A step is broadcast in two halves, forward pass and sampling. Only rank 0 has a scheduler, drafts and
+grammars. Besides the step's tokens, a rank's runner needs only what its device does not know yet: requests
+that are new in their rows of the block tables, and changes of the cache.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from parallel.worker_group import WorkerGroup
 
 
 class StepCache:
-    """The part of the cache that a rank's runner sees: block tables, and what to do before the next step.
+    """A rank's runner's view of the cache: block tables, and blocks to wipe or copy before the next step.
 
-    Rank 0 collects the changes from the scheduler's cache. All ranks apply them, and a runner takes them.
+    Rank 0 collects the changes from the scheduler's cache and broadcasts them. All ranks apply them here, and
+    each rank's runner takes them once.
 
     tables: `[rows, most blocks of a request]` int32, block numbers. block_size: tokens of a block.
     blocks_for: function from a number of tokens to the number of blocks that hold them.
-    moves, fresh, copies: what the `take_` methods return next.
+    moves, fresh, copies: what the methods `take_moves`, `take_fresh` and `take_copies` return next.
     """
 
     def __init__(self, cache: PagedCache) -> None:
@@ -48,10 +50,10 @@ class StepCache:
         self.copies: list[tuple[int, int]] = []
 
     def collect(self, works: Sequence[Work]) -> CacheChanges:
-        """Return the changes that all ranks must apply before a step, and take them from rank 0's cache.
+        """Return the changes that all ranks must apply before a step; they are taken from rank 0's cache.
 
         works: the step's requests and tokens. Of the block tables, only those entries are returned that the
-            step reads and that differ from what was returned last.
+            step reads and that differ from what earlier calls have returned.
         """
         rows = np.array([work.row for work in works])
         width = self.blocks_for(max(work.start + work.count for work in works))
@@ -71,26 +73,33 @@ class StepCache:
         self.moves, self.fresh, self.copies = changes[3:]
 
     def take_moves(self, works: Sequence[Work]) -> Any:
-        """Return the changes of the hybrid cache's page tables since the last step, as rank 0 sent them;
-        None: none.
+        """Return the changes of a hybrid cache's page tables since the last step, as rank 0 sent them.
+
+        None: no changes. A hybrid cache (phase 17) is for models whose layers differ: a page, a number in its
+            block tables, can get other blocks. Other caches never have changes. works: not used.
         """
         moves, self.moves = self.moves, None
         return moves
 
     def take_fresh(self) -> list[int]:
-        """Return the numbers of the blocks that got a new owner since the last step, as rank 0 sent them."""
+        """Return the numbers of blocks that have got a new owner since the last step, as rank 0 sent them.
+
+        A block's owner is the request that writes it.
+        """
         fresh, self.fresh = self.fresh, []
         return fresh
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the (source, target) blocks to copy before the next step, as rank 0 sent them."""
+        """Return (source, target) numbers of blocks to copy before the next step, as rank 0 sent them."""
         copies, self.copies = self.copies, []
         return copies
 
 
 class BroadcastExecutor:
-    """Rank 0's first executor: broadcasts each half of a step (forward pass, sampling) to the other ranks,
-    then runs it by the runner's other executors.
+    """Rank 0's first step executor: broadcasts a step to the other ranks, then has it run by other executors.
+
+    An executor computes the steps that it supports, such as by a CUDA graph. Forward pass and sampling are
+    broadcast one by one.
     """
 
     order: ClassVar[int] = 0
@@ -102,17 +111,21 @@ class BroadcastExecutor:
         self.others = runner.executors
 
     def supports(self, works: Sequence[Work], masked: bool) -> bool:
-        """Return `masked`: this executor runs every step. (Only None would leave a step to the others.)
+        """Return `masked`, the value for `run`: this executor runs every step.
+
+        It never returns None, by which an executor leaves a step to the next one.
 
         works: the step's requests and tokens. masked: whether grammars may mask its samples.
         """
         return masked
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
-        """Broadcast the first half of a step, and run it by the first other executor that supports it.
+        """Broadcast a step's forward pass, and run it by the first other executor that supports it.
 
-        works: the step's requests and tokens. ticket: what `supports` returned. Returns: the result of the
-            forward pass, whose second half (`sample`) is broadcast as well.
+        works: the step's requests and tokens. ticket: what `supports` returned.
+
+        Returns:
+            The result of the forward pass, whose second half, `sample`, is broadcast when it runs.
         """
         requests = [bare(request) for request in self.runner.rows.fresh.values()]
         changes = self.cache.collect(works)
@@ -124,16 +137,19 @@ class BroadcastExecutor:
         return replace(step, rest=partial(self.sample, step))
 
     def sample(self, step: Forwarded, allowed: TokenBitmask | None) -> Pending:
-        """Broadcast that a step is sampled and whether with masks; sample it and return its pending tokens.
+        """Broadcast that a step is sampled now; sample it, and return its tokens.
 
-        step: result of the forward pass. allowed: bit masks of the grammars' tokens; None: no sample has one.
+        The device may still be computing the tokens.
+
+        step: result of the forward pass. allowed: bit masks of the tokens that grammars allow; None: no
+            masks.
         """
         self.workers.broadcast(SampleMessage(masked=allowed is not None))
         return self.runner.sample(step, allowed)
 
 
 class StepWorker:
-    """Runs, on every other rank, the halves of steps (forward pass, sampling) that rank 0 broadcasts."""
+    """Runs, on each rank but rank 0, the forward passes and samplings that rank 0 broadcasts."""
 
     def __init__(self, runner: PagedRunner, cache: StepCache) -> None:
         self.runner = runner
@@ -147,9 +163,7 @@ class StepWorker:
         self._step: Forwarded
 
     def forward(self, message: ForwardMessage) -> None:
-        """Run the forward pass of a step, after storing its new requests and the cache's changes from
-        `message`.
-        """
+        """Apply the new requests and the cache's changes in `message`, then run its step's forward pass."""
         rows = self.runner.rows
         for request in message.requests:
             rows.fresh[request.row] = request
@@ -159,8 +173,9 @@ class StepWorker:
         self._step = self.runner.forward(message.works, masked=message.masked)
 
     def sample(self, message: SampleMessage) -> None:
-        """Sample the step whose forward pass has run. Rank 0 alone has masks; where it has any, its tokens
-        count.
+        """Sample the step whose forward pass has run last.
+
+        If rank 0 has grammar masks for it, this rank has none, and takes the tokens that rank 0 samples.
         """
         self.runner.sample(self._step, self._no_masks if message.masked else None)
 
@@ -187,10 +202,10 @@ def runner_in_ranks(
     cache: PagedCache,
     **options: Any,
 ) -> PagedRunner:
-    """Return a rank's runner, which reads a `StepCache`; on rank 0 it broadcasts its steps.
+    """Return a rank's runner, whose cache is a `StepCache`; on rank 0 the runner broadcasts its steps.
 
-    make: makes the runner, given `model` to `cache` and `options`, its keywords. workers: the other ranks,
-        on rank 0; None on all others.
+    make: called as `make(model, attention, rows, cache, **options)`, returns a runner. workers: the other
+        ranks' processes, on rank 0; None on all others.
     """
     seen = StepCache(cache)
     runner = make(model, attention, rows, seen, **options)

@@ -1,4 +1,4 @@
-"""Tensor parallel as a feature of an engine."""
+"""Tensor parallelism as a feature (option) of an engine."""
 
 from __future__ import annotations
 
@@ -45,14 +45,12 @@ class Parallel(Feature):
     )
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Let each of several ranks build an engine of its own, by changing `builder`; do nothing for one
-        rank.
-        """
+        """Change `builder` so that each of several ranks builds an engine; do nothing for one rank."""
         if self.tensor_parallel > 1:
             builder.assemble.replace(self, self._assemble)
 
     def _assemble(self, builder: EngineBuilder) -> PagedEngine:
-        """Return rank 0's engine, made while the other ranks make theirs, which run its steps with it.
+        """Return rank 0's engine, while the other ranks build theirs; its steps run on all of them.
 
         Raises:
             WorkerLostError: a rank has ended meanwhile.
@@ -70,11 +68,10 @@ class Parallel(Feature):
             return engine
 
     def check(self, recipe: Recipe) -> torch.device:
-        """Return rank 0's device, after checking that the engine that `recipe` describes can run on several
-        ranks.
+        """Return rank 0's device, if the engine that `recipe` describes can run on several ranks.
 
         Raises:
-            UserError: this model, drafter or device cannot be in ranks. Nothing has been started by then.
+            UserError: this model, drafter or device cannot be split over ranks. No process was started yet.
         """
         size = self.tensor_parallel
         if isinstance(recipe.model, Model):
@@ -129,10 +126,9 @@ def rank_engine(
 
 @dataclass(frozen=True)
 class Split(Feature):
-    """The feature of one rank's engine inside `Parallel`: it loads a shard and sums over ranks. It has no
-    options.
+    """The feature that stands for `Parallel` in the engine of each rank: loads a shard, sums over ranks.
 
-    ranks: this rank among all. workers: the other ranks, on rank 0; None on all others.
+    ranks: this rank in its process group. workers: the other ranks' processes, on rank 0; None on all others.
     """
 
     name = "parallel"
@@ -165,7 +161,7 @@ class Split(Feature):
         return replace(memory_plan, blocks=blocks, cache=cache)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Let the engine sample over ranks; on rank 0 also broadcast each step and watch the other ranks."""
+        """Let the engine sample over ranks; on rank 0 also broadcast its steps and watch the other ranks."""
         self._choose_tokens(builder)
         workers = self.workers
         builder.runner.decorate(self, lambda make: partial(runner_in_ranks, make, workers))
@@ -177,9 +173,7 @@ class Split(Feature):
         builder.on_step_failed.replace(self, loop.on_step_failed)
 
     def _choose_tokens(self, builder: EngineBuilder) -> None:
-        """Replace the sampler backend by one that samples over ranks, each with a part of the
-        vocabulary's logits.
-        """
+        """Replace the sampler backend by one for ranks that each have a part of the vocabulary's logits."""
         graphs, vocab_size = builder.feature(Graphs), builder.model.config.vocab_size
         kind: type[RankSamplerBackend] = RankSamplerBackend
         if graphs is not None and graphs.sampling == "triton":

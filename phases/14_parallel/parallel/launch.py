@@ -1,4 +1,4 @@
-"""Rank 0's side of a process group: how it is made and left, and a function that runs on all ranks."""
+"""Rank 0's side of a process group: to make it, to leave it, and to run a function on all its ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ It stays as long as the process, because NCCL reads its store as long as it live
 
 @contextmanager
 def borrowed_workers(size: int) -> Iterator[WorkerGroup]:
-    """Give a `with` block the worker group of `size` ranks, which it may wait for; end them all if it fails.
+    """Give a `with` block the processes of ranks 1 to `size - 1`, for which the block may wait.
+
+    If the block fails, the processes are killed; else the caller has to give them back.
 
     Raises:
-        WorkerLostError: the block has failed with a RuntimeError, and a rank has ended.
+        WorkerLostError: the block has failed with a RuntimeError because a rank has ended.
     """
     workers = worker_group.take(size)
     try:
@@ -47,10 +49,10 @@ def borrowed_workers(size: int) -> Iterator[WorkerGroup]:
 
 
 def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
-    """Make a process group of this process, as rank 0, and the worker group; return rank 0's `Ranks`.
+    """Make a process group of this process, as rank 0, and the worker processes; return rank 0's `Ranks`.
 
     Args:
-        device: rank 0's; the others have those that follow.
+        device: rank 0's. Rank `r` takes the `r`-th GPU after it, or the CPU.
 
     Raises:
         WorkerLostError: a rank has ended before it joined.
@@ -73,7 +75,7 @@ def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
 def leave(
     workers: WorkerGroup, ranks: Ranks, release: Callable[[], None] = lambda: None
 ) -> None:
-    """End the process group `ranks`; the processes of the worker group wait for the next engine.
+    """Destroy the process group `ranks`; its worker processes go on for the next engine, unless one is lost.
 
     release: called first; destroys the CUDA graphs that hold sums over these ranks.
     """
@@ -90,8 +92,8 @@ def together(
 ) -> list[Any]:
     """Run `function(ranks, *given)` on `size` ranks. Returns a list of what it returned on each, by rank.
 
-    device: rank 0's; the others have those that follow. A function of a notebook or a program is sent as its
-    source, so it must import by itself what it needs.
+    device: rank 0's; rank `r` takes the `r`-th GPU after it, or the CPU. A function of a notebook or a
+        program is sent as its source, so it must import by itself what it needs.
 
     Raises:
         WorkerLostError: a rank has ended.

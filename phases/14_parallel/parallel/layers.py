@@ -9,10 +9,9 @@ from parallel.ranks import Ranks
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """A rank's part of an embedding: `room` rows of `hidden`, `count` of them for the token ids from `first`
-    on.
+    """A rank's part of an embedding: `room` rows of `hidden` numbers, for `count` token ids from `first` on.
 
-    ranks: over which embeddings are summed.
+    Rows after the first `count` are padding. ranks: the process group over which embeddings are summed.
     """
 
     def __init__(self, room: int, hidden: int, first: int, count: int, ranks: Ranks) -> None:
@@ -22,8 +21,9 @@ class VocabularyEmbedding(nn.Embedding):
         self.ranks = ranks
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings `[..., hidden]` of token ids `[...]`: the sum over ranks, one of which
-        has the row.
+        """Return the embeddings `[..., hidden]` of token ids `[...]`, equal on every rank.
+
+        They are a sum over ranks: one rank has a token's row, the others add zeros.
         """
         own = input_ids - self.first
         here = (own >= 0) & (own < self.count)
@@ -32,7 +32,7 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class RowLinear(nn.Module):
-    """A linear layer of which each rank has some inputs; the sum over ranks is its output.
+    """A linear layer cut along its inputs: the products of all ranks' parts are summed.
 
     linear: this rank's part.
     """
@@ -48,8 +48,9 @@ class RowLinear(nn.Module):
         return self.ranks.all_reduce(self.linear(x))
 
     def joined(self, *parts: nn.Module) -> nn.Module:
-        """Return this layer as phase 06's fused layer, whose product is summed over ranks; `parts` are not
-        used.
+        """Return this layer as a layer of fused kernels (phase 06) whose output is summed over ranks.
+
+        parts: layers to concatenate with, not used: a sum over ranks stands alone.
         """
         from triton_paged_attention.linear import join  # Triton comes with it
 

@@ -43,8 +43,7 @@ def load_part(
     """Return this rank's shard of a model, loaded; its layers sum partial results over `ranks`.
 
     name: folder, hub name or random model. device, dtype: as text; "auto" chooses. weight_loader: quantizes;
-        None: weights stay as they are. The weights are those that one GPU would have, random ones and
-        quantized ones, too.
+        None: weights stay as they are. Random and quantized weights, too, are those that one GPU would have.
     """
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
@@ -85,8 +84,7 @@ class Part:
     """A rank's shard of a model that is being loaded.
 
     config: of the whole model. weight_loader: quantizes weights; None: they stay as they are.
-    whole: the whole model on `meta`, which says what tensors there are.
-    own: what this rank has of it.
+    whole: the whole model on the device `meta`, for its tensors' names and shapes. own: this rank's model.
     """
 
     def __init__(
@@ -109,15 +107,16 @@ class Part:
         self.whole_shapes, self.shapes = _shapes(self.whole), _shapes(self.own)
 
     def whole_first(self, name: str) -> Scheme | None:
-        """Return the scheme of the weight `name` if it must be quantized before it is cut, since its scales
-        are over all inputs; None: it can be cut first.
+        """Return the quantization scheme of the weight `name` if it is quantized before it is cut, else None.
+
+        That is necessary if its scales are over all inputs, and the ranks divide the inputs.
         """
         owner, _, leaf = name.rpartition(".")
         rows, loader = leaf == "weight" and owner.endswith(ROWS), self.weight_loader
         return loader.scheme if rows and isinstance(loader, Quantize) else None
 
     def slice(self, name: str) -> Slice | None:
-        """Return the slice of the tensor `name` that this rank reads; None: all of it."""
+        """Return the slice of the tensor `name` that this rank reads from the checkpoint; None: all of it."""
         if self.whole_first(name) is not None:
             return None
         return self.shard.cut(
@@ -141,8 +140,8 @@ class Part:
     def cut(self, name: str, value: Tensor) -> Tensor:
         """Return this rank's part of `value`, the whole tensor `name`, finished by `_finish`.
 
-        The part is that of `slice`, or all of it for None. A slice may reach beyond the end of the tensor:
-        then the part is what there is.
+        The part is the tensor's `slice`, or all of it if that is None. Where a slice reaches beyond the
+        tensor's end, the part is what there is.
         """
         found = self.slice(name)
         if found is not None:
@@ -153,8 +152,8 @@ class Part:
     def _finish(self, name: str, value: Tensor) -> Tensor:
         """Return `value`, this rank's part of the tensor `name`, as the model stores it.
 
-        A vocabulary is padded with zeros, a bias that only rank 0 has is zeroed on other ranks, and groups of
-        inputs are counted from 0.
+        A vocabulary is padded with zeros, a bias that only rank 0 has is zeroed on other ranks, and GPTQ's
+        `g_idx` (the group of each input) is counted from the first group of this rank.
         """
         owner, _, leaf = name.rpartition(".")
         if self.shard.rank and self.shard.first_alone(name):
@@ -169,8 +168,9 @@ class Part:
         return value
 
     def place(self, name: str, value: Tensor) -> None:
-        """Store `value`, a finished part, in this rank's model as the tensor `name`, quantized if the options
-        say so.
+        """Store `value`, a finished part, in this rank's model as the tensor `name`.
+
+        It is quantized if the engine's options say so.
         """
         if value.is_meta:  # tied: the other one is enough
             return
@@ -189,9 +189,10 @@ class Part:
 def cut_inputs(weight: QuantizedWeight, shard: Shard, name: str) -> QuantizedWeight:
     """Return a rank's part of a quantized weight that is cut along its inputs, the last dimension.
 
+    Quantized numbers, and scales and zero points of blocks and groups, are cut in `shard.size` equal parts,
+    in the order of ranks, and copied. Scales of output channels are whole on every rank.
+
     shard: of the rank. name: of the weight, for errors.
-    Numbers, and scales and zero points of blocks and groups, are cut in `size` equal parts, in the order of
-    ranks, and lie in memory of their own. Scales of channels are whole on every rank.
 
     Raises:
         UserError: a scale belongs to inputs of two ranks.

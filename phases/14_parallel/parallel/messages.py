@@ -12,16 +12,15 @@ from continuous.work import Work
 
 
 class RowOnly(NamedTuple):
-    """Stands for a request in a broadcast step: runners read its row (of the block tables) and nothing
-    else.
-    """
+    """Stands for a request in a broadcast step: runners read only the request's row of the block tables."""
 
     row: int
 
 
 def with_rows(work: Work) -> Work:
-    """Return a copy of a work (one request's tokens in a step) with rows in place of requests, so that it
-    is small when pickled.
+    """Return a copy of a work (one request's tokens in a step) that is small when pickled.
+
+    Its requests are replaced by their rows of the block tables.
     """
     stand_in: Any = RowOnly
     sampled = tuple(stand_in(request.row) for request in work.sampled_requests)
@@ -32,8 +31,8 @@ class CacheChanges(NamedTuple):
     """Changes of the cache that all ranks apply before a step.
 
     rows, columns, blocks: `[n]` each: positions in the block tables, and the block numbers there now.
-    moves: changes of the hybrid cache's page tables, or None. fresh: blocks with a new owner.
-    copies: (source, target) blocks to copy.
+    moves: changes of a hybrid cache's page tables (phase 17), or None.
+    fresh: numbers of blocks that have got a new owner. copies: (source, target) blocks to copy.
     """
 
     rows: NDArray[np.int64]
@@ -47,10 +46,10 @@ class CacheChanges(NamedTuple):
 class ForwardMessage(NamedTuple):
     """Rank 0's message: run the forward pass of a step.
 
-    works: the step's requests and tokens, with rows in place of requests.
-    masked: grammars may mask its samples.
+    works: the step's requests and tokens, with rows of the block tables in place of requests.
+    masked: whether grammars may mask the step's samples.
     requests: those that got a row of the block tables since the last step.
-    changes: of the cache. stained: some block of the pool may hold NaN.
+    changes: of the cache. stained: whether some block of the KV cache may hold NaN.
     """
 
     works: list[Work]
@@ -61,8 +60,9 @@ class ForwardMessage(NamedTuple):
 
 
 class SampleMessage(NamedTuple):
-    """Rank 0's message: sample the step whose forward pass has run. masked: rank 0 has grammar masks for
-    it.
+    """Rank 0's message: sample the step whose forward pass has run.
+
+    masked: rank 0 has grammar masks for the step.
     """
 
     masked: bool
@@ -71,8 +71,8 @@ class SampleMessage(NamedTuple):
 class Join(NamedTuple):
     """Rank 0's message: join a process group of `size` ranks.
 
-    device: rank 0's; rank `r` takes the `r`-th after it. path: of the group's store, a file. threads: of
-        PyTorch.
+    device: rank 0's; rank `r` takes the `r`-th GPU after it. path: file by which the ranks find each other.
+    threads: number of threads that PyTorch may use.
     """
 
     size: int

@@ -32,7 +32,7 @@ TIMEOUT = timedelta(seconds=600)
 
 
 def open_store(path: str, size: int) -> Any:
-    """Return the store in which `size` ranks of this machine exchange their addresses, opened.
+    """Open and return the `FileStore` by which `size` ranks of this machine exchange their addresses.
 
     path: of its file, in a folder that only this user may enter. It is a file because the port of a
         `TCPStore` would be open to every process that reaches the machine.
@@ -52,8 +52,9 @@ def device_of(first: str, rank: int) -> torch.device:
 
 
 def destroy_group() -> bool:
-    """Destroy this process's default process group. Returns False if that takes over `DESTROY_SECONDS`
-    seconds.
+    """Destroy this process's default process group.
+
+    Returns True when it is destroyed, False if that takes more than `DESTROY_SECONDS`.
     """
     end = threading.Thread(target=dist.destroy_process_group, name="destroy", daemon=True)
     try:
@@ -71,8 +72,9 @@ _joined: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
 
 def destroy_unused_group() -> None:
-    """Destroy the default process group of an engine that has lost a rank, or could not be made, if there is
-    one.
+    """Destroy the default process group that an engine has left behind, if there is one.
+
+    An engine leaves it behind that has lost a rank or could not be made.
 
     Raises:
         UserError: an engine uses the group, or another program made it.
@@ -97,13 +99,13 @@ class Reducer:
     def sum(self, ranks: Ranks, part: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the sum of all ranks' `part`, equal in every bit on all ranks; may overwrite `part`.
 
-        residual: added once; all ranks have it. None: nothing is added.
+        residual: a tensor of the same shape, equal on all ranks, that is added once. None: nothing is added.
         """
         total = ranks.plain_sum(part)
         return total if residual is None else residual + total
 
     def stop(self) -> None:
-        """End all waits of this process for other ranks, because one is lost."""
+        """End all waits of this process for other ranks, because a rank is lost."""
 
 
 PLAIN = Reducer()
@@ -114,7 +116,7 @@ class Ranks:
 
     rank: 0 .. size - 1. size: number of ranks. device: of this rank.
     store: made by `open_store`, over which the ranks find each other.
-    reducer: makes the sums.
+    reducer: computes the sums; replaceable by one that is faster.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any) -> None:
@@ -146,9 +148,7 @@ class Ranks:
             self._gloo = gloo(store, rank, size, options)
 
     def __deepcopy__(self, memo: object) -> Ranks:
-        """Return this object itself, not a copy: copies of layers add up over the same ranks. `memo` is not
-        used.
-        """
+        """Return this object itself, so that copied layers sum over the same ranks. `memo` is not used."""
         return self
 
     # Sums.
@@ -156,7 +156,7 @@ class Ranks:
     def all_reduce(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the sum of all ranks' `part`, equal in every bit on all ranks; may overwrite `part`.
 
-        residual: added once; all ranks have it. None: nothing is added.
+        residual: a tensor of the same shape, equal on all ranks, that is added once. None: nothing is added.
         """
         return self.reducer.sum(self, part.contiguous(), residual)
 
@@ -181,7 +181,7 @@ class Ranks:
         return found
 
     def first(self, tensor: Tensor) -> Tensor:
-        """Overwrite `tensor` with rank 0's, in place, and return it."""
+        """Overwrite `tensor` with rank 0's (a broadcast), in place, and return it."""
         if self._gloo is None:
             dist.broadcast(tensor, 0)
         else:
@@ -189,15 +189,15 @@ class Ranks:
         return tensor
 
     def smallest(self, number: int) -> int:
-        """Return the smallest of all ranks' numbers."""
+        """Return the smallest of the `number`s that the ranks have passed; every rank must call this."""
         return int(self.gather(torch.tensor([number], device=self.device)).min())
 
     def leave(self) -> None:
-        """Stop using the group: the next engine of this process may destroy it."""
+        """Stop using the process group; the next engine of this process may then destroy it."""
         _joined.discard(self)
 
     def abort(self) -> None:
-        """End all waits of this process for other ranks, since one is lost. Any thread may call this."""
+        """End all waits of this process for other ranks, since a rank is lost. Any thread may call this."""
         self.leave()
         self.reducer.stop()
         if self._gloo is None and dist.is_initialized():

@@ -1,4 +1,7 @@
-"""`RankSamplerBackend` by phase 09's kernels, to which the chunks of all ranks are chunks of one row."""
+"""Sampling over ranks by phase 09's kernels, which choose the best token of each chunk of the vocabulary.
+
+The last kernel reduces the chunks of all ranks as if they were those of one GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from parallel.sampler import RankSamplerBackend
 class TritonRankSamplerBackend(RankSamplerBackend):
     """A sampler backend over ranks in Triton.
 
-    It reads the logits once, in the model's dtype, and gathers from all ranks two or three numbers of each
-    chunk of the vocabulary.
+    It reads the logits once, in the model's dtype. For each chunk of the vocabulary, the ranks exchange only
+    its best token: largest logit, token id, and where tokens are drawn the score that decided.
     """
 
     def reduce_argmax(
@@ -26,11 +29,10 @@ class TritonRankSamplerBackend(RankSamplerBackend):
         steps: Tensor,
         plan: SamplingMetadata,
     ) -> Tensor:
-        """Return the sampled tokens `[B]` int64, the best of all ranks, from this rank's `logits [B, V
-        / ranks]`.
+        """Return the sampled tokens `[B]` int64, equal on all ranks.
 
-        rows, steps: `[B]`, each request's row of settings and its number of output tokens so far.
-        plan: the settings of the batch.
+        logits: `[B, V / ranks]`, of this rank's part of the vocabulary. rows, steps: `[B]`, each request's
+            row of settings and its number of output tokens so far. plan: the sampling settings of the batch.
         """
         if self.own_tokens < self.room:  # as many chunks on every rank
             logits = logits.clone()
@@ -40,8 +42,9 @@ class TritonRankSamplerBackend(RankSamplerBackend):
         return best_of_rows(self._all(best_of_chunks(logits, draw, self.first_token)), draw)
 
     def _all(self, own: BestTokens) -> BestTokens:
-        """Return the best tokens of all ranks' chunks, in the order of token ids. own: those of this rank's
-        chunks.
+        """Return the best tokens of all ranks' chunks, `[B, ranks * chunks]`, in the order of token ids.
+
+        own: those of this rank's chunks, `[B, chunks]`.
         """
         ids = own.ids + self.first_token
         parts = [own.best.view(torch.int32), ids]

@@ -1,8 +1,9 @@
 """Sampling where every rank has the logits of a part of the vocabulary.
 
 The noise of a sampled token is a function of seed, step and token id. So each rank finds the best of its own
-tokens, and the best of these is the token that one GPU would sample. Whatever looks at a whole row (top-k,
-top-p, penalties, edits, masks, log-probabilities) has all logits gathered first; then all ranks do the same.
+tokens, and the best of these is the token that one GPU would sample. Settings that depend on all logits of a
+request (top-k, top-p, penalties, edits, masks, log-probabilities) have them gathered first; then all ranks
+compute the same.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ WHOLE_ROW = SamplingFlags.EDITS | SamplingFlags.PENALTIES | TRUNCATION
 
 
 def gathered(ranks: Ranks, logits: Tensor, vocab_size: int) -> Tensor:
-    """Return the logits of the whole vocabulary, `[B, vocab_size]` float32, from all ranks' `logits [B,
-    V / ranks]`.
+    """Return the logits of the whole vocabulary, `[B, vocab_size]` float32, equal on all ranks.
+
+    logits: `[B, V / ranks]`, this rank's part.
     """
     whole = ranks.gather(logits).transpose(0, 1).flatten(1)  # [B, ranks * room]
     return whole[:, :vocab_size].float().contiguous()
 
 
 class RankSamplerBackend(SamplerBackend):
-    """A sampler backend for several ranks, each of which has the logits of a part of the vocabulary, `[B,
-    V / ranks]`.
+    """A sampler backend for ranks that each have the logits of a part of the vocabulary, `[B, V / ranks]`.
 
-    ranks: this rank among all. vocab_size: of the whole model.
-    inner: the backend that chooses from whole rows of logits, where a step needs them.
+    ranks: this rank in its process group. vocab_size: of the whole model.
+    inner: the backend that chooses from gathered logits `[B, V]`, where a step needs them.
     """
 
     def __init__(self, ranks: Ranks, inner: SamplerBackend, vocab_size: int) -> None:
@@ -45,18 +46,17 @@ class RankSamplerBackend(SamplerBackend):
     def whole(
         self, sampler: Sampler, logits: Tensor, plan: SamplingMetadata, masked: bool
     ) -> Tensor:
-        """Return all ranks' logits `[B, V]` if the step needs whole rows, else `logits` as given.
+        """Return the logits of the whole vocabulary, `[B, V]`, if the step needs them; else `logits` itself.
 
-        plan: the sampling settings of the batch. masked: grammars mask it. Both can need whole rows.
+        plan: the sampling settings of the batch, of which some need all logits, as do masks.
+        masked: whether grammars mask the step's tokens.
         """
         if not masked and plan.wanted is None and not plan.features & WHOLE_ROW:
             return logits
         return gathered(self.ranks, logits, sampler.vocab_size)
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
-        """Set the logits of tokens that are not `allowed` to -inf, in place, on rank 0, which alone has
-        masks.
-        """
+        """Set the logits of tokens that are not `allowed` to -inf, in place; only rank 0 has masks."""
         self.inner.forbid(sampler, logits, allowed)
 
     def choose(
@@ -70,8 +70,10 @@ class RankSamplerBackend(SamplerBackend):
     ) -> Tensor:
         """Return the sampled tokens `[B]` int64, equal on all ranks.
 
-        logits: of this rank's part of the vocabulary, or whole rows. rows, steps: `[B]`, each request's row
-            of settings and its number of output tokens so far. plan: the settings of the batch.
+        logits: `[B, V / ranks]`, of this rank's part of the vocabulary, or `[B, V]`, as `whole` has returned
+            them.
+        rows, steps: `[B]`, each request's row of settings and its number of output tokens so far.
+        plan: the sampling settings of the batch.
         masked: grammars mask the logits; rank 0 alone has the masks, so it chooses and broadcasts.
         """
         if logits.shape[1] == self.room:
@@ -80,9 +82,9 @@ class RankSamplerBackend(SamplerBackend):
         return self.ranks.first(tokens) if masked else tokens
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Return `tokens [B]` with a special number in place of those whose logit is NaN.
+        """Return `tokens [B]`, with `NAN_TOKEN` in place of those whose logit in `logits [B, V]` is NaN.
 
-        If `logits` are only a part of the vocabulary, return them as they are.
+        If `logits` are only a rank's part of the vocabulary, return `tokens` unchanged.
         """
         return tokens if logits.shape[1] == self.room else self.inner.report(logits, tokens)
 
@@ -94,10 +96,10 @@ class RankSamplerBackend(SamplerBackend):
         steps: Tensor,
         plan: SamplingMetadata,
     ) -> Tensor:
-        """Return the sampled tokens `[B]` int64, the best of all ranks.
+        """Return the sampled tokens `[B]` int64: the best of all ranks' tokens, equal on all ranks.
 
         logits: `[B, V / ranks]`, of this rank's tokens. rows, steps: `[B]`, each request's row of settings
-            and its number of output tokens so far. plan: the settings of the batch.
+            and its number of output tokens so far. plan: the sampling settings of the batch.
         """
         own = logits[:, : self.own_tokens].float()
         if not own.shape[1]:  # more ranks than this vocabulary fills
@@ -116,7 +118,10 @@ class RankSamplerBackend(SamplerBackend):
     def _race(
         self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, largest: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the largest noisy weight among this rank's tokens, and its index in the part, `[B]` each.
+        """Return the largest score of this rank's tokens, and its index among them, `[B]` each.
+
+        A score is -E / weight: E is exponential noise, and the weight is the token's probability, not
+        normalized. The token of the largest score is then a sample of these probabilities.
 
         logits: `[B, V / ranks]`. rows, steps: `[B]`, seed the noise. largest: `[B]`, the largest logits of
             all ranks, to which weights are relative.
@@ -128,9 +133,9 @@ class RankSamplerBackend(SamplerBackend):
         return best.values, best.indices
 
     def _best(self, values: Tensor, tokens: Tensor) -> Tensor:
-        """Return the token of the largest value of all ranks, `[B]` int64; of equal values the first rank's.
+        """Return the token ids `[B]` int64 of all ranks' largest values; of equal values the first rank's.
 
-        values, tokens: `[B]`, this rank's best value and its token id.
+        values, tokens: `[B]`, this rank's best values, and their token ids.
         """
         pairs = torch.stack([values.view(torch.int32), tokens.int()], dim=1)  # [B, 2]
         found = self.ranks.gather(pairs)  # [ranks, B, 2]

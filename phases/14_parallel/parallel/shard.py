@@ -1,4 +1,4 @@
-"""The shards of a model: heads, the MLP's inside and the vocabulary are cut; every rank has all of the rest.
+"""The shards of a model: heads, the MLP's inside and the vocabulary are cut; all else is whole on each rank.
 
 Shoeybi et al., "Megatron-LM", arXiv 1909.08053: of two matrices in a row the first is cut by columns and the
 second by rows, so that each rank computes its part of both by itself, and one sum over ranks ends the pair.
@@ -29,9 +29,9 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """The shard of a model that rank `rank` of `size` has.
+    """The shard of a model that rank `rank` of `size` ranks has.
 
-    Where there are fewer key/value heads than ranks, neighbours have the same one.
+    Where there are fewer key/value heads than ranks, neighbouring ranks have the same head.
     """
 
     rank: int
@@ -69,11 +69,12 @@ class Shard:
         )
 
     def vocabulary(self, whole: int) -> tuple[int, int, int]:
-        """Return this rank's first token id, its number of tokens, and the number that it has room for.
+        """Return this rank's first token id, its number of tokens, and its room: how many it could have.
+
+        Room is the same on all ranks: `whole / size`, rounded up. Ranks fill it in their order, so the last
+        ones may have fewer tokens, or none: then their first token id is `whole`.
 
         whole: number of tokens of the vocabulary.
-        Room is the same on all ranks: the vocabulary by ranks, rounded up. Ranks fill it in their order, so
-        the last may have fewer tokens, or none: then its first is `whole`.
         """
         room = -(-whole // self.size)
         first = min(whole, self.rank * room)
@@ -87,8 +88,9 @@ class Shard:
         name: of the layer and the tensor, such as `layers.0.self_attn.k_proj.weight`.
         whole, own: the tensor's shape in the whole model, and in this rank's. kv_heads: of the whole model.
 
-        It is cut in the dimension in which the shapes differ, into parts of the length that `own` has there,
-        in the order of ranks; so are packed numbers, scales and zero points. Two kinds of layers differ:
+        A tensor (weight, packed numbers, scales, zero points) is cut in the dimension in which its shapes
+        differ, into parts of the length that `own` has there, in the order of ranks. Two kinds of layers
+        differ:
 
         - `VOCABULARY`, in dimension 0: its parts are rounded up (see `vocabulary`), so the last may begin at
           the end, and may reach beyond it.
@@ -115,7 +117,7 @@ class Shard:
         return Slice(dim, place * own[dim], own[dim])
 
     def first_alone(self, name: str) -> bool:
-        """Return True if only rank 0 has the tensor `name` and the others have zeros.
+        """Return True if only rank 0 has the tensor `name` and the others have zeros; else False.
 
         It is so for the bias of a layer in `ROWS`: the ranks' products are summed, and a bias is added once.
         """

@@ -1,4 +1,4 @@
-"""Rank 0's watch over the others: an engine that has lost a rank ends."""
+"""Rank 0's watch over the other ranks: an engine that has lost a rank ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel.worker_group import WorkerGroup, WorkerLostError
 
 @dataclass(eq=False)
 class WatchedLoop:
-    """A loop of steps around rank 0's loop `inner`, which raises `WorkerLostError` if a rank is lost.
+    """Rank 0's loop of steps `inner`, watched: it raises `WorkerLostError` if another rank is lost.
 
     workers: the processes of the other ranks. closed: True if they have been released.
     """
@@ -24,20 +24,19 @@ class WatchedLoop:
     _release: Callable[[], Any] = lambda: None
 
     def close_with(self, release: Callable[[], Any]) -> None:
-        """Set the function that releases the other ranks; it is called at the end, or when one of them is
-        lost.
-        """
+        """Set the function that releases the other ranks; called by `close`, or when a rank is lost."""
         self._release = release
 
     @property
     def idle(self) -> bool:
-        """Return True if no step is in flight and no rank is lost. (After a loss `advance` must still raise
-        it.)
+        """Return True if no step is in flight and no rank is lost.
+
+        After a loss it is False, so that `advance` is called once more and raises.
         """
         return self.inner.idle and not self.workers.reason
 
     def advance(self, engine: Engine) -> None:
-        """Start the next step, on all ranks, and collect the results that are ready (`Loop.advance`).
+        """Start the next step, on all ranks, and collect the results that are ready.
 
         Raises:
             WorkerLostError: a rank has ended, or the engine is closed; nothing can be computed any more.
@@ -59,6 +58,6 @@ class WatchedLoop:
         self.workers.lose(f"a step failed on rank 0 ({type(error).__name__}: {error})")
 
     def close(self) -> None:
-        """Release the other ranks, which otherwise stay as long as this engine does."""
+        """Release the other ranks' processes, which the engine otherwise keeps as long as it exists."""
         self.closed = True
         self._release()

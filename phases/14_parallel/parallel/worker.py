@@ -30,7 +30,7 @@ from parallel.ranks import Ranks, device_of, open_store
 
 
 def main(descriptor: int, rank: int) -> None:
-    """Run a worker process of the rank `rank`: serve rank 0 until it ends.
+    """Run the process of the rank `rank` (1 or more): carry out rank 0's messages until rank 0 ends.
 
     descriptor: file descriptor of the connection to rank 0.
     """
@@ -48,8 +48,10 @@ def main(descriptor: int, rank: int) -> None:
 
 
 def serve(connection: Connection, rank: int) -> NoReturn:
-    """Receive rank 0's messages from `connection` and carry out each of them: build an engine, run halves of
-    its steps, run a function. Never returns: the process ends with rank 0.
+    """Receive rank 0's messages from `connection` and carry out each of them, for ever.
+
+    A message builds an engine, runs a step's forward pass or its sampling, or runs a function. This function
+    never returns: the process ends with rank 0.
     """
     ranks: Any = None
     worker: Any = None
@@ -80,7 +82,7 @@ def serve(connection: Connection, rank: int) -> NoReturn:
 
 
 def resolve_function(call: RunFunction) -> Callable[..., Any]:
-    """Return the function that the message `call` names, imported from its module or made from its source."""
+    """Return the function that the message `call` names, from its module, or from source in the message."""
     if call.source:
         space: dict[str, Any] = {}
         exec(call.source, space)
@@ -90,7 +92,7 @@ def resolve_function(call: RunFunction) -> Callable[..., Any]:
 
 
 def end_with(descriptor: int) -> None:
-    """End this process when rank 0 closes the connection `descriptor`, also while a device is waited for."""
+    """End this process when rank 0 closes the connection `descriptor`, even during a wait for a GPU."""
     poll = select.poll()
     hang_up = getattr(select, "POLLRDHUP", 0)
     poll.register(descriptor, select.POLLHUP | select.POLLERR | hang_up)

@@ -34,13 +34,13 @@ class WorkerLostError(EngineLost):
 
 
 class WorkerProcess:
-    """The process of one other rank.
+    """The process of one rank other than rank 0.
 
     rank: from 1 on.
     lost: called with a sentence, from another thread, when the process has ended.
 
-    It is a plain program, not a child of multiprocessing: the caller's main module is not run again, and a
-    server's engine process, which may have no such children, can have ranks too.
+    The process is a plain program, not a child of multiprocessing: the caller's main module is not run again,
+    and a server's engine process, which may have no such children, can have ranks too.
     """
 
     def __init__(self, rank: int, lost: Callable[[str], None]) -> None:
@@ -74,7 +74,7 @@ class WorkerProcess:
 
 
 class WorkerGroup:
-    """The processes of ranks 1 to `size - 1`.
+    """The processes of ranks 1 to `size - 1`, with which rank 0 exchanges messages.
 
     reason: a sentence about which rank was lost and how; empty while none is.
     on_loss: called, from another thread, when a rank is lost.
@@ -93,8 +93,9 @@ class WorkerGroup:
         atexit.register(self.kill)
 
     def broadcast(self, message: Any) -> None:
-        """Send a message to all ranks. A broken connection raises nothing here: the end of its process is
-        noticed.
+        """Send a message, pickled, to all these ranks.
+
+        A broken connection raises nothing here: another thread notices that the process has ended.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for member in self.members:
@@ -104,7 +105,8 @@ class WorkerGroup:
     def collect_replies(self) -> list[tuple[int, Any]]:
         """Return the ranks' replies that have come, as (rank, reply) pairs; possibly none.
 
-        It waits `REPLY_SECONDS` for each rank in turn; after the first reply, it takes those that are there.
+        Waits up to `REPLY_SECONDS` for each rank in turn until a reply has come; then takes only what is
+        there.
         """
         found: list[tuple[int, Any]] = []
         for member in self.members:
@@ -114,9 +116,7 @@ class WorkerGroup:
         return found
 
     def lose(self, reason: str) -> None:
-        """End all ranks' processes, since one is lost, and set `self.reason` unless an earlier loss has set
-        it.
-        """
+        """End the other ranks' processes, since a rank is lost; set `self.reason`. Later calls do nothing."""
         if self._ending or self.reason:
             return
         self.reason = reason
@@ -140,9 +140,7 @@ class WorkerGroup:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Mark a `with` block in which this process may wait for other ranks, so that a loss may end this
-        process.
-        """
+        """Mark a `with` block that may wait for other ranks; a loss of one may then end this process."""
         self._waiting += 1
         try:
             yield
@@ -150,8 +148,9 @@ class WorkerGroup:
             self._waiting -= 1
 
     def _last_resort(self) -> None:
-        """End this process if it still waits for a lost rank after a while: a waiting device cannot be
-        interrupted.
+        """End this process if it still waits for a lost rank after `LAST_RESORT` seconds.
+
+        A wait for a device cannot be interrupted in another way.
         """
         if not self._done.wait(LAST_RESORT) and self._waiting:
             print(
@@ -183,8 +182,9 @@ def take(size: int) -> WorkerGroup:
 
 
 def give_back(workers: WorkerGroup) -> None:
-    """Keep the worker group of a closed engine for the next one; end it if a rank is lost or a group is kept
-    already.
+    """Keep the worker group of a closed engine for the next engine of its size.
+
+    If a rank is lost, or such a group is kept already, end its processes instead.
     """
     if not workers.reason and workers.size not in _idle:
         workers.on_loss = workers.on_end = None

@@ -1,4 +1,4 @@
-"""Phase 15: replicas. One server is copied over GPUs and machines, and a router chooses one a request."""
+"""Phase 15: replicas. A server runs as copies on GPUs and machines; a router chooses one for each request."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Start replicas under Ray Serve, serve, and stop everything after the last stream.
 
 Ray starts replicas, restarts them, drains them, counts queued requests, and carries requests to them. This
-course adds the server in a replica (`replica`), the choice of one (`routing`), and the form of what clients
-see.
+course adds the server in a replica (`replica`), the choice of a replica for a request (`routing`), and the
+form of what clients see (`gate`).
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ REASON = re.compile(r"\b(UserError|StartupError): (.+)")
 class Cluster:
     """A server of several engines: Ray, its HTTP proxy, and the replicas.
 
-    make_app: makes phase 13's application in a replica; any callable that can be pickled.
+    make_app: makes phase 13's ASGI application in a replica's process; any callable that can be pickled.
     options: number of replicas, and how one is chosen for a request.
     gpus: number of GPUs of a replica; with 0 it gets what Ray counts as one processor.
-    limits: of HTTP, the same as the application's. host, port: where it listens.
-    connection: name of uvicorn's class of connections; empty for its own.
-    signalled: set by the first SIGTERM or SIGINT.
+    limits: of HTTP, the same as the application's. host, port: where the proxy listens.
+    connection: import path of uvicorn's class for HTTP connections; empty: uvicorn's own.
+    signalled: event that is set by the first SIGTERM or SIGINT.
     """
 
     make_app: Callable[[], App]
@@ -75,7 +75,7 @@ class Cluster:
     connection: str = ""
 
     def __post_init__(self) -> None:
-        """Find a port, if it is 0, and keep it for Ray; raise `UserError` if the port is taken."""
+        """Choose a free port, if `port` is 0, and reserve it for Ray; `UserError` if the port is taken."""
         self.signalled = threading.Event()
         # Better said now than in Ray's log.
         with listen(self.host, self.port) as found:
@@ -88,14 +88,14 @@ class Cluster:
         self._kept.bind(address)
 
     def serve(self, on_ready: Callable[[], object]) -> int:
-        """Start Ray and all replicas, serve until a signal, and end all; return the exit code.
+        """Start Ray and all replicas, serve until a signal, and end all; return the exit code, 0.
 
         on_ready: called when all replicas take requests. The first signal lets streams finish, within the
-            grace period; the second does not wait.
+            grace period; the second ends this process at once.
 
         Raises:
             StartupError: not every replica takes requests in time.
-            UserError: there is no such cluster, or no replica can be made with these options.
+            UserError: there is no such Ray cluster, or no replica can be made with these options.
         """
         try:
             self._start()
@@ -162,8 +162,9 @@ class Cluster:
         self.signalled.set()
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment variables of Ray's processes, by name. On other machines `ray start`
-        needs the same.
+        """Return the environment variables that Ray's processes need, by name.
+
+        Of a cluster, the other machines' `ray start` needs the same ones.
         """
         cores = max(1, (os.cpu_count() or 1) // self.options.most)  # of a replica
         return {
@@ -200,7 +201,7 @@ class Cluster:
             raise StartupError(f"not ready after {START_SECONDS:g} s: {message or state}")
 
     def _state(self) -> tuple[str, str]:
-        """Return the status of Ray's application, such as "RUNNING", and the messages of its deployments."""
+        """Return the status of Ray's application, such as "RUNNING", and its messages, as one text."""
         found = serve.status().applications.get(APPLICATION)
         if found is None:
             return "DELETED", ""
@@ -212,7 +213,7 @@ class Cluster:
         return str(found.status.value), "\n".join([*said, found.message])
 
     def _application(self) -> Any:
-        """Return a description of the replica's deployment, as Ray Serve runs it."""
+        """Return the Ray Serve application (a bound deployment) that describes a replica and its router."""
         options, make_app = self.options, self.make_app
         # In the replica's process: Ray asks for the application in two steps.
         made: list[Replica] = []

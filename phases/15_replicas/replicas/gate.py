@@ -1,9 +1,9 @@
-"""Middleware around Ray's proxy: it reads a request's body, and gives errors the server's form.
+"""Middleware around Ray's HTTP proxy: it reads a request's body, and gives errors the server's form.
 
-The proxy sends a replica the request's head, and the replica fetches the body afterwards. A router in
-between would have to choose without having seen the prompt. So the body is read before the proxy sees the
-request, and travels with its head: the router can look at it, and a round trip between replica and proxy is
-saved.
+The proxy sends a replica the request's head (address and headers), and the replica fetches the body
+afterwards. A router in between would have to choose without having seen the prompt. So the body is read
+before the proxy sees the request, and travels with its head: the router can look at it, and a round trip
+between replica and proxy is saved.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TRIES = 3
 
 
 class Gate:
-    """ASGI middleware in the proxy around Ray's application `app`, which sends each request to a replica.
+    """ASGI middleware in Ray's proxy, around its application `app`, which sends each request to a replica.
 
     limits: of HTTP; None: the default ones.
     """
@@ -67,7 +67,11 @@ class Gate:
         scope["headers"] = [*others, (b"x-request-id", http.id.encode())]
 
         async def timed(message: MutableMapping[str, Any]) -> None:
-            """Send an ASGI message; a reader that is too slow for it counts as disconnected."""
+            """Send an ASGI message to the client; one that is too slow to take it counts as disconnected.
+
+            Raises:
+                ConnectionError: the client has not taken the message in time.
+            """
             try:
                 async with asyncio.timeout(self.limits.slow_seconds):
                     await send(message)
@@ -100,19 +104,19 @@ class Gate:
     async def _answer(
         self, http: HttpRequest, said: dict[str, Any], leaving: Leaving, send: Send
     ) -> None:
-        """Ask one replica after the other, up to `TRIES` of them, until one has answered.
+        """Ask up to `TRIES` replicas, one after the other, until one has sent a complete response.
 
-        said: the fields for the router, such as `chain`, `wanted` and `avoid`. leaving: the client's
-            messages.
-        Each replica responds through a new `RelayedAnswer`, given the scope with `said` under `KEY`. `http`
-        gets the status of that answer. This ends when the answer is complete, or the client has left.
-        Another replica is asked only if nothing of the answer was sent to the client, and if it is no error
-        of Ray itself. First the answer's `lost_replica` is appended to the list `said["avoid"]`.
+        said: what the router gets to know, such as `chain`, `wanted` and `avoid`; each replica is asked with
+            the scope and `said` in it under `KEY`. leaving: the client's messages. send: sends to the client.
+            Each response goes through a new `RelayedAnswer`; `http` gets its status. The function returns
+            when the response is complete, or the client has left. Another replica is asked only if no part of
+            a response was sent to the client, and Ray itself has made none. The replica that failed,
+            `lost_replica`, is first appended to the list `said["avoid"]`.
 
         Raises:
-            ApiError: the last answer's `error()`: nothing has been sent, or Ray has said something itself.
-            ConnectionError: half an answer has been sent, so that the connection must be cut. Half a
-                stream of events gets that error as its last event instead: `data: `, the body as JSON, an
+            ApiError: the last answer's `error()`: nothing has been sent, or Ray itself has responded.
+            ConnectionError: a part of a response has been sent, so that the connection must be cut. A stream
+                of events is not cut: it gets the error as its last event, `data: `, the error as JSON, an
                 empty line.
         """
         for _ in range(TRIES):
@@ -133,7 +137,7 @@ class Gate:
 
 
 def head_bytes(scope: Scope) -> int:
-    """Return the number of bytes of a request's address and headers."""
+    """Return the number of bytes of a request's address (path and query) and headers."""
     address = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
     return address + sum(len(name) + len(value) for name, value in scope["headers"])
 
@@ -157,9 +161,9 @@ class RelayedAnswer:
 
     status: of the response, once its start was sent to the client; 0 before.
     complete: whether all of the response was sent.
-    events: whether it is a stream of server-sent events, to which an error can be added.
-    foreign: the status of a response that Ray itself made, else 0; it is dropped, and an error sent instead.
-    lost_replica: the name of the replica that would not respond.
+    events: whether the response is a stream of server-sent events, to which an error can be added.
+    foreign: the status of a response that Ray itself made, else 0; such a response is not sent on.
+    lost_replica: the name of the replica that did not respond; empty if there is none.
     """
 
     status = 0
@@ -174,8 +178,8 @@ class RelayedAnswer:
     async def of(self, app: Any, scope: Scope, receive: Receive) -> None:
         """Let the ASGI application `app` respond to one request, and pass the response on by `send`.
 
-        If the replica dies, or sends nothing any more, this returns without an exception, and the fields say
-        so.
+        If the replica dies, or sends nothing any more, this returns without an exception; `complete` is False
+        then, and `lost_replica` is set if the replica was silent.
         """
         watch = Watch(scope[KEY].get("number", -1))
         task = asyncio.ensure_future(app(scope, receive, partial(watch.pass_on, self.send)))
@@ -221,7 +225,7 @@ class RelayedAnswer:
             self.complete = not message.get("more_body", False)
 
     def error(self) -> ApiError:
-        """Return the error for the client that says why there is no response, or no whole one."""
+        """Return the error that tells the client why there is no response, or not all of one."""
         if self.foreign == 408:
             return ApiError(504, "the request was not done in time", code="deadline")
         # 404: there is no application any more; 503: too many requests wait in the proxy.
@@ -233,7 +237,7 @@ class RelayedAnswer:
 
 
 def middlewares() -> list[Any]:
-    """Return the list of middleware of Ray's proxy, with `Gate`; Ray calls this in the proxy's process."""
+    """Return the middleware of Ray's proxy, a list with `Gate`; Ray calls this in the proxy's process."""
     import uvicorn.config
     from starlette.middleware import Middleware
 

@@ -1,7 +1,7 @@
 """Heartbeats of requests, by which the proxy notices a replica that hangs but lives.
 
-A replica says once a second that it is at work on a request. The proxy, which knows from the router who has
-the request, asks another replica if it hears nothing at all.
+While a replica is at work on a request, it says so once a second. The proxy knows from the router which
+replica has the request, and asks another one if this one says nothing at all.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HeartbeatSender:
 
 
 class Assignments:
-    """Map of the requests of a proxy to the names of the replicas that its router has chosen.
+    """The replicas that a proxy's router has chosen for its requests, and replicas suspected to hang.
 
     replicas: names of replicas, by the number that the proxy has given a request.
     """
@@ -63,13 +63,11 @@ class Assignments:
         self._suspects: dict[str, float] = {}
 
     def suspect(self, replica: str) -> None:
-        """Record that a replica, by its name, was silent: for a while it is among `suspects`."""
+        """Record that the replica of this name was silent; it is among `suspects` for `SUSPECT_SECONDS`."""
         self._suspects[replica] = time.monotonic() + SUSPECT_SECONDS
 
     def suspects(self) -> set[str]:
-        """Return the names of replicas that were silent lately, and so get no requests that others can
-        take.
-        """
+        """Return the names of replicas that were silent lately; they get no request that another can take."""
         now = time.monotonic()
         self._suspects = {name: end for name, end in self._suspects.items() if end > now}
         return set(self._suspects)
@@ -91,10 +89,9 @@ class Watch:
     _passing: bool = False
 
     async def pass_on(self, send: Send, message: MutableMapping[str, Any]) -> None:
-        """Send an ASGI message to the client by `send`, unless it is a heartbeat; record that the replica is
-        alive.
+        """Send an ASGI message of a replica to the client by `send`, unless it is a heartbeat.
 
-        While a slow client takes the message, the replica does not count as silent.
+        The replica counts as alive from now, and is not silent while a slow client takes the message.
         """
         if message["type"] != ALIVE:
             self._passing = True
@@ -105,7 +102,8 @@ class Watch:
     def silent(self, begun: bool) -> str:
         """Return the name of the request's replica if it has been silent for too long, else an empty text.
 
-        begun: a part of a response was sent; the time that counts as too long depends on it.
+        begun: whether a part of a response was sent; then the replica gets `BROKEN_SECONDS`, not
+            `SILENT_SECONDS`.
         """
         replica = ASSIGNMENTS.replicas.get(self.number, "")
         if self._heard is None and replica:

@@ -15,7 +15,7 @@ POSITIVE = {"low": 0.0, "high": 1e6, "above_low": True}
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """Options of a cluster: number of replicas, and how requests find one.
+    """Options of a cluster: number of replicas, and how a request's replica is chosen.
 
     Raises:
         UserError: a value is out of its limits.

@@ -1,8 +1,8 @@
 """A request's beginning as a chain of hashes, by which a router recognizes it.
 
-The chain is phase 08's: each number covers a block and the number before it, so it names everything up to
-there. But its blocks are bytes of the request, not tokens. Equal texts make equal tokens, so a router needs
-neither tokenizer nor template, and a request costs it microseconds.
+The chain is that of a prefix cache (phase 08): each hash covers a block and the hash before it, so it stands
+for everything up to there. But a block here is bytes of the request, not tokens. Equal texts make equal
+tokens, so a router needs neither tokenizer nor chat template, and a request costs it microseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LONGEST = 512
 
 
 class PromptFields(Struct):
-    """The fields of a request that its first tokens are made of, undecoded; all other fields are skipped."""
+    """The JSON fields of a request that its first tokens are made of, undecoded; others are skipped."""
 
     tools: Raw = Raw(b"")
     messages: list[Raw] = []
@@ -34,11 +34,12 @@ _KEEPER = re.compile(rb'"previous_response_id"\s*:\s*"resp_([^_"]+)_')
 
 
 def keeper_of(body: bytes) -> str:
-    """Return the name of the replica that stores the conversation which a request continues; empty for
-    none.
+    """Return the name of the replica that stores the conversation which a request continues.
 
-    body: of the request, JSON. The id of a previous response begins with the name of the replica that has
-        made it.
+    It is read from `previous_response_id`, since a response's id begins with the name of its replica. Empty:
+    the request continues no stored conversation.
+
+    body: of the request, JSON.
     """
     found = _KEEPER.search(body)
     return found[1].decode(errors="replace") if found else ""
@@ -47,9 +48,10 @@ def keeper_of(body: bytes) -> str:
 def chain_of(body: bytes) -> list[int]:
     """Return 64-bit hashes of longer and longer beginnings of a request's prompt; empty if it has no prompt.
 
-    body: of the request, JSON. A conversation that continues repeats its messages and adds some, so its chain
-        is continued as well.
-    The salt is in every number: requests that must not share a cache do not share a chain (phase 08).
+    A conversation that continues repeats its messages and adds some, so its chain is continued as well. Every
+    hash depends on the request's `cache_salt`: requests that must not share a cache have different chains.
+
+    body: of the request, JSON.
     """
     try:
         found = _decoder.decode(body)
@@ -63,12 +65,11 @@ def chain_of(body: bytes) -> list[int]:
 
 
 def chain(blocks: list[bytes], salt: bytes) -> list[int]:
-    """Return a number below 2^64 for each beginning that ends with one of `blocks`, by a 64-bit hash of
-    `xxhash`.
+    """Return a 64-bit hash for each block, which covers this block, all blocks before it, and the salt.
 
-    The hash of the salt begins; each number is the hash of the one before (8 bytes) and the block. Any good
-    hash will do that is the same in every process, which `hash` of bytes is not. Keys of
-    `prefix_cache.index` do as blocks, too.
+    The first hash is that of the salt and is not returned; each other one is the hash of the one before (8
+    bytes) and the block. Blocks may be text or the keys of a prefix cache. The hash is `xxhash`'s because it
+    must be the same in every process, which Python's `hash` of bytes is not.
     """
     digest, found = xxhash.xxh3_64_intdigest(salt), []
     for block in blocks:

@@ -23,13 +23,12 @@ ERROR_SECONDS = 1.0
 class Replica:
     """An ASGI application around phase 13's, whose process ends when its engine dies.
 
-    app: phase 13's application.
-    name: what the router calls this replica.
+    app: phase 13's application. name: what the router calls this replica.
     end: ends this process, with an exit status.
 
-    A server of its own restarts an engine that has died. A replica does not: the others serve meanwhile,
-    and Ray restarts replicas, on another machine if need be. A replica without an engine would send errors
-    sooner than any other could respond, and so get all the work.
+    A server without replicas restarts an engine that has died. A replica does not: other replicas serve
+    meanwhile, and Ray restarts this one, on another machine if need be. A replica without an engine would
+    send errors sooner than any other could respond, and so get all the work.
     """
 
     def __init__(self, app: App, name: str, end: Callable[[int], None] = os._exit) -> None:
@@ -39,15 +38,15 @@ class Replica:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to one request; for a scope of the type `lifespan`, start or end by `_live`.
+        """Respond to one HTTP request; for a scope of the type `lifespan`, start or end (`_live`).
 
         While the engine is not `ready`, the response is a 503 with the headers `NAME` (this replica's name)
         and `ENGINE_LOST` (`1`), in that order, and an empty body: the proxy then asks another replica. Else
         the application responds; its start message gets the header `NAME` after its own, and then
         `ENGINE_LOST` if it is a 503 and the engine has died meanwhile, since no part of a response has been
-        sent. What the proxy has put under `KEY` is removed from the scope; if there is some, its `body` is
-        received first (`BufferedBody`). The application finds this replica's name in the scope, under
-        `replica`.
+        sent. The proxy's fields for the router are removed from the scope, where they are under `KEY`; if
+        there are some, the request's body is received from their `body` (`BufferedBody`). The application
+        finds this replica's name in the scope, under `replica`.
         """
         if scope["type"] == "lifespan":
             await self._live(receive, send)
@@ -86,7 +85,7 @@ class Replica:
 
         Raises:
             StartupError: the engine cannot be made.
-            UserError: the same, and a user can correct it.
+            UserError: the engine cannot be made, and a user can correct that.
         """
         running = asyncio.ensure_future(self.app.engine.run())
         while self.app.engine.state != "ready" and not running.done():
@@ -127,8 +126,9 @@ class Replica:
 
 @dataclass
 class BufferedBody:
-    """ASGI `receive` of a request whose body was read before; afterwards it only reports that the client has
-    left.
+    """ASGI `receive` of a request whose body was read before.
+
+    Its first message is that body; later ones only say that the client has left.
 
     receive: that of the connection.
     """
@@ -137,7 +137,7 @@ class BufferedBody:
     _receive: Receive
 
     async def __call__(self) -> MutableMapping[str, Any]:
-        """Return the stored body as a message at the first call, later the next message of the connection."""
+        """Return the body as a message at the first call, and the connection's next message later."""
         if self._body is None:
             return await self._receive()
         body, self._body = self._body, None

@@ -18,9 +18,9 @@ from replicas.routing import InFlight, Policy, make_policy
 class Router(RequestRouter):  # type: ignore[misc]
     """Chooses replicas by a `Policy`; it runs in the proxy's process, and in every other that calls replicas.
 
-    Several proxies share replicas and know nothing of each other. So a load is the number of requests sent
-    from this process, or the number that the replica has reported with its last response, whichever is
-    larger.
+    Several proxies share replicas and know nothing of each other. So a replica's load is the number of
+    requests sent from this process, or the number that the replica has reported with its last response,
+    whichever is larger.
 
     policy: ranks the replicas.
     """
@@ -28,10 +28,10 @@ class Router(RequestRouter):  # type: ignore[misc]
     policy: Policy
 
     def initialize_state(self, route: str = "prefix", imbalance: int = 8) -> None:
-        """Set the policy and its state; Ray calls this once.
+        """Make the policy, and the record of requests in flight; Ray calls this once.
 
-        route: the policy's name, as in `--route`. imbalance: for "prefix", requests that the chosen replica
-            may have over the least loaded one.
+        route: the policy's name, as in `--route`. imbalance: for "prefix": how many requests the chosen
+            replica may have more than the least loaded one.
         """
         self.policy, self.in_flight = make_policy(route, imbalance), InFlight()
         self._unsent: dict[str, PendingRequest] = {}
@@ -41,10 +41,10 @@ class Router(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return lists of replicas in the order to try: Ray tries the next if one has as many requests as it
-        takes.
+        """Return lists of replicas, best first: Ray tries the next list if a replica takes no more requests.
 
-        candidate_replicas: those that run. pending_request: to be sent; None: every replica is as good.
+        candidate_replicas: those that run. pending_request: the request to be sent; None: all replicas are
+            equally good, in one list.
         """
         if pending_request is None:
             return [candidate_replicas]
@@ -64,8 +64,9 @@ class Router(RequestRouter):  # type: ignore[misc]
         return [[by_name[name]] for name in order]
 
     def load(self, name: str, replica: RunningReplica) -> int:
-        """Return the number of requests that a replica has, as far as this process knows. name: the
-        replica's.
+        """Return how many requests the replica `name` has, as far as this process knows.
+
+        replica: Ray's object for it, by whose id its last reported number is found.
         """
         reported = self.replica_queue_len_cache.get(replica.replica_id) or 0
         return max(reported, self.in_flight.of(name))
@@ -73,32 +74,30 @@ class Router(RequestRouter):  # type: ignore[misc]
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Record that the replica `replica_id` has accepted a request, if another one was tried first. Ray
-        calls this.
+        """Record that the replica `replica_id` has accepted a request; Ray calls this.
 
-        result: not used.
+        It changes something only if `choose_replicas` had put another replica first. result: not used.
         """
         if self._unsent.pop(id_of(pending_request), None) is not None:
             self._give(pending_request, routing_fields(pending_request), name_of(replica_id))
             self._unsent.pop(id_of(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Forget a request, by Ray's id, that has ended, whether well or not. replica_id: not used."""
+        """Forget the request with Ray's id `internal_request_id`, which has ended. replica_id: not used."""
         self._unsent.pop(internal_request_id, None)
         self.in_flight.end(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Store Ray's new list of replicas, and forget the policy's memory of those that are missing."""
+        """Store Ray's new list of replicas, and forget what the policy knows of replicas that are missing."""
         super().update_replicas(replicas)
         names = {name_of(replica_id) for replica_id in self.curr_replicas}
         self.policy.keep(names)
         self.in_flight.keep(names)
 
     def _give(self, request: PendingRequest, said: dict[str, Any], name: str) -> None:
-        """Record that a request goes to the replica `name`; Ray may still report that another has accepted
-        it.
+        """Record that `request` goes to the replica `name`, unless Ray reports another one later.
 
-        said: the fields that the proxy has added to the request.
+        said: the fields that the proxy has added to the request, such as `chain`.
         """
         self.in_flight.begin(id_of(request), name)
         self.policy.sent(said["chain"], name)
@@ -118,12 +117,17 @@ def id_of(request: PendingRequest) -> str:
 
 
 def name_of(replica: ReplicaID) -> str:
-    """Return the name of a replica, as `x-ladder-replica` shows it."""
+    """Return the name of a replica, as the header `x-ladder-replica` shows it."""
     return str(replica.unique_id)
 
 
 def routing_fields(request: PendingRequest) -> dict[str, Any]:
-    """Return the proxy's notes: number, chain of hashes, body, wanted replica, replicas to avoid."""
+    """Return the fields that the proxy has added to a request for its router, by name, or their defaults.
+
+    They are `number` (the proxy's, of the request), `chain` (hashes of the prompt's beginnings), `body`,
+    `wanted` (name of the replica to be asked, if it runs) and `avoid` (names of replicas that have failed at
+    the request).
+    """
     said: dict[str, Any] | None = None
     if request.args and isinstance(request.args[0], bytes):
         said = pickle.loads(request.args[0]).asgi_scope.get(KEY)

@@ -1,4 +1,4 @@
-"""Policies that choose a replica for a request. Plain Python, which Ray and the tests share.
+"""Policies that choose a replica for a request. Plain Python, which the router in Ray and the tests share.
 
 A replica is a name. Its load is the number of its requests that have not ended.
 """
@@ -18,21 +18,21 @@ class Policy:
     """Ranks replicas for a request; the base class of all policies."""
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
-        """Return the names in `loads`, best first; Ray tries the others if the best refuses.
+        """Return the names in `loads`, best first; Ray tries the next if a replica takes no more requests.
 
-        chain: hashes of longer and longer beginnings of the request's prompt. loads: requests of each
-            replica, by its name.
+        chain: hashes of longer and longer beginnings of the request's prompt. loads: how many requests each
+            replica has, by its name.
         """
         raise NotImplementedError
 
     def sent(self, chain: Sequence[int], replica: str) -> None:
-        """Record that a request was sent to `replica`, whose cache will hold its beginning.
+        """Record that a request was sent to `replica`, whose prefix cache will hold the request's prompt.
 
-        chain: hashes of longer and longer beginnings of its prompt.
+        chain: hashes of longer and longer beginnings of that prompt.
         """
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget every replica but those named. One that comes back has a new name, and an empty cache."""
+        """Forget every replica but those named. (A restarted replica has a new name, and an empty cache.)"""
 
 
 class RoundRobin(Policy):
@@ -42,26 +42,25 @@ class RoundRobin(Policy):
         self._turn = -1
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
-        """Return the names in `loads` in order, starting one further at each call; `chain` does not
-        matter.
-        """
+        """Return the names in `loads`, sorted and rotated by one more at each call; `chain` is not used."""
         names = sorted(loads)
         self._turn = (self._turn + 1) % len(names)
         return names[self._turn :] + names[: self._turn]
 
 
 class LeastLoaded(RoundRobin):
-    """Chooses the replica with the fewest requests; equally loaded ones in turn, or the first would get every
-    single request.
-    """
+    """Chooses the replica with the fewest requests; among equally loaded ones, each in its turn."""
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
-        """Return the names in `loads`, those with the fewest requests first; `chain` does not matter."""
+        """Return the names in `loads`, those with the fewest requests first; `chain` is not used."""
         return sorted(super().rank(chain, loads), key=lambda name: loads[name])
 
 
 class Memory:
-    """The blocks that a replica's prefix cache is assumed to hold: the `capacity` most recently sent ones."""
+    """The blocks, by hash, that a replica's prefix cache is assumed to hold: the most recently sent ones.
+
+    capacity: how many blocks at most.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -71,8 +70,9 @@ class Memory:
         return len(self._blocks)
 
     def found(self, chain: Sequence[int]) -> int:
-        """Return how many blocks from the start of the chain (hashes of a prompt's beginnings) the replica
-        holds.
+        """Return how many blocks, from the start of the prompt, the replica is assumed to hold.
+
+        chain: hashes of the prompt's beginnings, one a block.
         """
         count = 0
         for digest in chain:
@@ -82,9 +82,10 @@ class Memory:
         return count
 
     def learn(self, chain: Sequence[int]) -> None:
-        """Record that the replica holds the blocks of a chain (hashes of a prompt's beginnings).
+        """Record that the replica holds the blocks of a prompt; beyond the capacity the oldest are forgotten.
 
-        Its end is forgotten before its beginning.
+        A prompt's last blocks are forgotten before its first. chain: hashes of the prompt's beginnings, one a
+        block.
         """
         blocks = self._blocks
         for digest in reversed(chain):
@@ -95,13 +96,13 @@ class Memory:
 
 
 class PrefixAware(Policy):
-    """Chooses the replica that has the longest beginning of the request in its cache, within a bound.
+    """Chooses the replica whose cache holds the longest beginning of the request, unless it is too busy.
 
-    imbalance: the bound: no request goes to a replica that has more than so many requests over the least
-        loaded one.
+    imbalance: no request goes to a replica that has more than this number of requests over the least loaded
+        one.
 
-    The bound keeps a prefix that all requests share from making one replica do all the work. Beyond it the
-    request goes elsewhere, and from then on two replicas know the prefix.
+    This bound keeps a prefix that all requests share from making one replica do all the work. Beyond it the
+    request goes to another replica, and from then on both know the prefix.
     """
 
     def __init__(self, imbalance: int = 8) -> None:
@@ -110,8 +111,10 @@ class PrefixAware(Policy):
         self._idle = LeastLoaded()
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
-        """Return the names in `loads`: first a replica that holds enough of the chain's blocks, then by
-        load.
+        """Return the names in `loads`, those with the fewest requests first.
+
+        A replica that holds more of the prompt comes before them, if it is within `imbalance` and holds
+        enough more: a share `WORTH` of the blocks. chain: hashes of the prompt's beginnings, one a block.
         """
         found = {name: self.memory(name).found(chain) for name in loads}
         # Where no block is known: an idle replica; of several, the one that knows fewest blocks.
@@ -127,9 +130,7 @@ class PrefixAware(Policy):
         return order
 
     def sent(self, chain: Sequence[int], replica: str) -> None:
-        """Record that the cache of `replica` will hold the blocks of this chain (hashes of a prompt's
-        beginnings).
-        """
+        """Record that the cache of `replica` will hold a prompt's blocks. chain: hashes of its beginnings."""
         self.memory(replica).learn(chain)
 
     def keep(self, replicas: Collection[str]) -> None:
@@ -143,8 +144,9 @@ class PrefixAware(Policy):
 
 
 def make_policy(route: str, imbalance: int) -> Policy:
-    """Return the policy called `route`: "prefix", "least-loaded" or "round-robin". imbalance: for
-    "prefix".
+    """Return the policy called `route`: "prefix", "least-loaded" or "round-robin".
+
+    imbalance: for "prefix", see `PrefixAware`.
     """
     if route == "prefix":
         return PrefixAware(imbalance)
@@ -154,8 +156,8 @@ def make_policy(route: str, imbalance: int) -> Policy:
 class InFlight:
     """Records which replica has which request, and so every replica's load.
 
-    A request counts from the moment it is assigned, not from when it has arrived: of a hundred that come at
-    once, the second must see the first.
+    A request counts from the moment it is assigned, not from when the replica has it: of a hundred that come
+    at once, the second must see the first.
     """
 
     def __init__(self) -> None:
@@ -163,19 +165,19 @@ class InFlight:
         self._loads: dict[str, int] = {}
 
     def begin(self, request: str, replica: str) -> None:
-        """Assign a request, by its id, to a replica, by its name, and no longer to any other."""
+        """Assign a request, by its id, to a replica, by its name, and to no other any more."""
         self.end(request)
         self._where[request] = replica
         self._loads[replica] = self._loads.get(replica, 0) + 1
 
     def end(self, request: str) -> None:
-        """Forget a request, by its id, that has ended; does nothing if it is not known."""
+        """Forget the request with this id, which has ended; do nothing if it is not known."""
         replica = self._where.pop(request, None)
         if replica is not None:
             self._loads[replica] -= 1
 
     def of(self, replica: str) -> int:
-        """Return the number of requests that the replica of this name has."""
+        """Return how many requests in flight the replica of this name has."""
         return self._loads.get(replica, 0)
 
     def keep(self, replicas: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Phase 16: mixture of experts. Each token goes through some of many MLPs."""
+"""Phase 16: mixture of experts. A router sends each token through some of many MLPs."""
 
 from __future__ import annotations
 

@@ -1,23 +1,23 @@
-"""Expert parallel: each rank of phase 14 has some of the experts, whole.
+"""Expert parallelism: each rank of phase 14's process group has some of the experts, whole.
 
-Attention is sharded as in phase 14, so behind its sum every rank has every token, and the same router
-chooses the same experts on all of them. A rank computes those that it has, and one more sum over ranks ends
-the layer: expert parallel costs what tensor parallel costs, and has the shapes of one rank, which a graph can
-hold.
+Attention is sharded as in phase 14, so after its sum over ranks every rank has every token, and the same
+router chooses the same experts on all of them. A rank computes those that it has, and one more sum over ranks
+ends the layer: expert parallelism costs what tensor parallelism costs, and has the shapes of one rank, which
+a CUDA graph can hold.
 
 The other way is an all-to-all: a rank owns some of the tokens, sends each to the ranks of its experts, and
 gets their outputs back. That is fewer bytes where a token's experts are on 2 or 3 of many ranks, but
 attention must be split by requests for it, and every rank has to know how many rows come, which no graph can
 hold.
-For Qwen3-30B-A3B, 8 of 128 experts chosen evenly, bytes a token and layer of all ranks, and the busiest
-rank's rows over the mean:
+For Qwen3-30B-A3B, 8 of 128 experts chosen evenly: bytes that all ranks send for a token in a layer, and the
+busiest rank's number of rows over the mean, for batches of 1, 16 and 256 tokens:
 
     ranks   all-reduce   all-to-all   1 token   16 tokens   256 tokens
         2        8,192        8,170      1.26        1.07         1.02
         4       24,576       22,200      1.74        1.17         1.03
         8       57,344       38,000      2.52        1.37         1.08
 
-So whole experts lose with small batches, where all wait for the rank that has most of the chosen.
+So whole experts lose with small batches, where all wait for the rank that has most of the chosen experts.
 """
 
 from __future__ import annotations
@@ -40,17 +40,14 @@ from quant.loading import Quantize
 
 
 def own_experts(count: int, ranks: Ranks) -> range:
-    """Return the numbers of this rank's experts, of `count` experts in all; two ranks differ by one at
-    most.
-    """
+    """Return which of `count` experts this rank has; the ranks' numbers of experts differ by one at most."""
     return range(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
 
 
 class OwnExpertsLoader(Quantize):
-    """A loader of checkpoints around another one, `inner` (None: no weight is quantized), which drops the
-    experts of other ranks.
+    """A weight loader around another one, `inner`, that drops the experts of other ranks.
 
-    own: numbers of this rank's experts, known once the model's configuration is.
+    inner: None: no weight is quantized. own: numbers of this rank's experts; empty before `expect`.
     """
 
     def __init__(self, inner: Quantize | None, ranks: Ranks) -> None:
@@ -59,19 +56,20 @@ class OwnExpertsLoader(Quantize):
         self.ranks, self.own = ranks, range(0)
 
     def reading(self) -> Quantize:
-        """Return a loader that reads the same checkpoints, drops the same experts, and quantizes nothing."""
+        """Return a loader for another model, such as a draft model.
+
+        It reads quantized checkpoints as `inner` does, but quantizes nothing and drops no experts.
+        """
         return self.inner.reading()
 
     def expect(self, model: Model) -> None:
-        """Prepare a model on `meta` for its checkpoint, in place, and set `own` to this rank's experts."""
+        """Prepare a model on the device `meta` for its checkpoint, in place; set `own`."""
         self.inner.expect(model)
         if model.config.experts is not None:
             self.own = own_experts(model.config.experts.count, self.ranks)
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-        """Store a checkpoint's tensor under `name` in the model, unless it belongs to another rank's
-        expert.
-        """
+        """Store a checkpoint's tensor as `name` in the model, unless it is of an expert of another rank."""
         number = name.partition(".experts.")[2].partition(".")[0]
         if not number.isdigit() or int(number) in self.own:
             self.inner.place(model, name, tensor)
@@ -95,7 +93,8 @@ class ExpertParallel(Feature):
         """Let each rank keep only its own experts while `builder` loads the model.
 
         Raises:
-            UserError: a layer has fewer experts than there are ranks. Rank 0 checks before others start.
+            UserError: a layer has fewer experts than there are ranks. Rank 0 raises it before other ranks
+                start.
         """
         parallel, split = builder.feature(Parallel), builder.feature(Split)
         if parallel and parallel.tensor_parallel > 1:
@@ -115,7 +114,7 @@ class ExpertParallel(Feature):
 
 
 def _sum_over_ranks(ranks: Ranks, builder: EngineBuilder) -> None:
-    """Give each layer of experts of the builder's model a function that sums its output over all ranks."""
+    """Let each layer of experts of the builder's model sum its output over all ranks."""
     for layer in expert_layers(builder.own_model()):
         layer.first = own_experts(layer.facts.count, ranks).start
         layer.all_reduce = ranks.all_reduce

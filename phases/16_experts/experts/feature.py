@@ -1,4 +1,4 @@
-"""Mixture of experts as a feature of an engine."""
+"""Mixture of experts as a feature (option) of an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class MixtureOfExperts(Feature):
-    """Put each layer's experts in two tensors, and compute each expert's tokens together."""
+    """The feature that puts each layer's experts in two tensors, and computes an expert's tokens together."""
 
     name = "experts"
     phase = 16
@@ -26,11 +26,11 @@ class MixtureOfExperts(Feature):
         builder.surgeries.append(self._group)
 
     def _group(self, builder: EngineBuilder) -> None:
-        """Group each layer's experts of the builder's model, in place, layer by layer, so that only one is in
-        memory twice.
+        """Put the experts of each layer of the builder's model in two tensors, in place.
 
-        Experts of eight bits are grouped only for kernels, which read them. Other quantized ones stay
-        modules.
+        One layer is done after the other, so that no more than one layer is in memory twice. Experts of eight
+        bits are grouped only if Triton kernels are on, which read them. Experts in other quantized formats
+        stay modules.
         """
         if not any(expert_layers(builder.model)):
             return

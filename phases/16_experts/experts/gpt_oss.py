@@ -2,8 +2,8 @@
 
 - A *sink* is one more column of the softmax: for each query head a learned score, of a key that every query
   sees and whose value is 0. A head that finds nothing can so give its weight to nothing.
-- Every other layer sees a window. All projections have biases, the router and the experts have them, too.
-- An expert computes `down((up + 1) * gate * sigmoid(1.702 * gate))`, gates and ups clamped before.
+- Every other layer has a sliding window. All projections have biases, as have the router and the experts.
+- An expert computes `down((up + 1) * gate * sigmoid(1.702 * gate))`; gates and ups are clamped before.
 - Its matrices come as *MXFP4*: 32 numbers of four bits share a power of two (OCP Microscaling Formats 1.0).
 """
 
@@ -70,8 +70,9 @@ class GptOssBlock(LlamaBlock):
 
 
 class GptOss(Llama):
-    """The gpt-oss model: a Llama of `GptOssBlock`s. It reads MXFP4 checkpoints itself, so no feature
-    has to.
+    """The gpt-oss model: a Llama of `GptOssBlock`s.
+
+    It reads its MXFP4 checkpoints itself: to features that quantize or read quantized weights, it is plain.
     """
 
     block_class: ClassVar[type[LlamaBlock]] = GptOssBlock
@@ -109,13 +110,14 @@ class GptOss(Llama):
 
 
 def is_packed(config: ModelConfig) -> bool:
-    """Return True if the checkpoint has its experts in four bits (MXFP4)."""
+    """Return True if the checkpoint has its experts in four bits (MXFP4), else False."""
     return config.quantization is not None and config.quantization["quant_method"] == MXFP4
 
 
 def empty_weights(config: ModelConfig, outputs: int, inputs: int) -> ExpertWeights:
-    """Return an uninitialized `ExpertWeights` `[E, outputs, inputs]`, in the checkpoint's format (plain or
-    MXFP4), which `config` names.
+    """Return uninitialized weights `[E, outputs, inputs]` of all experts of a layer, plain or MXFP4.
+
+    config: names the checkpoint's format, and the number of experts E.
 
     Raises:
         UserError: the inputs of an MXFP4 matrix are no multiple of 32.

@@ -17,10 +17,10 @@ from experts.weights import ExpertWeights, Swiglu, stack_layers
 class GroupedExperts(nn.Module):
     """All experts of a layer, as two products with one tensor each, and an activation between them.
 
-    gate_up: `[2 I, hidden]` for every expert, its gates and then its ups. down: `[hidden, I]`.
+    gate_up: `[E, 2 I, hidden]`, each expert's gates and then its ups. down: `[E, hidden, I]`.
     act: the activation, from gates and ups to `I` numbers.
-    kernels: `(most, small, large)`: `small` computes steps of up to `most` tokens, `large` all others.
-        First both are the loop over experts; the feature puts faster ones here.
+    kernels: `(most, small, large)`: `small` computes steps of up to `most` tokens, `large` all others. At
+        first both are a plain loop over experts; the feature `MixtureOfExperts` puts faster functions here.
     """
 
     def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, act: Swiglu) -> None:
@@ -36,7 +36,7 @@ class GroupedExperts(nn.Module):
         return len(self.down.data)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the experts' weighted sums `[T, hidden]`.
+        """Return each token's weighted sum of its experts' outputs, `[T, hidden]`.
 
         x: `[T, hidden]`. weights: `[T, k]`, the router's weights. chosen: `[T, k]`, numbers of experts; a
             number that this rank does not have adds nothing.
@@ -45,14 +45,14 @@ class GroupedExperts(nn.Module):
         return (small if len(x) <= most else large)(self, x, weights, chosen)
 
     def multiply(self, expert: int, x: Tensor) -> Tensor:
-        """Return `[T, hidden]`, the outputs of the expert with the number `expert`, for `x [T, hidden]`.
+        """Return the outputs `[T, hidden]` of one expert for `x [T, hidden]`, in plain torch.
 
-        Its weights are plain or MXFP4.
+        expert: its number on this rank. The weights may be plain or MXFP4, not of eight bits.
         """
         return self.down.multiply(expert, self.act(self.gate_up.multiply(expert, x)))
 
     def only(self, own: range) -> GroupedExperts:
-        """Return a copy that has only the experts whose numbers are in `own`."""
+        """Return a copy that has only the experts with the numbers `own`, renumbered from 0."""
         return GroupedExperts(self.gate_up.only(own), self.down.only(own), self.act)
 
 
@@ -64,7 +64,7 @@ A choice that is no number of an expert here belongs to another rank and adds no
 
 
 def group_experts(experts: nn.Module, activation: str) -> GroupedExperts:
-    """Return a layer's experts as `GroupedExperts`: modules stacked in two tensors, MXFP4 unpacked.
+    """Return a layer's experts as `GroupedExperts`: MLPs stacked in two tensors, MXFP4 unpacked.
 
     experts: `ExpertModules` or `GroupedExperts`. activation: its name in the model's configuration, such as
         "silu", for `ExpertModules`; `GroupedExperts` have their own.
@@ -81,10 +81,10 @@ def group_experts(experts: nn.Module, activation: str) -> GroupedExperts:
 
 
 def one_by_one(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Return each token's weighted sum of its experts' outputs, `[T, hidden]`, in plain torch, expert by
-    expert.
+    """Return each token's weighted sum of its experts' outputs, `[T, hidden]`, in plain torch.
 
-    x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts.
+    Computes one expert after the other. x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and
+    numbers of experts.
     """
     experts = [partial(layer.multiply, number) for number in range(layer.count)]
     return loop_over_experts(experts, x, weights, chosen)
@@ -120,12 +120,13 @@ def one_token(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor)
 
 
 def combine(products: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of the experts' products of each token, in the order of its choices.
+    """Return, for each token, the weighted sum of the outputs of its experts.
 
-    The order of a sum is the token's own, so the sum does not depend on the rest of the batch.
+    A token's outputs are added in the order of its choices, so the sum does not depend on the rest of the
+    batch.
 
     Args:
-        products: `[T k, hidden]`, sorted by expert.
+        products: `[T k, hidden]`, the experts' outputs, sorted by expert.
         order: `[T k]`, the choice that each product is of; choice `j` of token `t` is `t * k + j`.
         weights: `[T, k]` float32, the weight of each choice.
 

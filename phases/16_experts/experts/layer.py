@@ -61,7 +61,7 @@ class ExpertModules(nn.ModuleList):
     """The experts of a layer as a plain list of MLPs, computed one after the other."""
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the experts' weighted sums `[T, hidden]` float32.
+        """Return each token's weighted sum of its experts' outputs, `[T, hidden]` float32.
 
         x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts; a number
             that is not in the list adds nothing.
@@ -69,7 +69,7 @@ class ExpertModules(nn.ModuleList):
         return loop_over_experts(list(self), x, weights, chosen)
 
     def only(self, own: range) -> ExpertModules:
-        """Return a list that has only the experts whose numbers are in `own`."""
+        """Return a list that has only the experts with the numbers `own`, renumbered from 0."""
         return ExpertModules(self[own.start : own.stop])
 
 
@@ -80,7 +80,7 @@ class Experts(nn.Module):
     (arXiv 2401.06066), if the model has one, is an MLP that every token goes through.
 
     experts: `ExpertModules` or `GroupedExperts`, called with `x`, `weights` and `chosen`.
-    first: number of the first expert that this rank has.
+    first: number of the first expert that this rank has, subtracted from the chosen numbers.
     all_reduce: sums outputs over ranks; None on a single rank.
     """
 
@@ -102,7 +102,7 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states `[..., hidden]` to the experts' outputs, same shape and dtype."""
+        """Map hidden states `[..., hidden]` to weighted sums of experts' outputs, same shape and dtype."""
         flat = x.flatten(0, -2)  # [T, hidden]
         weights, chosen = self.route(
             self.gate(flat), self.facts.top_k, self.facts.normalize

@@ -1,4 +1,4 @@
-"""MXFP4, numbers of four bits (OCP Microscaling Formats 1.0): 32 of them share a power of two."""
+"""MXFP4, a format of four-bit numbers (OCP Microscaling Formats 1.0): 32 of them share a power of two."""
 
 from __future__ import annotations
 

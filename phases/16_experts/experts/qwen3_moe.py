@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv 2505.09388) and Qwen2-MoE: dense families with `Experts` in the place of MLPs."""
+"""Qwen3-MoE (arXiv 2505.09388) and Qwen2-MoE: Qwen3 and Qwen2 with `Experts` in the place of MLPs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forward.models.qwen3 import Qwen3Attention
 
 
 class Qwen3MoeBlock(LlamaBlock):
-    """A Llama block around `Qwen3Attention`, with the mixture `Experts` as its MLP."""
+    """A Llama block with `Qwen3Attention`, and with a mixture of experts as its MLP."""
 
     attention_class: ClassVar[type[LlamaAttention]] = Qwen3Attention
     mlp: nn.Module  # type: ignore[assignment]  # `LlamaBlock` has one kind only
@@ -26,18 +26,18 @@ class Qwen3MoeBlock(LlamaBlock):
 
 
 class Qwen2MoeBlock(Qwen3MoeBlock):
-    """A Llama block around `Qwen2Attention`, with the mixture `Experts` as its MLP."""
+    """A Llama block with `Qwen2Attention`, and with a mixture of experts as its MLP."""
 
     attention_class: ClassVar[type[LlamaAttention]] = Qwen2Attention
 
 
 class Qwen2Moe(Llama):
-    """Qwen2's and Qwen1.5's mixtures of experts: a Llama of `Qwen2MoeBlock`s with shared experts."""
+    """The mixture-of-experts models of Qwen2 and Qwen1.5: a Llama of `Qwen2MoeBlock`s with shared experts."""
 
     block_class: ClassVar[type[LlamaBlock]] = Qwen2MoeBlock
 
 
 class Qwen3Moe(Llama):
-    """Qwen3's mixtures of experts: a Llama of `Qwen3MoeBlock`s."""
+    """The mixture-of-experts models of Qwen3: a Llama of `Qwen3MoeBlock`s."""
 
     block_class: ClassVar[type[LlamaBlock]] = Qwen3MoeBlock

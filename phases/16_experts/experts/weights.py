@@ -32,9 +32,7 @@ class Swiglu(NamedTuple):
     limit: float = 0.0
 
     def __call__(self, both: Tensor) -> Tensor:
-        """Return `[..., I]`, the gated output, for gates and ups side by side in `both [..., 2 I]`; in plain
-        torch.
-        """
+        """Return the gated output `[..., I]` of gates and then ups, in `both [..., 2 I]`; in plain torch."""
         gate, up = both.chunk(2, dim=-1)
         if not self.limit:
             return activation(self.kind)(gate) * up
@@ -46,9 +44,9 @@ class ExpertWeights(nn.Module):
     """One weight matrix `[N, K]` for each of `E` experts, in one tensor.
 
     data: `[E, N, K]`, plain numbers or those of eight bits; or MXFP4, `[E, N, K / 32, 16]` uint8.
-    scale: float32 for eight bits: `[E, N]` (one a channel) or `[E, N / 128, K / 128]`, rounded up (one a
-        block); for MXFP4 `[E, N, K / 32]` uint8; None for plain numbers.
-    bias: `[E, N]` or None. MXFP4 has one: its dtype is that of the unpacked weights.
+    scale: float32 for eight bits: `[E, N]` (one for each output) or `[E, N / 128, K / 128]`, rounded up (one
+        for each block); for MXFP4 `[E, N, K / 32]` uint8; None for plain numbers.
+    bias: `[E, N]` or None. MXFP4 always has a bias, whose dtype is that of the unpacked weights.
     scheme: the eight-bit format of phase 10; None for plain numbers and MXFP4.
     """
 
@@ -71,7 +69,7 @@ class ExpertWeights(nn.Module):
 
     @property
     def rounds_input(self) -> bool:
-        """Return True if the product's input is rounded to e4m3, token by token."""
+        """Return True if the product's input is rounded to e4m3 (eight bits), with a scale for each token."""
         return self.scheme is not None and self.scheme.activations is not None
 
     @property
@@ -80,9 +78,9 @@ class ExpertWeights(nn.Module):
         return self.scheme is not None and self.scheme.scales == "block"
 
     def multiply(self, expert: int, x: Tensor) -> Tensor:
-        """Return `[T, N]`, the product of `x [T, K]` and one expert's weight, which is plain or MXFP4.
+        """Return the outputs `[T, N]` of one expert's matrix and bias for `x [T, K]`, in plain torch.
 
-        expert: its number on this rank.
+        expert: its number on this rank. The weights must be plain or MXFP4.
         """
         return F.linear(
             x, self.plain(expert), None if self.bias is None else self.bias[expert]
@@ -99,8 +97,9 @@ class ExpertWeights(nn.Module):
         return unpack(self.data[expert], self.scale[expert], self.bias.dtype)
 
     def unpacked(self) -> ExpertWeights:
-        """Return the same weights as kernels read them: MXFP4 becomes plain numbers, unpacked expert by
-        expert.
+        """Return the same weights in a form that kernels read: MXFP4 as plain numbers, others unchanged.
+
+        The experts are unpacked one by one.
         """
         if self.data.dtype != torch.uint8:
             return self
@@ -108,8 +107,9 @@ class ExpertWeights(nn.Module):
         return ExpertWeights(plain, bias=self.bias)
 
     def only(self, own: range) -> ExpertWeights:
-        """Return a copy that has only the experts whose numbers are in `own`; the others' memory can be
-        freed.
+        """Return a copy that has only the experts with the numbers `own`, renumbered from 0.
+
+        It does not share memory, so that of the other experts can be freed.
         """
         data, scale, bias = (
             None if t is None else t[own.start : own.stop].clone()
@@ -123,8 +123,8 @@ def stack_layers(experts: Sequence[Sequence[nn.Module]]) -> ExpertWeights:
     """Return linear layers of many experts, stacked into one tensor.
 
     Args:
-        experts: for each expert the layers that read one input; their outputs are put end to end. Layers are
-            plain or phase 10's of eight bits, all in one format.
+        experts: for each expert, its layers that read the same input, such as gates and ups; their outputs
+            are concatenated. Layers are plain or phase 10's of eight bits, all in one format.
 
     Raises:
         UserError: experts are quantized in a format that no kernel here reads, or in several.
@@ -140,10 +140,13 @@ def stack_layers(experts: Sequence[Sequence[nn.Module]]) -> ExpertWeights:
 
 
 def _join(layers: Sequence[nn.Module]) -> ExpertWeights:
-    """Return the weights of one expert's layers that read the same input, their outputs put end to end.
+    """Return the weights of one expert's layers that read the same input, their outputs concatenated.
 
     Returns:
-        Weights `[N, K]` without the first dimension, `E`.
+        Weights `[N, K]`, without the dimension `E` of experts.
+
+    Raises:
+        UserError: a layer is in a quantized format that no kernel here reads.
     """
     biases = [layer.bias for layer in layers if isinstance(layer.bias, Tensor)]
     bias = torch.cat(biases) if biases else None

@@ -1,1 +1,1 @@
-"""HTTP: what may be asked and how it is answered."""
+"""HTTP: requests and responses as ASGI messages, and the fields of JSON bodies."""

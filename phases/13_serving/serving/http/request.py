@@ -1,4 +1,4 @@
-"""One request and its answer, as raw ASGI messages (https://asgi.readthedocs.io/en/latest/specs/www.html)."""
+"""An HTTP request and its response, as ASGI messages (https://asgi.readthedocs.io/en/latest/specs/www.html)."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ class HttpRequest:
     """An HTTP request (ASGI), and what has been sent of its response so far.
 
     id: the client's `x-request-id` where it is well-formed, or a random one.
-    status: of the response, 0 before it. extra: more headers for the response.
-    content_length: value of that header, as it came. unread: there may be a body that has not been read.
-    group: its completions, if it is a request for tokens; else None. form: the JSON form of its errors.
+    status: the response's HTTP status; 0 before it was sent. extra: further headers for the response.
+    started: when it came, in seconds of `time.perf_counter`.
+    content_length: value of the header `content-length`, b"0" if there is none.
+    unread: whether there may be a part of the body that has not been read.
+    group: the completions of a request for tokens; else None. form: how its errors are written as JSON.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
@@ -67,8 +69,12 @@ class HttpRequest:
         self.form = ErrorForm()
 
     async def body(self) -> bytes:
-        """Read and return the whole body. Raises `ClientDisconnected`, or `ApiError`: 408 if it is too slow,
-        413 if it is too large. If a header says that, nothing is read.
+        """Read and return the whole body.
+
+        Raises:
+            ClientDisconnected: the client has closed the connection.
+            ApiError: the body takes too long (408), or is too large (413). If its header `content-length`
+                says so, nothing is read.
         """
         most = self.limits.max_body_bytes
         if self.content_length.isdigit() and int(self.content_length[:20]) > most:
@@ -76,8 +82,11 @@ class HttpRequest:
         return await self._read(most, self.limits.body_seconds)
 
     async def _read(self, most: int, seconds: float) -> bytes:
-        """Read and return the rest of the body, of at most `most` bytes, in so many `seconds`. Raises like
-        `body`. `unread` tells whether more is to come.
+        """Read and return the rest of the body; set `unread` to whether more of it is to come.
+
+        Raises:
+            ClientDisconnected: the client has closed the connection.
+            ApiError: it has more than `most` bytes (413), or takes more than `seconds` (408).
         """
         body, more = bytearray(), True
         try:
@@ -95,7 +104,7 @@ class HttpRequest:
         return bytes(body)
 
     async def drain(self) -> None:
-        """Read and drop the rest of a small body: a client that still sends it reads the response."""
+        """Read and drop the rest of a small body: a client that still sends it will read the response."""
         if self.unread:
             with suppress(ApiError):
                 await self._read(DRAINED_BYTES, DRAIN_SECONDS)
@@ -106,7 +115,7 @@ class HttpRequest:
             pass
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
-        """Send the response's status and headers."""
+        """Send the response's status and headers; `extra` and `x-request-id` are added to `headers`."""
         self.status = status
         every = [*headers, *self.extra, (b"x-request-id", self.id.encode())]
         if self.unread:  # the rest of a body is not worth a connection
@@ -121,7 +130,7 @@ class HttpRequest:
     async def answer(
         self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)
     ) -> None:
-        """Send a whole response."""
+        """Send a whole response, with a header `content-length`; to a HEAD request it has no body."""
         await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self.write(b"" if self.method == "HEAD" else body, more=False)
 

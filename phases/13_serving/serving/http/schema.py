@@ -1,8 +1,8 @@
 """The fields of requests, with OpenAI's names and meanings, and vLLM's where OpenAI has none.
 
 https://platform.openai.com/docs/api-reference and
-https://docs.vllm.ai/en/latest/serving/openai_compatible_server/. Types are checked here, values where they
-mean something: `SamplingParams`, `Limits`, the engine.
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server/. Types are checked here, values later: by
+`SamplingParams`, the server's `Limits`, or the engine.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ class StreamOptions(Struct):
 
 
 class GenerationFields(Struct, kw_only=True):
-    """Fields that all requests for tokens may have, under OpenAI's names. None: as if the field were not
-    there.
-    """
+    """JSON fields that all requests for tokens may have; null counts as if the field were left out."""
 
     model: str | None = None
     max_tokens: int | None = None

@@ -1,17 +1,19 @@
-"""Products of many tokens with the experts that they chose, each expert's weights read once a tile of rows.
+"""Triton products of many tokens with the experts that they chose.
 
-A step sorts its choices by expert (`routing`). One kernel then computes gates, ups and the function between
-them, a tile of rows and of outputs per program; the same kernel computes `down` and multiplies by the
-router's weight; a third adds up each token's choices in the order of the router. No sum depends on what else
-is in the batch: tiles of one kind cut K in the same parts, and no output is added to by two programs.
+A step sorts its choices (pairs of a token and an expert) by expert, and splits each expert's into tiles of
+rows (`routing`); an expert's weights are read once for each tile. One kernel then computes gates, ups and the
+activation, a tile of rows and of outputs per program; the same kernel computes `down` and multiplies by the
+router's weight; a last one adds up each token's choices in the order of the router. No sum depends on what
+else is in the batch: all tiles cut the K inputs in the same parts, and no output is added to by two programs.
 
-Floor, of a layer of Qwen3-30B-A3B in bfloat16 (9.4 MB an expert) on an H200 (4.8 TB/s, 990 TFLOP/s dense):
+Lower bounds of the time, for a layer of Qwen3-30B-A3B in bfloat16 (9.4 MB an expert) on an H200 (4.8 TB/s,
+990 TFLOP/s dense):
 
-    tokens   experts chosen   bytes     floor by bytes   floor by products
-    1                     8       75 MB          16 us              0.1 us
-    16                   82      770 MB         160 us              1.2 us
-    256                 128     1.21 GB         252 us               20 us
-    8192                128     1.21 GB         252 us              624 us
+    tokens   experts chosen   bytes     by bytes   by products
+    1                     8       75 MB     16 us        0.1 us
+    16                   82      770 MB    160 us        1.2 us
+    256                 128     1.21 GB    252 us         20 us
+    8192                128     1.21 GB    252 us        624 us
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ from triton_paged_attention.linear import KINDS, activate
 class Tile(NamedTuple):
     """Block sizes of a program of `grouped_kernel`, and its Triton launch options.
 
-    rows: tokens of an expert. block_n: outputs; in the first product half gates and half ups. block_k:
-        inputs that are read at a time.
+    rows: tokens of one expert. block_n: outputs; in the first product half of them are gates, half ups.
+    block_k: inputs that are read at a time.
     """
 
     rows: int
@@ -58,10 +60,10 @@ OLDER = Tile(128, 128, 64, 8, 4)
 
 
 def tile_for(rows: float, x: Tensor) -> Tile:
-    """Return the block sizes for `rows` tokens per expert on average, with as many stages as shared memory
-    holds.
+    """Return the block sizes for `rows` tokens per expert on average.
 
-    x: the product's input, for its device and dtype.
+    There are as many pipeline stages as shared memory holds. x: the product's input, for its device and
+    dtype.
     """
     largest = LARGE if at_least(x.device, HOPPER) else OLDER
     tile = next((tile for most, tile in TABLE if rows <= most), largest)
@@ -114,7 +116,7 @@ def finish_sums(
 
     unit: scale of an input that was rounded to eight bits, or None. scale: of each weight row, used if
         CHANNEL. bias: of each weight row, or None. row: `[N]`, the weight rows of the outputs.
-    inside: `[N]`, which exist.
+    inside: `[N]`, which of these rows exist.
     """
     if unit is not None:
         acc *= unit
@@ -135,6 +137,7 @@ def grouped_kernel(
 ):  # fmt: skip
     """Multiply a tile of one expert's tokens with `BLOCK_N` of its `N` outputs. One program for each pair.
 
+    A choice is a pair of a token and one of its experts; a tile is up to ROWS choices of one expert.
     The grid has one dimension: the `ceil(N / BLOCK_N)` programs of tile 0, then those of tile 1, and so on up
         to `most` tiles. A tile of 0 rows writes nothing.
     UP, the first product: `x [T, K]` -> `out [T k, N]`, gated, sorted by expert. Otherwise the second one:
@@ -202,11 +205,11 @@ def grouped_kernel(
 def add_choices_kernel(
     out, parts, chosen, E, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Sum a token's expert outputs over its choices on this rank. One program per token and `BLOCK_N`
-    numbers.
+    """Sum the outputs of a token's experts, as far as they are on this rank.
 
-    out: `[T, SIZE]`. parts: `[T TOP_K, SIZE]`, one row per choice. chosen: `[T, TOP_K]`, numbers of
-        experts; those that are not below `E` are skipped.
+    One program per token and `BLOCK_N` of its numbers.
+    out: `[T, SIZE]`. parts: `[T TOP_K, SIZE]`, one row per choice (token and expert). chosen: `[T, TOP_K]`,
+        numbers of experts; those that are not below `E` are skipped.
     """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -222,17 +225,17 @@ def add_choices_kernel(
 def product_arguments(
     x: Tensor, experts: ExpertWeights, act: Swiglu | None, top_k: int
 ) -> tuple[list[Tensor | None], dict[str, Any]]:
-    """Return the arguments that a kernel needs for one product of all experts.
+    """Return the arguments that a kernel needs for one of the two products of all experts.
 
     Args:
         x: the product's input, `[T, K]`.
         experts: the product's weights.
-        act: the function after the first product, on gates and ups; None for the second product.
-        top_k: choices of a token.
+        act: the activation after the first product, on gates and ups; None for the second product.
+        top_k: number of experts of a token.
 
     Returns:
-        The tensors `x, x_scale, data, scale, bias`, with `x` in place of scales and None in place of others
-        that do not exist; and the kernel's constants by name.
+        The tensors `x, x_scale, data, scale, bias`: a `scale` that does not exist is `x`, never read, and an
+        `x_scale` or `bias` that does not exist is None. Then the kernel's constants, by name.
     """
     values, units = round_rows(x, "fp8") if experts.rounds_input else (x, None)
     scale = x if experts.scale is None else experts.scale
@@ -250,8 +253,8 @@ def product_arguments(
 def scratch_bytes(down: ExpertWeights, top_k: int, itemsize: int, tokens: int) -> int:
     """Return the bytes that `grouped` allocates between its kernels, for a step of `tokens` tokens.
 
-    down: weights of the second product. top_k: choices of a token. itemsize: bytes of a number of the model's
-        dtype.
+    down: weights of the second product. top_k: number of experts of a token. itemsize: bytes of a number of
+        the model's dtype.
     """
     _, hidden, inside = down.data.shape
     rounded = inside if down.rounds_input else 0
@@ -261,9 +264,10 @@ def scratch_bytes(down: ExpertWeights, top_k: int, itemsize: int, tokens: int) -
 def grouped(
     layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor, tile: Tile | None = None
 ) -> Tensor:
-    """Return a layer's experts' weighted sums, `[T, hidden]`, by Triton kernels for any number of tokens.
+    """Return each token's weighted sum of its experts' outputs, `[T, hidden]`, by Triton kernels.
 
-    x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts.
+    x: `[T, hidden]`, any number of tokens. weights, chosen: `[T, k]`, the router's weights and numbers of
+        experts.
     tile: block sizes, for measurements; None takes them from `TABLE`.
     """
     (count, hidden, _), (tokens, top_k) = layer.down.data.shape, chosen.shape

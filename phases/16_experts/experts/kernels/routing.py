@@ -2,10 +2,11 @@
 
 In plain torch the choice is ten small kernels a layer, as long as reading the experts of one token takes.
 
-A choice is `token * k + place`. Sorted, the choices of expert 0 come first, in the order of tokens. A tile is
-some rows of one expert. How many tiles there are depends on the routing, and nothing waits to learn it: there
-is room for the most that can be, and those left over have no rows. A graph is recorded once for a number of
-tokens.
+A choice is a pair of a token and one of its k experts, with the number `token * k + place`. Sorted, the
+choices of expert 0 come first, in the order of tokens. A tile is some choices of one expert, rows of a matrix
+product. How many tiles there are depends on the routing, and nothing waits to learn it: the table has room
+for the largest possible number, and tiles that are not needed have no rows. So a CUDA graph is recorded once
+for a number of tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ def route_kernel(
     E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose a token's TOP_K experts of highest probability, of equal ones the lowest number. One program
-    per token.
+    """Choose a token's TOP_K most probable experts; of equal ones the lowest number. One program per token.
 
     logits: `[T, E]`. weights: output `[T, TOP_K]` float32, probabilities; with NORMALIZE they sum to 1.
-    chosen: output `[T, TOP_K]` int64. E_PAD: E rounded up to a power of two. PDL: the kernel before may
-    still run. A probability, as the bits of a float that is not negative, is ordered as a whole number is;
-    the expert's number follows it, upside down, so one sort decides between equal ones as well.
+    chosen: output `[T, TOP_K]` int64, numbers of experts. E_PAD: E rounded up to a power of two.
+    PDL: programmatic dependent launch: the kernel before may still run, so it is waited for.
+
+    Experts are sorted by 64-bit keys. The upper half is the probability's bits, which order floats that are
+    not negative; the lower half is the expert's number, counted down, so of equal ones the lowest comes
+    first.
     """
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_PAD)
@@ -57,8 +60,8 @@ def route_at_once(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, 
     logits: `[T, E]` of the router. normalize: let a token's weights sum to 1.
 
     Returns:
-        weights: `[T, top_k]` float32, the probabilities of the chosen.
-        chosen: `[T, top_k]` int64, of equal probabilities the lowest number first.
+        weights: `[T, top_k]` float32, the probabilities of the chosen experts.
+        chosen: `[T, top_k]` int64, their numbers; of equal probabilities the lowest number first.
     """
     tokens, count = logits.shape
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
@@ -91,12 +94,14 @@ def place_kernel(
     E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write one expert's choices to `order`, and its tiles to the table `tiles`. One program per expert,
-    and one more.
+    """Write one expert's choices to `order`, and its tiles to the table `tiles`.
 
-    order: `[choices]` int32, numbers of choices sorted by expert. tiles: `[3, most]` int32: of each tile
-        its expert, its first entry in `order`, and its rows (0: an empty tile, written by the last program).
-    counts: `[E]` int32, choices per expert. chosen: `[choices]`, numbers of experts. ROWS: of a tile.
+    A choice is a pair of a token and an expert; a tile is up to ROWS choices of one expert. One program per
+    expert, and one more, which writes empty tiles to the rest of the table.
+
+    order: output `[choices]` int32, numbers of choices sorted by expert. tiles: output `[3, most]` int32: of
+        each tile its expert, its first entry in `order`, and its number of rows, 0 for an empty one.
+    counts: `[E]` int32, choices per expert. chosen: `[choices]`, numbers of experts.
     BLOCK, TILES: choices and tiles that are processed at a time.
     """
     own = tl.program_id(0)
@@ -127,22 +132,22 @@ def place_kernel(
 
 
 def most_tiles(choices: int, experts: int, rows: int) -> int:
-    """Return the most tiles of `rows` rows that `choices` choices of `experts` experts can need.
+    """Return the largest number of tiles that may be needed for `choices` choices of `experts` experts.
 
-    Every expert that was chosen may have one tile that is not full.
+    A tile is up to `rows` choices of one expert, so every chosen expert may have one that is not full.
     """
     return (choices - min(choices, experts)) // rows + min(choices, experts)
 
 
 def sort_in_tiles(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Sort the choices of this rank's experts by expert, and split each expert's into tiles of `rows`
-    choices.
+    """Sort a step's choices by expert, and split each expert's choices into tiles of up to `rows`.
 
     chosen: `[T, k]`, numbers of experts; those not below `experts` belong to other ranks and are left out.
+        Entry `j` of token `t` is the choice `t * k + j`.
 
     Returns:
         order: `[T k]` int32, numbers of choices; what follows those of this rank is undefined.
-        table: `[3, most]` int32: of each tile the expert, its first entry in `order`, and its rows.
+        table: `[3, most]` int32: of each tile the expert, its first entry in `order`, and its number of rows.
     """
     choices, device = chosen.numel(), chosen.device
     most = most_tiles(choices, experts, rows)

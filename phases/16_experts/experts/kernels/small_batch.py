@@ -1,15 +1,15 @@
-"""The experts of a small batch: gathered by choice, and read as one matrix after the other.
+"""The experts of a small batch: each choice of a token reads its expert's matrix where it lies.
 
 With one token each of its experts is used once: a product is a read of eight matrices that do not lie side by
-side, and sorting would only be in the way. A program finds its expert's matrix by the choice and owns some
-of its outputs, as a product of a matrix and a vector does. The first product has a program per choice and
-tile of outputs; the second one per token and tile, which adds up the token's choices in the order of the
-router, so nothing is left to combine.
+side, and sorting choices by expert would save nothing. A program finds its expert's matrix by the choice and
+computes some of its outputs, as a product of a matrix and a vector does. The first product has a program per
+choice and tile of outputs; the second one per token and tile, which adds up the token's choices in the order
+of the router, so nothing is left to combine.
 
-Floor, of one token of Qwen3-30B-A3B in bfloat16: 8 experts of 9.4 MB are 75 MB a layer, 16 us on an H200; 48
-layers are 0.76 ms. Prediction: 85 % of that speed in the first kernel, 80 % in the second, whose reads are
-shorter. Two tokens that share an expert read it twice, the second time mostly from the L2 cache; of more than
-`SMALL_BATCH` tokens the tiles of `grouped` read it once.
+Lower bound, for one token of Qwen3-30B-A3B in bfloat16: 8 experts of 9.4 MB are 75 MB a layer, 16 us on an
+H200; 48 layers are 0.76 ms. Prediction: 85 % of that speed in the first kernel, 80 % in the second, whose
+reads are shorter. Two tokens that share an expert read it twice, the second time mostly from the L2 cache; of
+more than `SMALL_BATCH` tokens the tiles of `grouped` read it once.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ def small_batch_expert_kernel(
 ):  # fmt: skip
     """Compute `BLOCK_N` of `N` outputs of one choice (UP), or of the sum over one token's choices.
 
-    One program per choice or token, and part of the outputs.
-    UP, the first product: `x [T, K]` -> `out [T k, N]`, gated. Otherwise the second one: `x [T k, K]` ->
-        `out [T, N]`, choices added up with `weights [T, k]`.
+    A choice is a pair of a token and one of its experts. One program per choice or token, and part of the
+    outputs. UP, the first product: `x [T, K]` -> `out [T k, N]`, gated. Otherwise the second one: `x [T k,
+    K]` -> `out [T, N]`, choices added up with `weights [T, k]`.
     chosen: `[T, k]`, numbers of experts; those that are not below E are on another rank and count 0.
     data: `[E, N, K]`, with UP `[E, 2 N, K]`: gates, then ups. bias: `[E, N]`, `[E, 2 N]` or None.
     scale: of each weight row (CHANNEL) or of SIDE x SIDE blocks; `scale_stride` numbers per expert.
-    x_scale: `[rows of x]`, if the input was rounded, or None. KIND, LIMIT: activation and clamp of
-        `gated_unit`. PDL: the kernel before may still run.
+    x_scale: `[rows of x]`, if the input was rounded, or None.
+    KIND, LIMIT: activation and clamp of `gated_unit`.
+    PDL: programmatic dependent launch: the kernel before may still run, so it is waited for.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns: tl.constexpr = (K + SIDE - 1) // SIDE if SIDE > 0 else 0
@@ -123,11 +124,11 @@ def gathered(
     chosen: Tensor,
     shapes: tuple[Shape, Shape] = SHAPES,
 ) -> Tensor:
-    """Return a layer's experts' weighted sums `[T, hidden]` for at most `SMALL_BATCH` tokens, by Triton
-    kernels.
+    """Return each token's weighted sum of its experts' outputs, `[T, hidden]`, by Triton kernels.
 
-    x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts.
-    shapes: outputs of a program, inputs that it reads at a time, and warps, for each of the two products.
+    For at most `SMALL_BATCH` tokens. x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and
+    numbers of experts. shapes: for each of the two products (outputs of a program, inputs read at a time,
+    warps).
     """
     chosen = chosen.contiguous()
     weights = weights.contiguous()
