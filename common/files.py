@@ -15,14 +15,13 @@ from common.temporary import lock_path, sweep
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """In a `with` block, give a temporary file beside `path` to write to; it replaces `path` if the block
-    ends without an error.
+    """Return a context with a temporary file to write to, which replaces `path` if the block raises no error.
 
-    Readers see the old file or the new one, never half of one. The suffix is that of `path`. Missing
-    folders are created. Temporary files that killed processes have left for the same `path` are deleted.
+    Readers see the old file or the new one, never half of one. The suffix is that of `path`. Missing folders
+    are created. Temporary files that killed processes have left for the same `path` are deleted.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     scratch = path.with_name(f".{os.getpid()}-{path.name}")
     lock = None
@@ -63,8 +62,8 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Return the descriptor of a file opened with `flags` of `os.open`, without waiting for a pipe's
-    writer.
+    """Return the descriptor of a file opened with `flags` of `os.open`; a pipe without a writer opens at
+    once.
     """
     return os.open(path, flags | os.O_NONBLOCK)
 
@@ -89,8 +88,9 @@ def read_text(path: Path, flag: str, most: int) -> str:
 
 
 def decoded(raw: bytes, name: str) -> str:
-    """Return `raw`, UTF-8, as text without a byte order mark. Raises `UserError`, which begins with `name`,
-    for other bytes.
+    """Return the bytes `raw`, UTF-8, as text without a byte order mark.
+
+    name: what the bytes are; begins the message of the `UserError` that is raised if they are not UTF-8.
     """
     try:
         return raw.decode("utf-8-sig")

@@ -15,7 +15,10 @@ def near(value: str, known: Iterable[str]) -> str:
 
 
 def choice(name: str, value: object, allowed: Iterable[str]) -> str:
-    """Return `value` if it is one of `allowed`. Raises `UserError` with the list and the nearest of them."""
+    """Return `value` if it is one of `allowed`. Raises `UserError` that lists them and suggests the nearest.
+
+    name: the option's, for the message.
+    """
     names = list(allowed)
     if isinstance(value, str) and value in names:
         return value
@@ -24,7 +27,7 @@ def choice(name: str, value: object, allowed: Iterable[str]) -> str:
 
 
 def unknown(name: str, known: Sequence[str]) -> str:
-    """Return the error message for the option `name`, which does not exist; it suggests the nearest of
+    """Return the error message for an option `name` that does not exist; it suggests the nearest of
     `known`.
     """
     found = get_close_matches(name, known, n=3)

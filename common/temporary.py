@@ -89,7 +89,7 @@ def sweep(paths: Iterable[Path]) -> None:
 
 @atexit.register
 def _delete_all() -> None:
-    """Delete this process's folders, and those of its children that were killed."""
+    """Delete the temporary folders of this process, and those of processes that were killed."""
     for folder in list(_locks):
         delete_folder(folder)
     with suppress(OSError):

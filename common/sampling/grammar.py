@@ -106,7 +106,7 @@ class Grammar:
         return cls("lark", source)
 
     def loaded(self) -> Any:
-        """Return the parsed JSON of the source, for a JSON schema or a choice."""
+        """Return the parsed JSON of the source, for a grammar of the kind JSON schema or choice."""
         return json.loads(self.source)
 
     def __str__(self) -> str:

@@ -84,7 +84,7 @@ class Tokenizer:
         return text
 
     def begun(self, ids: list[int]) -> list[int]:
-        """Return `ids` with the token that begins a text in front, if the model has one, once."""
+        """Return `ids` with the token that begins a text in front, if the model uses one and they lack it."""
         bos = self.bos_token_id
         if bos is None or ids[:1] == [bos]:
             return ids
