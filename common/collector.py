@@ -1,4 +1,4 @@
-"""Control of Python's garbage collector of reference cycles, which would stop an engine's steps."""
+"""Keep Python's garbage collector of reference cycles from interrupting an engine's steps."""
 
 from __future__ import annotations
 

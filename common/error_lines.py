@@ -45,8 +45,9 @@ def one_line(message: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Return `text` with `?` for what is no visible character, space, tab or newline: text of strangers (a
-    template, a server, a student) must not steer a terminal.
+    """Return `text` with `?` for every character that is not visible, space, tab or newline.
+
+    Text of strangers (a template, a server, a student) must not steer a terminal.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 

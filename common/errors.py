@@ -1,4 +1,4 @@
-"""Exceptions for what is no defect of the program, and the checks that most fields need."""
+"""Exceptions for errors that are no defect of the program, and checks of numbers, booleans and texts."""
 
 from __future__ import annotations
 
@@ -103,10 +103,10 @@ def number(
 
 
 def boolean(name: str, value: object) -> bool:
-    """Return `value` if it is True or False.
+    """Return `value` if it is True or False. name: the field's, for error messages.
 
     Raises:
-        UserError: it is anything else, truthy or not: the string "no" is truthy.
+        UserError: the value is anything else, truthy or not: the string "no" is truthy.
     """
     if not isinstance(value, bool):
         raise UserError(f"{name} is {shown(value)}, but must be True or False")
@@ -114,10 +114,10 @@ def boolean(name: str, value: object) -> bool:
 
 
 def text(name: str, value: str) -> str:
-    """Return `value` if it is a string that UTF-8 can encode.
+    """Return `value` if it is a string that UTF-8 can encode. name: the field's, for error messages.
 
     Raises:
-        UserError: it is not a string, or holds half of a surrogate pair.
+        UserError: the value is no string, or holds half of a surrogate pair.
     """
     if not isinstance(value, str):
         raise UserError(f"{name} is {shown(value)}, but must be a string")

@@ -48,8 +48,8 @@ def read_bytes(path: Path, most: int) -> bytes:
     A pipe or a device is refused, since reading one may never end.
 
     Raises:
-        OSError: it cannot be read; `FileNotFoundError` if it does not exist.
-        UserError: it is larger, or not a regular file.
+        OSError: the file cannot be read; `FileNotFoundError` if it does not exist.
+        UserError: the file is larger, or not a regular file.
     """
     with open(path, "rb", opener=_open_at_once) as file:
         found = os.fstat(file.fileno())
@@ -62,20 +62,18 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Return the descriptor of a file opened with `flags` of `os.open`; a pipe without a writer opens at
-    once.
-    """
+    """Return the descriptor of a file opened with `flags` of `os.open`; do not wait for a pipe's writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_text(path: Path, flag: str, most: int) -> str:
     """Return the text of a file that the user has named, without a byte order mark.
 
-    flag: the option that it was given by, such as `--json-schema`.
-    most: bytes that it may have. No more are read, so that an endless pipe is refused as well.
+    flag: the option by which the user named the file, such as `--json-schema`; for errors.
+    most: bytes that the file may have. No more are read, so that an endless pipe is refused as well.
 
     Raises:
-        UserError: it cannot be read, is larger, or is not UTF-8.
+        UserError: the file cannot be read, is larger, or is not UTF-8.
     """
     try:
         with path.open("rb") as file:

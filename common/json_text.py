@@ -22,7 +22,7 @@ _LINE_ENDS = {"\u2028": b"\\u2028", "\u2029": b"\\u2029", "\x85": b"\\u0085"}
 class FieldError(UserError):
     """Raised for a JSON object with a field that has a wrong type, or is missing.
 
-    field: its name; None if the whole object is wrong.
+    field: name of the wrong field; None if the whole object is wrong.
     """
 
     def __init__(self, field: str | None, message: str) -> None:
@@ -88,7 +88,10 @@ def convert_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON, UTF-8, on one line: characters that end a line anywhere are escaped."""
+    """Return a value as JSON, UTF-8, on one line.
+
+    Characters in strings that some readers take for the end of a line, such as U+2028, are escaped.
+    """
     data = _encode(value)
     if b"\xe2\x80" in data or b"\xc2\x85" in data:
         for character, escaped in _LINE_ENDS.items():

@@ -1,4 +1,4 @@
-"""Members of a package that are imported when they are used: a server's other modules need no PyTorch."""
+"""Import members of a package only when they are used: a server's other modules need no PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of which a user has to choose one: what is none of them is refused with the nearest."""
+"""Check names of which a user has to choose one; the error for another name suggests the nearest."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def choice(name: str, value: object, allowed: Iterable[str]) -> str:
 
 
 def unknown(name: str, known: Sequence[str]) -> str:
-    """Return the error message for an option `name` that does not exist; it suggests the nearest of
-    `known`.
-    """
+    """Return the error message for an unknown option `name`; it suggests the nearest of `known`."""
     found = get_close_matches(name, known, n=3)
     what = (
         f"did you mean {' or '.join(found)}?"

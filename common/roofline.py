@@ -1,5 +1,4 @@
-"""Measure the two ceilings of a machine's roofline: bytes read from memory and FLOPs of matrix products a
-second.
+"""Measure a machine's roofline: bytes read from memory, and FLOPs of matrix products, each a second.
 
 A short probe measures them, since data sheets state what no kernel reaches.
 """

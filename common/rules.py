@@ -89,7 +89,7 @@ def _numbers_of(ids: list[int]) -> NDArray[np.int64]:
 
 
 def output_limit(prompt_len: int, params: SamplingParams, max_context: int) -> int:
-    """Return the most tokens a request can generate: `max_tokens`, or what `max_context` leaves room for."""
+    """Return the most tokens a request can generate: `max_tokens`, or fewer if `max_context` has no room."""
     return min(params.max_tokens, max_context - prompt_len)
 
 

@@ -23,8 +23,9 @@ _locks: dict[Path, int] = {}
 
 
 def temporary_folder() -> Path:
-    """Create and return a folder that only this user may enter; it is deleted when the process ends, or by
-    `delete_folder`.
+    """Create and return a folder that only this user may enter.
+
+    It is deleted when the process ends, or by `delete_folder`.
 
     Raises:
         OSError: it cannot be created.
@@ -69,7 +70,7 @@ def lock_path(path: Path, *, wait: bool = True) -> int | None:
 
 
 def _temporary_folders() -> list[Path]:
-    """Return the temporary folders of all processes that there are or were."""
+    """Return the temporary folders of all processes, running or ended."""
     return [
         path for path in Path(tempfile.gettempdir()).iterdir() if NAME.fullmatch(path.name)
     ]

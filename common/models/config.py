@@ -114,9 +114,7 @@ class DeltaConfig:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Return the shape of a request's state in a layer, ``[value heads, DK, DV]``: a matrix a
-        value head.
-        """
+        """Return the shape of a request's state in a layer: ``[value heads, DK, DV]``, one matrix a head."""
         return self.value_heads, self.key_dim, self.value_dim
 
     @property
@@ -243,13 +241,13 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Return the indices of the layers that keep keys and values; the others keep a state."""
+        """Return the indices of the layers that keep keys and values, so are not Gated DeltaNet."""
         return tuple(
             i for i in range(self.num_layers) if self.delta is None or not self.delta.layers[i]
         )
 
     def check_keys_only(self) -> None:
-        """Raise `UserError` for layers that keep a state: a cache of keys and values has no room for it."""
+        """Raise `UserError` if there are Gated DeltaNet layers, whose state has no room in a KV cache."""
         if self.delta is not None:
             raise UserError(
                 "layer_types has linear_attention (Gated DeltaNet), whose state this phase's cache cannot "
@@ -486,7 +484,10 @@ def _token_id(name: str, vocab_size: int) -> Field:
 
 
 def _eos_token_ids(raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids in ``raw``'s ``eos_token_id``, which may be a number, a list or null; -1 is no token."""
+    """Return the end-of-sequence ids in ``raw``, a ``config.json``.
+
+    Its ``eos_token_id`` may be a number, a list or null; -1 is no token.
+    """
     value, field = raw.get("eos_token_id"), _token_id("eos_token_id", vocab_size)
     given = value if isinstance(value, list) else [] if value is None else [value]
     ids = [field.check(each, "eos_token_id") for each in given]

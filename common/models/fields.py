@@ -29,8 +29,8 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file ``path``.
 
     Raises:
-        UserError: it cannot be read, is no regular file, is larger than `MOST_BYTES`, is not the JSON of
-            RFC 8259 (which has no NaN and no Infinity), has the same key twice, or is no object.
+        UserError: the file cannot be read, is no regular file, is larger than `MOST_BYTES`, is not the JSON
+            of RFC 8259 (which has no NaN and no Infinity), has the same key twice, or is no object.
     """
     try:
         content = read_bytes(path, MOST_BYTES).decode()

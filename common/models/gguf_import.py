@@ -2,15 +2,15 @@
 
 GGUF (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is llama.cpp's format: one file with
 metadata, tokenizer and block-quantized weights. The bundled models come in it because that makes them small
-enough for a package registry. Everything after this module knows one format only. It reads Llama with
-SmolLM's tokenizer and Gemma 3, and checks nothing: a file's SHA-256 has been compared before.
+enough for a package registry. All other code reads the format of Hugging Face only. This module reads Llama
+with SmolLM's tokenizer and Gemma 3, and checks nothing: a file's SHA-256 has been compared before.
 
 The weights are stored as float32. Where all matrices are of the types in `BLOCKS`, they are stored a second
 time as the file has them, in the folder `blocks`: a quantized checkpoint, for phase 10. A quantized weight is
 a float16 scale times an integer, plus a float16 minimum in some formats; such a product has up to 18
 significant bits, which float16 (11) and bfloat16 (8) would round. From float32 each later format is rounded
-once, and `transformers` computes in float32 by default, which is what an oracle should do. The
-price is disk space: 0.6 GB for SmolLM2-135M, 1.1 GB for Gemma-3-270M, and once as much memory.
+once, and `transformers`, to which results are compared, computes in float32 by default. The price is disk
+space: 0.6 GB for SmolLM2-135M, 1.1 GB for Gemma-3-270M, and once as much memory.
 """
 
 from __future__ import annotations

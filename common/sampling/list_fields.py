@@ -30,7 +30,10 @@ MAX_BIASED_TOKENS = 1024
 
 
 def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, ...]:
-    """Return `value` as a tuple of at most `most` items. name, what: the field and its items, for errors."""
+    """Return `value` as a tuple; raise `UserError` if it is not iterable or has more than `most` items.
+
+    name, what: for errors, the field's name and what its items are.
+    """
     try:
         items = tuple(islice(value, most + 1))
     except TypeError:

@@ -1,4 +1,4 @@
-"""Memory that sampling takes: how much for good, how much for a moment, and how many rows at once."""
+"""Memory that sampling takes: permanent bytes, temporary bytes, and how many rows are processed at once."""
 
 from __future__ import annotations
 

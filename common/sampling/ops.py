@@ -136,8 +136,9 @@ def penalize(
 def raw_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities of `tokens`, and the `top` most likely token ids with theirs, best first.
 
-    logits: float32 [B, V]; tokens: int64 [B]. Returns float32 [B], int64 [B, top], float32 [B, top]. No
-    bit depends on the batch: weights are added as integers, and of equal logits the lowest id is first.
+    logits: float32 [B, V]; tokens: int64 [B]. Returns float32 [B], int64 [B, top], float32 [B, top]. No bit
+        of a row depends on the other rows: weights are added as integers, and of equal logits the lowest id
+        is first.
     """
     largest = logits.amax(1, keepdim=True)  # [B, 1]
     weights = (logits - largest).exp_().mul_(float(1 << WEIGHT_BITS)).long()

@@ -74,9 +74,7 @@ class HostSampled:
     """Copies a step's `Sampled` to the host: construction starts the copy, `get` waits for it."""
 
     def __init__(self, sampled: Sampled) -> None:
-        """Queue copies of `sampled` after the device's work; with CUDA into pinned memory, without
-        waiting.
-        """
+        """Queue copies of `sampled` after the device's work. With CUDA (pinned memory) this does not wait."""
         tokens, logprobs = sampled.for_host, sampled.logprobs
         self._arrived: torch.Event | None = None
         if tokens.is_cuda:
@@ -121,8 +119,9 @@ class SamplerBackend:
     def whole(
         self, sampler: Sampler, logits: Tensor, plan: SamplingMetadata, masked: bool
     ) -> Tensor:
-        """Return the logits of the whole vocabulary, `[B, V]`: here `logits`; over ranks they are
-        gathered.
+        """Return the logits of the whole vocabulary, `[B, V]`; a subclass gathers them from all ranks.
+
+        A caller's `logits` are whole already in this class.
         """
         return logits
 

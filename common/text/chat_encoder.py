@@ -1,4 +1,4 @@
-"""Encode conversations; of special tokens only those that the chat template writes count."""
+"""Encode conversations; special tokens count where the chat template writes them, not in messages."""
 
 from __future__ import annotations
 

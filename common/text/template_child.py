@@ -28,8 +28,7 @@ _FIRST = (
 
 
 def serve(seconds: float, memory_bytes: int, most_characters: int, out_of_memory: int) -> None:
-    """Run the child: read requests from standard input, one JSON object a line, and write a response line to
-    each.
+    """Run the child: read requests from standard input, one JSON object a line; write a line for each.
 
     Args:
         seconds: processor time that one response may take.

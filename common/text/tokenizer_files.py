@@ -25,7 +25,9 @@ MOST_TEMPLATES = 64
 
 
 def load_backend(folder: Path) -> tokenizers.Tokenizer:
-    """Return the library's tokenizer of a model's folder, which neither cuts prompts nor pads them.
+    """Return a model's tokenizer as an object of the library `tokenizers`, without truncation and padding.
+
+    folder: the model's.
 
     Raises:
         UserError: there is no usable `tokenizer.json`.
@@ -111,7 +113,7 @@ def bos_token(
 ) -> int | None:
     """Return the id of the token that begins a text; None if the model has none.
 
-    special_tokens: the special tokens by name, such as `bos_token`. backend: the library's tokenizer.
+    folder: the model's. special_tokens: by name, such as `bos_token`. backend: the tokenizer, for the id.
     """
     if "bos_token" not in special_tokens:
         found = read_json(folder / "config.json").get("bos_token_id")

@@ -1,4 +1,4 @@
-"""Turns of a conversation, for templates that do not take every order of them."""
+"""Join turns of a conversation, for templates that do not take every order of them."""
 
 from __future__ import annotations
 
