@@ -28,7 +28,7 @@ LATER: dict[str, str] = {
 
 
 def family_of(name: str) -> type[Model]:
-    """Return the `Model` class of a family such as "llama", a key of `FAMILIES` or of `LATER`."""
+    """Return the `Model` class of a family such as "llama", of this phase or (if in `LATER`) a later one."""
     if name in FAMILIES:
         return FAMILIES[name]
     module, _, kind = LATER[name].rpartition(".")
