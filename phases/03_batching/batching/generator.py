@@ -66,14 +66,14 @@ class Row:
 
 
 class BatchGenerator(Generator):
-    """Serves requests in batches of ``batch_size``, each to its end before the next begins.
+    """Serves requests in batches of ``batch_size``; a batch runs to its end before the next begins.
 
     Args:
         model: computes the hidden states.
         tokenizer: needed for stop strings only.
         batch_size: rows in a batch; memory grows with it.
-        compact: drop finished rows from the batch as they finish, for the price of copying the others'
-            cache. Waiting requests still wait for the whole batch.
+        compact: drop finished rows from the batch as they finish, for the price of copying the others' cache.
+            Waiting requests still wait for the whole batch.
     """
 
     def __init__(
