@@ -1,4 +1,4 @@
-"""Control of Python's garbage collector of reference cycles, which would stop an engine's steps."""
+"""Keep Python's garbage collector of reference cycles from interrupting an engine's steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SELDOM = 1000
 
 
 def freeze_collector() -> None:
-    """Freeze all objects that exist now, and let full garbage collections come less often from now on.
+    """Exempt all objects that exist now from garbage collection, and make full collections rarer.
 
-    A reference count of zero frees nearly everything. The collector is for cycles, and looks for them
-    through every object of a process: 200 ms where PyTorch is imported, and still 5 ms with nothing but the
-    thousands of requests that wait in line. No request's next token should wait for that.
+    Python frees most objects as soon as their reference count is zero. The collector only frees cycles, and
+    looks for them through every object of the process: 200 ms where PyTorch is imported, and still 5 ms for
+    the thousands of requests that wait in line. Meanwhile no request gets its next token.
     """
     gc.collect()
     gc.freeze()
@@ -25,7 +25,10 @@ def freeze_collector() -> None:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Return a context in which the garbage collector is off, where freeing an object would do harm."""
+    """Return a context in which the garbage collector is off.
+
+    It is for code during which freeing an object would do harm, such as the capture of a CUDA graph.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The commands' two streams: results to standard output, everything about them to standard error."""
+"""The commands' two output streams: results go to standard output, messages to standard error."""
 
 from __future__ import annotations
 

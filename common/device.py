@@ -64,7 +64,10 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def free_memory(device: torch.device | str) -> tuple[int, int]:
-    """Return (free bytes, all bytes) of the device's memory; what PyTorch caches of a GPU counts as free."""
+    """Return (free bytes, total bytes) of a GPU's memory, or of the machine's for other devices.
+
+    What PyTorch's allocator has reserved on a GPU but does not use counts as free.
+    """
     if torch.device(device).type != "cuda":
         memory = psutil.virtual_memory()
         return memory.available, memory.total

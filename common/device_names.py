@@ -10,11 +10,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_device(device: object) -> tuple[str, str]:
-    """Return kind and index of a device, a name or a `torch.device`: `cuda:1` -> `("cuda", "1")`, `cpu` ->
-    `("cpu", "")`.
+    """Return (kind, index) of a device's name: `cuda:1` -> `("cuda", "1")`, `cpu` -> `("cpu", "")`.
+
+    device: a name or a `torch.device`.
 
     Raises:
-        UserError: it is none of auto, cpu, cuda, cuda:INDEX, mps.
+        UserError: the name is none of auto, cpu, cuda, cuda:INDEX, mps.
     """
     name = str(device)
     if not re.fullmatch("auto|cpu|mps(:0)?|cuda(:[0-9]{1,9})?", name):
@@ -26,7 +27,7 @@ def check_device(device: object) -> tuple[str, str]:
 
 
 def check_dtype(name: str) -> str:
-    """Return a number format's name. Raises `UserError` unless it is auto or one of `DTYPES`."""
+    """Return `name` unchanged. Raises `UserError` unless it is auto, float32, bfloat16 or float16."""
     if name not in ("auto", *DTYPES):
         raise UserError(f"dtype is {name!r}, but it must be one of auto, {', '.join(DTYPES)}")
     return name

@@ -1,9 +1,8 @@
-"""Environment variables that libraries read while PyTorch is imported, set before that; the user's values
-win.
+"""Set environment variables that libraries read while PyTorch is imported; the user's values win.
 
-PyTorch's threads come from GNU's OpenMP. A thread that waits for others spins before it sleeps, by default
-for 300,000 turns (some 1 to 10 ms): alone that is the fastest way to begin the next operator, but beside
-another program it burns the very processor that the thread waited for has lost.
+PyTorch's threads come from GNU's OpenMP. A thread that waits for other threads spins before it sleeps, by
+default for 300,000 turns (some 1 to 10 ms). On an idle machine that is the fastest way to begin the next
+operator. Beside another program the spinning thread occupies a processor that the thread it waits for needs.
 So a command looks at the machine first: where processors are shared, its threads sleep at once.
 """
 
@@ -38,13 +37,14 @@ def limit_threads_and_noise(
     measuring: bool = False,
     begun: Usage | None = None,
 ) -> None:
-    """Set variables of PyTorch's threads and of libraries' messages in `environment`, unless the user has set
-    them.
+    """Set variables that limit PyTorch's threads and libraries' log messages, unless the user has set them.
 
     Call it before PyTorch is imported.
 
-    measuring: True for a benchmark, whose threads may wait by spinning since the machine is theirs.
-    begun: processor counters read earlier, to see what other programs have taken since; None: read now.
+    environment: changed in place.
+    measuring: True for a benchmark: threads spin while they wait, since the machine is theirs.
+    begun: processor counters read earlier; what other programs have taken since then decides whether waiting
+        threads sleep at once. None: the counters are read now.
     """
     made, limit = dict(QUIET), quota()
     if limit is not None and limit < len(processors()):
@@ -62,10 +62,14 @@ def limit_threads_and_noise(
 def is_crowded(
     environment: MutableMapping[str, str], limit: float | None, before: Usage
 ) -> bool:
-    """Return True where threads have to share processors: with others, by a quota, or with each other.
+    """Return True if PyTorch's threads have to share processors.
 
-    environment: may set the number of threads. limit: processors that `quota` allows; None: all.
-    before: an earlier reading; other programs' share since then is measured, over `SAMPLE_SECONDS` or more.
+    They share with other programs, because of a quota, or where threads outnumber processors.
+
+    environment: its `OMP_NUM_THREADS` may set the number of threads. limit: number of processors that `quota`
+        allows; None: all.
+    before: an earlier reading of the processor counters. Other programs' share since then is measured, over
+        `SAMPLE_SECONDS` (0.1) or more.
     """
     threads = environment.get(THREADS, "")
     if limit is not None and limit < len(processors()):

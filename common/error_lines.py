@@ -1,4 +1,4 @@
-"""Error messages of libraries, in one line and in our words."""
+"""Rewrite error messages of libraries as one line of plain words."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 def one_line(message: str) -> str:
     """Return a library's error message of several lines as one line that says where the error is.
 
-    Libraries in Rust repeat the source and put `^` under the character. In its place comes a number, such
-    as `unclosed group at character 3 of 'ab('`, or `line 2, character 4:` in a grammar; both count from 1.
+    Libraries in Rust repeat the source and draw `^` under the wrong character. A number replaces the drawing,
+    as in `unclosed group at character 3 of 'ab('`, or `line 2, character 4:` in a grammar; lines and
+    characters count from 1.
     """
 
     def place(found: re.Match[str]) -> str:
@@ -44,15 +45,18 @@ def one_line(message: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Return `text` with `?` for what is no visible character, space, tab or newline: text of strangers (a
-    template, a server, a student) must not steer a terminal.
+    """Return `text` with `?` for every character that is not visible, space, tab or newline.
+
+    Text of strangers (a template, a server, a student) must not steer a terminal.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def type_error(message: str, fields: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the field in msgspec's error message (None: the whole object), and the complaint as a
-    sentence, with the value of a field that is beyond its limits. fields: that were converted.
+    """Return (field, sentence) for an error `message` of msgspec: the wrong field, and what is wrong with it.
+
+    The field is None if the whole object is wrong. The sentence repeats a value that is beyond its limits.
+    fields: the values by name that msgspec has refused.
     """
     words, _, where = message.rpartition(" - at ")
     found = re.search(r"`\$\.?([^`]*)`$", where)

@@ -1,4 +1,4 @@
-"""Exceptions for what is no defect of the program, and the checks that most fields need."""
+"""Exceptions for errors that are no defect of the program, and checks of numbers, booleans and texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class UserError(ValueError):
 class NotANumber(ArithmeticError):
     """Raised for a request whose logits are NaN, so that no token can be chosen.
 
-    It ends that request alone. The cause is a wrong weight, scale or format, which this prompt shows.
+    Only this request ends. The cause is a wrong weight, scale or number format, which shows with this prompt.
     """
 
 
@@ -38,7 +38,7 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = LONGEST
 
 
 def shown(value: object) -> str:
-    """Return `repr(value)` in at most `LONGEST` characters: the middle of long values is left out.
+    """Return `repr(value)` in at most `LONGEST` (80) characters: the middle of long values is left out.
 
     An integer that Python refuses to print (more than 4,300 digits) is named by its size.
     """
@@ -54,10 +54,13 @@ def shown(value: object) -> str:
 def integer(
     name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None
 ) -> int:
-    """Return `value`, which numpy may have made, as an int. low, high: limits, or None. name: for errors.
+    """Return `value`, an integer of Python or of numpy, as an int.
+
+    name: the field's, for error messages. low, high: smallest and largest value allowed; None: no limit.
 
     Raises:
-        UserError: it is no integer (nor is a bool: `max_tokens=True` is a mistake), or not in low .. high.
+        UserError: the value is no integer (nor is a bool: `max_tokens=True` is a mistake), or not in low ..
+            high.
     """
     if low is None:
         limit = "an integer"
@@ -80,8 +83,11 @@ def number(
 ) -> float:
     """Return `value` as a float from `low` to `high`; with `above_low`, `low` itself is too small.
 
+    name: the field's, for error messages.
+
     Raises:
-        UserError: it is no number (nor is a bool or a string), or out of these limits, as NaN always is.
+        UserError: the value is no number (nor is a bool or a string), or beyond these limits, as NaN always
+            is.
     """
     limit = f"above {low:g} and at most" if above_low else f"between {low:g} and"
     limit = f"{limit} {high:g}"
@@ -97,10 +103,10 @@ def number(
 
 
 def boolean(name: str, value: object) -> bool:
-    """Return `value` if it is True or False.
+    """Return `value` if it is True or False. name: the field's, for error messages.
 
     Raises:
-        UserError: it is anything else, truthy or not: the string "no" is truthy.
+        UserError: the value is anything else, truthy or not: the string "no" is truthy.
     """
     if not isinstance(value, bool):
         raise UserError(f"{name} is {shown(value)}, but must be True or False")
@@ -108,10 +114,10 @@ def boolean(name: str, value: object) -> bool:
 
 
 def text(name: str, value: str) -> str:
-    """Return `value` if it is a string that UTF-8 can encode.
+    """Return `value` if it is a string that UTF-8 can encode. name: the field's, for error messages.
 
     Raises:
-        UserError: it is not a string, or holds half of a surrogate pair.
+        UserError: the value is no string, or holds half of a surrogate pair.
     """
     if not isinstance(value, str):
         raise UserError(f"{name} is {shown(value)}, but must be a string")

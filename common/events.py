@@ -62,7 +62,7 @@ class Streams(Protocol):
     """The interface of the engine that every phase's `load` returns: its `stream` yields token events."""
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        """Yield the events of a completion of every prompt (a list of token ids).
+        """Yield the token events of every prompt's completions. prompts: lists of token ids.
 
         The events of one completion come in order; completions may interleave. Each of a prompt's n
         completions ends with exactly one event that has a finish reason.
@@ -78,11 +78,12 @@ class Completion:
     index, sample: number of the prompt, and of the completion among the prompt's n.
     prompt_ids: the prompt's token ids.
     token_ids: every generated token, the end-of-sequence or stop token that ended it included.
-    text: its text without that token and cut before a stop string; empty when there was no tokenizer.
-    finish_reason: None until it ends.
+    text: the decoded output, without such a last token and cut before a stop string; empty when there was no
+        tokenizer.
+    finish_reason: None until the completion ends.
     logprobs: one for each token, or None when not asked for.
-    arrival, times, finished: `time.perf_counter()` in seconds: when the request was made, when each token
-        was known, and when it ended (None before).
+    arrival, times, finished: `time.perf_counter()` in seconds: when the request was made, when each token was
+        known, and when the completion ended (None before).
     """
 
     index: int
@@ -131,8 +132,10 @@ class Completion:
 def params_per_prompt(
     prompts: Sequence[Sequence[int]], params: Params
 ) -> list[SamplingParams]:
-    """Return one `SamplingParams` for each prompt; `params` is one for all, or a sequence. Raises `UserError`
-    if there is another number of them.
+    """Return one `SamplingParams` for each prompt. params: one for all, or a sequence with one for each.
+
+    Raises:
+        UserError: `params` is neither, or a sequence of another length than `prompts`.
     """
     if not isinstance(prompts, Sized):
         raise UserError(f"prompts is {shown(prompts)}, but must be a list of prompts")
@@ -157,11 +160,12 @@ def follow(
     params: Params,
     tokenizer: Tokenizer | None = None,
 ) -> Iterator[tuple[Completion, str]]:
-    """Run `engine` on `prompts` (token ids); after each token event, yield its completion and the text it
-    adds.
+    """Run `engine` on `prompts` (token ids); after each token event, yield (its completion, the text it
+    adds).
 
     params: for all prompts, or one for each.
-    tokenizer: decodes the texts; without one they are empty. `Completion.text` is set when it ends.
+    tokenizer: decodes the texts; without one they are empty. `Completion.text` is set when the completion
+        ends.
     """
     each = params_per_prompt(prompts, params)
     arrival = time.perf_counter()

@@ -15,14 +15,13 @@ from common.temporary import lock_path, sweep
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """In a `with` block, give a temporary file beside `path` to write to; it replaces `path` if the block
-    ends without an error.
+    """Return a context with a temporary file to write to, which replaces `path` if the block raises no error.
 
-    Readers see the old file or the new one, never half of one. The suffix is that of `path`. Missing
-    folders are created. Temporary files that killed processes have left for the same `path` are deleted.
+    Readers see the old file or the new one, never half of one. The suffix is that of `path`. Missing folders
+    are created. Temporary files that killed processes have left for the same `path` are deleted.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     scratch = path.with_name(f".{os.getpid()}-{path.name}")
     lock = None
@@ -49,8 +48,8 @@ def read_bytes(path: Path, most: int) -> bytes:
     A pipe or a device is refused, since reading one may never end.
 
     Raises:
-        OSError: it cannot be read; `FileNotFoundError` if it does not exist.
-        UserError: it is larger, or not a regular file.
+        OSError: the file cannot be read; `FileNotFoundError` if it does not exist.
+        UserError: the file is larger, or not a regular file.
     """
     with open(path, "rb", opener=_open_at_once) as file:
         found = os.fstat(file.fileno())
@@ -63,20 +62,18 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Return the descriptor of a file opened with `flags` of `os.open`, without waiting for a pipe's
-    writer.
-    """
+    """Return the descriptor of a file opened with `flags` of `os.open`; do not wait for a pipe's writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_text(path: Path, flag: str, most: int) -> str:
     """Return the text of a file that the user has named, without a byte order mark.
 
-    flag: the option that it was given by, such as `--json-schema`.
-    most: bytes that it may have. No more are read, so that an endless pipe is refused as well.
+    flag: the option by which the user named the file, such as `--json-schema`; for errors.
+    most: bytes that the file may have. No more are read, so that an endless pipe is refused as well.
 
     Raises:
-        UserError: it cannot be read, is larger, or is not UTF-8.
+        UserError: the file cannot be read, is larger, or is not UTF-8.
     """
     try:
         with path.open("rb") as file:
@@ -89,8 +86,9 @@ def read_text(path: Path, flag: str, most: int) -> str:
 
 
 def decoded(raw: bytes, name: str) -> str:
-    """Return `raw`, UTF-8, as text without a byte order mark. Raises `UserError`, which begins with `name`,
-    for other bytes.
+    """Return the bytes `raw`, UTF-8, as text without a byte order mark.
+
+    name: what the bytes are; begins the message of the `UserError` that is raised if they are not UTF-8.
     """
     try:
         return raw.decode("utf-8-sig")

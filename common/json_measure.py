@@ -14,9 +14,9 @@ _STEPS[list(b"}]")] = -1
 
 
 def measure_json(data: bytes) -> tuple[int, int]:
-    """Return how many objects, lists and names JSON (`data`, UTF-8) has, and its deepest nesting in levels.
+    """Return (parts, depth) of JSON in UTF-8: number of objects, lists and keys; levels of nesting.
 
-    Numbers, texts and the like do not count, nor does what stands in strings.
+    Numbers, strings and the like are no parts, and brackets inside strings do not count.
     """
     text = np.frombuffer(data.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     inside = np.False_

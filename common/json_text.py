@@ -22,7 +22,7 @@ _LINE_ENDS = {"\u2028": b"\\u2028", "\u2029": b"\\u2029", "\x85": b"\\u0085"}
 class FieldError(UserError):
     """Raised for a JSON object with a field that has a wrong type, or is missing.
 
-    field: its name; None if the whole object is wrong.
+    field: name of the wrong field; None if the whole object is wrong.
     """
 
     def __init__(self, field: str | None, message: str) -> None:
@@ -31,10 +31,10 @@ class FieldError(UserError):
 
 
 def check_json(data: bytes, most_parts: int) -> None:
-    """Raise `FieldError` for JSON (`data`, UTF-8) of too many parts, or nested too deeply; decode nothing.
+    """Raise `FieldError` for JSON (UTF-8) of too many parts or over 128 levels of nesting; decode nothing.
 
-    most_parts: objects, lists and names allowed in all. Each costs a microsecond or more in which a server
-    does nothing else. What stands in strings does not count.
+    most_parts: objects, lists and keys allowed in all. Decoding each takes a microsecond or more, in which a
+        server does nothing else. What stands in strings does not count.
     """
     opened = data.count(b"{") + data.count(b"[")
     if opened <= MAX_DEPTH and opened + data.count(b":") <= most_parts:
@@ -49,7 +49,12 @@ def check_json(data: bytes, most_parts: int) -> None:
 
 
 def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
-    """Return the JSON object in `data`, UTF-8; `FieldError` if it is none, or has over `most_parts` parts."""
+    """Return the JSON object in `data`, UTF-8.
+
+    Raises:
+        FieldError: the JSON is no object, has more than `most_parts` objects, lists and keys, or nests too
+            deeply.
+    """
     check_json(data, most_parts)
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
@@ -61,7 +66,7 @@ def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
 
 
 def _too_large(data: bytes) -> str | None:
-    """Return the name of an object's first field that holds a number out of range; None: no field does."""
+    """Return the first field of a JSON object that holds a number too large to decode, or None."""
     for name, value in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
         try:
             msgspec.json.decode(value)
@@ -71,7 +76,7 @@ def _too_large(data: bytes) -> str | None:
 
 
 def convert_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
-    """Return an object of the msgspec struct `kind` made from `fields`; names that it lacks are ignored.
+    """Return the msgspec struct `kind` made from `fields`; names that the struct does not have are ignored.
 
     Raises:
         FieldError: a field has a wrong type or value, or is missing.
@@ -83,7 +88,10 @@ def convert_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON, UTF-8, on one line: characters that end a line anywhere are escaped."""
+    """Return a value as JSON, UTF-8, on one line.
+
+    Characters in strings that some readers take for the end of a line, such as U+2028, are escaped.
+    """
     data = _encode(value)
     if b"\xe2\x80" in data or b"\xc2\x85" in data:
         for character, escaped in _LINE_ENDS.items():

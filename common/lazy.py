@@ -1,4 +1,4 @@
-"""Members of a package that are imported when they are used: a server's other modules need no PyTorch."""
+"""Import members of a package only when they are used: a server's other modules need no PyTorch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 
 def members_of(module: str, names: Sequence[str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__(name)`: it imports `module` on demand and returns its member, one of
-    `names`.
+    """Return a package's `__getattr__`: given a name, it imports `module` and returns this member.
+
+    names: the members of `module` that it returns; for others it raises `AttributeError`.
     """
 
     def member(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Names of which a user has to choose one: what is none of them is refused with the nearest."""
+"""Check names of which a user has to choose one; the error for another name suggests the nearest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def near(value: str, known: Iterable[str]) -> str:
 
 
 def choice(name: str, value: object, allowed: Iterable[str]) -> str:
-    """Return `value` if it is one of `allowed`. Raises `UserError` with the list and the nearest of them."""
+    """Return `value` if it is one of `allowed`. Raises `UserError` that lists them and suggests the nearest.
+
+    name: the option's, for the message.
+    """
     names = list(allowed)
     if isinstance(value, str) and value in names:
         return value
@@ -24,9 +27,7 @@ def choice(name: str, value: object, allowed: Iterable[str]) -> str:
 
 
 def unknown(name: str, known: Sequence[str]) -> str:
-    """Return the error message for the option `name`, which does not exist; it suggests the nearest of
-    `known`.
-    """
+    """Return the error message for an unknown option `name`; it suggests the nearest of `known`."""
     found = get_close_matches(name, known, n=3)
     what = (
         f"did you mean {' or '.join(found)}?"

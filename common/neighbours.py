@@ -46,7 +46,7 @@ def processors() -> list[int]:
 
 
 def usage() -> Usage:
-    """Return a reading of the counters. On systems without them it says that the processors are idle."""
+    """Return a reading of the counters of processor time. Systems without them seem to be idle."""
     now = time.perf_counter()
     try:
         times = psutil.cpu_times(percpu=True)
@@ -67,7 +67,10 @@ def share(before: Usage, after: Usage) -> float:
 
 
 def warn(before: Usage) -> None:
-    """Print a warning on standard error if other programs have taken more than `MOST` since `before`."""
+    """Print a warning on standard error if other programs have taken more than a third of the processors.
+
+    before: a reading of the counters at the beginning; nothing is printed within 0.2 s of it.
+    """
     after = usage()
     part = share(before, after)
     if part > MOST and after.clock - before.clock >= LEAST_SECONDS:
@@ -81,7 +84,7 @@ def warn(before: Usage) -> None:
 
 
 def _advice() -> str:
-    """Return a sentence of advice on how to share the processors; parts already followed are left out."""
+    """Return a sentence of advice on sharing processors, or an empty text if the user follows it already."""
     if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
         return ""
     return " OMP_WAIT_POLICY=PASSIVE loses less beside them, and is the default if they run at the start."
@@ -95,7 +98,7 @@ def _busy(times: object) -> float:
 
 
 def _ours() -> float:
-    """Return the processor seconds of this process, its ended children, and its live ones."""
+    """Return the processor seconds that this process and its children, ended or live, have used."""
     own, total = psutil.Process(), 0.0
     for process in (own, *own.children(recursive=True)):
         with suppress(psutil.Error):  # ended meanwhile: it is among those that were

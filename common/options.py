@@ -16,18 +16,19 @@ from common.names import choice, unknown
 def option(default: Any, help: str, **limits: Any) -> Any:
     """Return a dataclass field with a default and a help text.
 
-    help: one line, in the words of a user who wants to set it. limits: `choices` of a text; or `low`, `high`
-        and `above_low` of a number, as for `common.errors.integer` and `number`.
+    help: one line, in the words of a user who wants to set it. limits: `choices`, the allowed strings; or
+        `low`, `high` and `above_low` of a number, as for `common.errors.integer` and `number`.
     """
     return field(default=default, metadata={"help": help, **limits})
 
 
 def check_options(options: Any) -> None:
-    """Check each field of a dataclass of options: its limits, or that it is True or False. None is a value
-    where it is the default.
+    """Check each field of a dataclass whose fields `option` made. Numpy integers become ints, in place.
+
+    None is allowed for a field whose default is None.
 
     Raises:
-        UserError: a value is of another kind, or out of its limits.
+        UserError: a value has the wrong type, or is out of the field's limits.
     """
     for item in fields(options):
         name, value = item.name, vars(options)[item.name]

@@ -12,10 +12,10 @@ from common.console import err
 
 @contextmanager
 def bar(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar of `total` parts in a `with` block, which gets a function to call with each part's
-    label.
+    """Show a progress bar of `total` parts while a `with` block runs.
 
-    Nothing is shown unless standard error is a terminal.
+    The block gets a function to call once for each part, with the part's label. Nothing is shown unless
+    standard error is a terminal.
     """
     with Progress(console=err, transient=True, disable=not err.is_terminal) as shown:
         task = shown.add_task(title, total=total)

@@ -39,7 +39,7 @@ class Request:
     priority: read by the priority policy; lower goes first.
     salt: requests share cached prefixes only with requests of the same salt (read by the prefix cache).
     text: decoder of the output, for a request with stop strings; None otherwise.
-    constraint: its position in its grammar; the engine's grammar code sets it, and it alone reads it.
+    constraint: the request's position in its grammar; only the engine's grammar code sets and reads it.
     siblings: completions of the same prompt that wait for this one to compute it (`n > 1`).
     rank: its position in the waiting line, set by the scheduler's policy; smaller goes first.
     in_flight: number of scheduled steps whose result the host has not seen.
@@ -75,9 +75,10 @@ class Request:
     numbers: NDArray[np.int64] | None = field(default=None, repr=False)
 
     def ids(self, start: int, end: int) -> NDArray[np.int64]:
-        """Return its known tokens from `start` to `end` as an int64 array, which must not be changed.
+        """Return its known tokens `start` to `end - 1` as an int64 array, which must not be changed.
 
-        Converting a thousand tokens takes as long as scheduling a step: a prompt is converted once, for all.
+        Converting a thousand tokens takes as long as scheduling a step, so the prompt is converted once and
+        kept.
         """
         prompt_len = self.prompt_len
         if self.numbers is None:

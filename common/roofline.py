@@ -1,5 +1,4 @@
-"""Measure the two ceilings of a machine's roofline: bytes read from memory and FLOPs of matrix products a
-second.
+"""Measure a machine's roofline: bytes read from memory, and FLOPs of matrix products, each a second.
 
 A short probe measures them, since data sheets state what no kernel reaches.
 """
@@ -24,10 +23,10 @@ def time_call(
     repeats: int,
     floor: float,
 ) -> list[float]:
-    """Return the seconds of each of `repeats` calls of a function, for kernels and probes.
+    """Return the seconds of each of `repeats` or more calls of a function, for kernels and probes.
 
     On CUDA each call is timed by events on the device, so launch costs before it do not count. floor: seconds
-    to spend at least, by more calls than `repeats` if need be. Some calls before are not timed.
+    to spend at least, by more calls than `repeats` if need be. Three calls before them are not timed.
     """
     for _ in range(WARM_UPS):
         function()

@@ -23,8 +23,9 @@ _locks: dict[Path, int] = {}
 
 
 def temporary_folder() -> Path:
-    """Create and return a folder that only this user may enter; it is deleted when the process ends, or by
-    `delete_folder`.
+    """Create and return a folder that only this user may enter.
+
+    It is deleted when the process ends, or by `delete_folder`.
 
     Raises:
         OSError: it cannot be created.
@@ -69,7 +70,7 @@ def lock_path(path: Path, *, wait: bool = True) -> int | None:
 
 
 def _temporary_folders() -> list[Path]:
-    """Return the temporary folders of all processes that there are or were."""
+    """Return the temporary folders of all processes, running or ended."""
     return [
         path for path in Path(tempfile.gettempdir()).iterdir() if NAME.fullmatch(path.name)
     ]
@@ -89,7 +90,7 @@ def sweep(paths: Iterable[Path]) -> None:
 
 @atexit.register
 def _delete_all() -> None:
-    """Delete this process's folders, and those of its children that were killed."""
+    """Delete the temporary folders of this process, and those of processes that were killed."""
     for folder in list(_locks):
         delete_folder(folder)
     with suppress(OSError):

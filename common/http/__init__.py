@@ -1,1 +1,1 @@
-"""Errors over HTTP, and limits on what a client may send: of several phases."""
+"""Errors of an HTTP API in OpenAI's form, and limits on what a client may send."""

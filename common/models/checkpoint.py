@@ -41,8 +41,7 @@ def load_weights(
     place: Callable[[nn.Module, str, Tensor], None] | None = None,
     read: Callable[[str, Any, str], Tensor] | None = None,
 ) -> None:
-    """Replace all parameters and persistent buffers of `model`, in place, by the checkpoint's tensors of that
-    name.
+    """Replace all parameters and persistent buffers of `model`, in place, by a checkpoint's tensors.
 
     folder: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
     device, dtype: of the loaded weights; integers and eight-bit floats keep their dtype.
@@ -50,8 +49,8 @@ def load_weights(
     transform: given the model's name and the tensor (or a `meta` tensor), returns it in the model's layout.
     tied: maps a parameter to the one whose memory it shares, such as an output head to the embedding. The
         checkpoint has them under either name, or the same under both.
-    place: stores a finished tensor under the model's name, instead of `assign`. Layers that are replaced
-        while they are loaded are never all in memory twice.
+    place: called with the model, a name and a finished tensor to store it, instead of `assign`. It may
+        replace a layer, such as by a quantized one, so that old and new layers are never all in memory.
     read: given the model's name, an open file and the tensor's name in it, returns the tensor or a part of
         it, instead of `transform`.
 
@@ -100,7 +99,9 @@ def stores_once(
     tied: Mapping[str, str],
     rename: Callable[[str], str | None] = lambda name: name,
 ) -> bool:
-    """Return True if the checkpoint has one matrix for each pair of `tied`, under either name or under both.
+    """Return True if the checkpoint has one matrix, not two, for each pair of output head and embedding.
+
+    The matrix may stand under either name, or be the same under both.
 
     Args:
         folder: the checkpoint's.
@@ -128,7 +129,7 @@ def _same_tensor(*stored: tuple[Any, str]) -> bool:
 
 
 def _stored(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Return by tensor name the open safetensors file that holds it; `stack` closes the files."""
+    """Return {tensor name: the open safetensors file that holds it}; `stack` closes the files."""
     stored: dict[str, Any] = {}
     for file in [_open(path, stack) for path in _files(folder)]:
         for name in file.keys():  # noqa: SIM118 (not a dict)
@@ -187,7 +188,7 @@ def _match(
     transform: Callable[[str, Tensor], Tensor],
     tied: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the checkpoint's name for each of the model's tensors. Raises one `UserError` with every
+    """Return the checkpoint's name for each of the model's tensors; raise one `UserError` with every
     mismatch.
 
     folder: for the message. stored: the open file of each tensor in the checkpoint. expected: the model's

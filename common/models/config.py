@@ -26,9 +26,9 @@ class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
     ``kind`` is ``default``, ``linear`` (every frequency divided by ``factor``), or the scaling of a longer
-    context ``llama3`` or ``yarn``; fields have the names of ``config.json``. Without an
-    ``attention_factor`` it follows from the other fields. ``share`` is the fraction of a head's dimensions,
-    the first ones, that rotate.
+    context ``llama3`` or ``yarn``; fields have the names of ``config.json``. If ``attention_factor`` is None,
+    it is computed from the other fields. ``share`` is the fraction of a head's dimensions, the first ones,
+    that rotate.
     """
 
     theta: float = 10_000.0
@@ -44,7 +44,7 @@ class RopeConfig:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise `UserError` for a ramp between two bands of frequencies that would divide by zero."""
+        """Raise `UserError` for fields with which the scaling of llama3 or yarn would divide by zero."""
         if self.kind == "yarn" and self.theta <= 1:
             raise UserError(
                 f"rope_theta is {self.theta}, but must be above 1 for the rope_type 'yarn'"
@@ -83,9 +83,9 @@ class ExpertConfig:
 class DeltaConfig:
     """Layers of Gated DeltaNet (arXiv 2412.06464), which keep one state instead of keys and values.
 
-    ``layers[i]`` is true where layer ``i`` is one; the others are layers of attention. Value head ``h`` has
-    the queries and keys of key head ``h // (value_heads / key_heads)``. ``conv_width`` is how many tokens,
-    its own included, each token's convolution sees.
+    ``layers[i]`` is true where layer ``i`` is a layer of Gated DeltaNet; the others are layers of attention.
+    Value head ``h`` has the queries and keys of key head ``h // (value_heads / key_heads)``. ``conv_width``
+    is how many tokens, its own included, each token's convolution sees.
     """
 
     key_heads: int
@@ -114,16 +114,12 @@ class DeltaConfig:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Return the shape of a request's state in a layer, ``[value heads, DK, DV]``: a matrix for each
-        value head.
-        """
+        """Return the shape of a request's state in a layer: ``[value heads, DK, DV]``, one matrix a head."""
         return self.value_heads, self.key_dim, self.value_dim
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """Return the shape of the past inputs that the next token's convolution sees,
-        ``[conv_width - 1, channels]``.
-        """
+        """Return the shape of the past inputs that a convolution sees, ``[conv_width - 1, channels]``."""
         return self.conv_width - 1, self.channels
 
 
@@ -245,13 +241,13 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Return the indices of the layers that keep keys and values; the others keep a state."""
+        """Return the indices of the layers that keep keys and values, so are not Gated DeltaNet."""
         return tuple(
             i for i in range(self.num_layers) if self.delta is None or not self.delta.layers[i]
         )
 
     def check_keys_only(self) -> None:
-        """Raise `UserError` for layers that keep a state: a cache of keys and values has no room for it."""
+        """Raise `UserError` if there are Gated DeltaNet layers, whose state has no room in a KV cache."""
         if self.delta is not None:
             raise UserError(
                 "layer_types has linear_attention (Gated DeltaNet), whose state this phase's cache cannot "
@@ -277,8 +273,10 @@ def _named(path: Path) -> Iterator[None]:
 def _refuse_unsupported(
     raw: Mapping[str, Any], family: str, known: Mapping[str, Any] = hf.ONLY
 ) -> None:
-    """Raise `UserError` if a field of ``raw`` (a ``config.json``) differs from its value in ``known``, the
-    only one that this engine computes. False and 0 say nothing in a family that does not know the field.
+    """Raise `UserError` if a field of ``raw`` (a ``config.json``) has a value that is not supported.
+
+    known: the only value supported, for each field that is checked. Values of False and 0 are ignored if
+        models of this ``family`` do not have the field.
     """
     for name, only in known.items():
         given = raw.get(name)
@@ -289,9 +287,7 @@ def _refuse_unsupported(
 
 
 def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return ``quantization_config``, or None if there is none. Raises `UserError` unless it
-    names a method.
-    """
+    """Return ``quantization_config``, or None if there is none; raise `UserError` if it names no method."""
     given: Mapping[str, Any] | None = Field("quantization_config", dict, default=None).read(
         raw
     )
@@ -343,9 +339,10 @@ def _rope_family(
 
 
 def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
-    """Return the Gated DeltaNet configuration in ``raw`` (a ``config.json``) of a model of `layers` layers.
+    """Return the configuration of Gated DeltaNet layers in ``raw``, the ``config.json`` of `layers` layers.
 
-    Such are the layers that ``layer_types`` names, or all but every fourth.
+    They are those that ``layer_types`` lists; without such a field, all but every fourth layer
+    (``full_attention_interval``).
     """
     _refuse_unsupported(raw, "qwen3_5", hf.DELTA_ONLY)
     full = _full_layers(raw, hf.DELTA_LAYER_TYPE, layers, hf.FULL_INTERVAL.read(raw))
@@ -378,9 +375,9 @@ def _sliding_windows(
 def _full_layers(
     raw: Mapping[str, Any], kinds: Field, layers: int, interval: int
 ) -> list[bool]:
-    """Return which layers have full attention: by ``layer_types``, or every `interval`-th of so many layers.
+    """Return for each layer whether it has full attention: by ``layer_types``, or else every `interval`-th.
 
-    kinds: what a layer's type may be.
+    raw: a ``config.json``. kinds: the allowed types of a layer. layers: number of layers.
     """
     types = hf.LAYER_TYPES.read(raw)
     if types is None:
@@ -394,10 +391,10 @@ def _full_layers(
 def _ropes(
     raw: Mapping[str, Any], family: str, context: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return the global and, for Gemma 3, the local rotary embedding; either may be None.
+    """Return the rotary embeddings (global, local) of a model; local is None in families other than Gemma 3.
 
     raw: a ``config.json``. The fields are read in their older and their newer spelling. context: longest text
-    of the model, in tokens.
+        of the model, in tokens.
     """
     parameters, scaling = hf.ROPE_PARAMETERS.read(raw), hf.ROPE_SCALING.read(raw)
     if parameters and scaling:
@@ -446,8 +443,10 @@ def _ropes(
 
 
 def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of several objects as one object. Raises `UserError` if two objects give a field
-    different values.
+    """Return the fields of several objects as one object, without null values.
+
+    Raises:
+        UserError: two objects give a field different values.
     """
     merged: dict[str, Any] = {}
     for name, value in (item for source in sources for item in source.items()):
@@ -476,7 +475,7 @@ def _rope(parameters: Mapping[str, Any], family: str, context: int) -> RopeConfi
 
 
 def _read(fields: Mapping[str, Field], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each field's value in ``raw`` (a ``config.json``), by our name for it."""
+    """Return the value of each of `fields` in ``raw`` (a ``config.json``), by our name, a key of `fields`."""
     return {ours: field.read(raw) for ours, field in fields.items()}
 
 
@@ -485,7 +484,10 @@ def _token_id(name: str, vocab_size: int) -> Field:
 
 
 def _eos_token_ids(raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids in ``raw``'s ``eos_token_id``, which may be a number, a list or null; -1 is no token."""
+    """Return the end-of-sequence ids in ``raw``, a ``config.json``.
+
+    Its ``eos_token_id`` may be a number, a list or null; -1 is no token.
+    """
     value, field = raw.get("eos_token_id"), _token_id("eos_token_id", vocab_size)
     given = value if isinstance(value, list) else [] if value is None else [value]
     ids = [field.check(each, "eos_token_id") for each in given]

@@ -29,8 +29,8 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file ``path``.
 
     Raises:
-        UserError: it cannot be read, is no regular file, is larger than `MOST_BYTES`, is not the JSON of
-            RFC 8259 (which has no NaN and no Infinity), has the same key twice, or is no object.
+        UserError: the file cannot be read, is no regular file, is larger than `MOST_BYTES`, is not the JSON
+            of RFC 8259 (which has no NaN and no Infinity), has the same key twice, or is no object.
     """
     try:
         content = read_bytes(path, MOST_BYTES).decode()
@@ -65,9 +65,10 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class Field:
     """The name of one fact in a JSON object, and its allowed values.
 
-    ``names`` are its spellings; those that are there must agree. Numbers lie between ``low`` and ``high``,
-    both included; strings are one of ``choices``, if there are any. A field that is absent or null has its
-    ``default``; one without a default is required. With ``null_counts`` null is a value, ``None``.
+    ``names`` are its spellings, separated by spaces; if an object has several, their values must agree.
+    Numbers lie between ``low`` and ``high``, both included; strings are one of ``choices``, if there are any.
+    A field that is absent or null has its ``default``; one without a default is required. With
+    ``null_counts``, null is read as None and not as the default.
     """
 
     names: str
@@ -82,7 +83,8 @@ class Field:
         """Return this field's value in the object ``raw``, or its default.
 
         Raises:
-            UserError: it is missing, of another type, or out of its limits, or its spellings differ.
+            UserError: the field is missing, of another type, or out of its limits, or its spellings have
+                different values.
         """
         names = self.names.split()
         found = {name: raw[name] for name in names if raw.get(name) is not None}
@@ -100,8 +102,10 @@ class Field:
         return self.default
 
     def check(self, value: Any, name: str) -> Any:
-        """Return ``value``; an integer becomes a float if the field holds floats. Raises `UserError` about
-        ``name`` if it does not fit.
+        """Return ``value`` if it fits this field; an integer becomes a float if the field holds floats.
+
+        Raises:
+            UserError: the value does not fit. The message calls it ``name``.
         """
         if self.kind is int:
             return integer(name, value, low=int(self.low), high=int(self.high))

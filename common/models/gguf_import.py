@@ -2,15 +2,15 @@
 
 GGUF (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is llama.cpp's format: one file with
 metadata, tokenizer and block-quantized weights. The bundled models come in it because that makes them small
-enough for a package registry. Everything after this module knows one format only. It reads Llama with
-SmolLM's tokenizer and Gemma 3, and checks nothing: a file's SHA-256 has been compared before.
+enough for a package registry. All other code reads the format of Hugging Face only. This module reads Llama
+with SmolLM's tokenizer and Gemma 3, and checks nothing: a file's SHA-256 has been compared before.
 
 The weights are stored as float32. Where all matrices are of the types in `BLOCKS`, they are stored a second
 time as the file has them, in the folder `blocks`: a quantized checkpoint, for phase 10. A quantized weight is
 a float16 scale times an integer, plus a float16 minimum in some formats; such a product has up to 18
 significant bits, which float16 (11) and bfloat16 (8) would round. From float32 each later format is rounded
-once, and `transformers` computes in float32 by default, which is what an oracle should do. The
-price is disk space: 0.6 GB for SmolLM2-135M, 1.1 GB for Gemma-3-270M, and once as much memory.
+once, and `transformers`, to which results are compared, computes in float32 by default. The price is disk
+space: 0.6 GB for SmolLM2-135M, 1.1 GB for Gemma-3-270M, and once as much memory.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def _write_blocks(
 ) -> None:
     """Write a quantized checkpoint to `folder`: each matrix as numbers, scales and minimums (`block_parts`).
 
-    reader: the open GGUF file. meta: its metadata. config: what `config.json` gets.
+    reader: the open GGUF file. meta: its metadata. config: content of `config.json`, to which
+        `quantization_config` is added.
     """
     kinds: dict[str, str] = {}
     stored: dict[str, npt.NDArray[Any]] = {}
@@ -116,12 +117,11 @@ def block_parts(rows: npt.NDArray[np.uint8], kind: str) -> dict[str, npt.NDArray
 
     Args:
         rows: `[N, bytes of a row]`, the blocks as the file has them.
-        kind: a value of `BLOCKS`.
+        kind: the type of block, `q8_0` or `q4_1`.
 
     Returns:
-        `data`: q8_0 int8 `[N, K]`; q4_1 uint8 `[N, K / 2]`, where byte i of a block's 16 holds
-        number i in its low and number i + 16 in its high half. `scale`, and of q4_1 `minimum`: float16
-        `[N, K / 32]`.
+        `data`: q8_0 int8 `[N, K]`; q4_1 uint8 `[N, K / 2]`, where byte i of a block's 16 holds number i in
+            its low and number i + 16 in its high half. `scale`, and of q4_1 `minimum`: float16 `[N, K / 32]`.
     """
     blocks = np.ascontiguousarray(rows).view(_BLOCK_TYPES[kind])  # [N, K / 32]
     return {
@@ -213,9 +213,7 @@ def hf_weight(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[np.floa
 
 
 def _hf_rows(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[Any]:
-    """Return a tensor's quantized data with its rows in Hugging Face's order; `meta` is the file's
-    metadata.
-    """
+    """Return a tensor's quantized data with rows in Hugging Face's order. meta: the GGUF file's metadata."""
     if meta["general.architecture"] == "llama" and tensor.name.endswith(
         ("attn_q.weight", "attn_k.weight")
     ):
@@ -226,8 +224,7 @@ def _hf_rows(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[Any]:
 
 
 def unpermute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
-    """Return the rows of a query or key projection `[heads * D, ...]` reordered from GGUF's order to Hugging
-    Face's.
+    """Return the rows of a query or key projection `[heads * D, ...]` in Hugging Face's order, given GGUF's.
 
     RoPE rotates pairs of a head's D values. llama.cpp pairs neighbours (0 and 1, 2 and 3, ...), Hugging Face
     pairs the halves (0 and D/2, 1 and D/2 + 1, ...), so one's row order is a permutation of the other's.
@@ -244,7 +241,7 @@ def unpermute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
 
 
 def _tokenizer(meta: dict[str, Any], config: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that GGUF metadata describes. config: what `tokenizer_config.json` holds."""
+    """Return the tokenizer that GGUF metadata describes. config: content of `tokenizer_config.json`."""
     tokens = meta["tokenizer.ggml.tokens"]
     types = list(zip(tokens, meta["tokenizer.ggml.token_type"], strict=True))
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -283,8 +280,9 @@ def _tokenizer(meta: dict[str, Any], config: dict[str, Any]) -> Tokenizer:
 
 
 def _merges(score: dict[str, float]) -> list[tuple[str, str]]:
-    """Return BPE merges for pieces with scores: every split of a piece into two pieces, the
-    best piece first.
+    """Return BPE merges (left, right) of a vocabulary with scores: every split of a piece into two pieces.
+
+    score: by piece; merges that make a piece of higher score come first.
     """
     merges = []
     for token in sorted(score, key=lambda token: -score[token]):
@@ -294,8 +292,9 @@ def _merges(score: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return what `tokenizer_config.json` gets from GGUF metadata: names of the special tokens, and the chat
-    template if there is one.
+    """Return the content of `tokenizer_config.json`, made from GGUF metadata.
+
+    It has the names of the special tokens, and the chat template if there is one.
     """
     tokens = meta["tokenizer.ggml.tokens"]
     config = {

@@ -38,9 +38,7 @@ _BIASED = {**_SIZES, "attention_bias": Field("attention_bias", bool, default=Fal
 
 
 def _defaults(**values: Any) -> dict[str, Field]:
-    """Return the `Field`s of `config.json` with the names in `values`, each with its value there as the
-    default.
-    """
+    """Return by name a `Field` of `config.json` for each of `values`, which become their defaults."""
     return {name: replace(_BIASED[name], default=value) for name, value in values.items()}
 
 

@@ -43,7 +43,7 @@ def stored(name: str) -> Path | None:
 
 
 def local(name: str | Path) -> Path | None:
-    """Return a local folder, or None if `name` is that of a bundled model or may be a hub id.
+    """Return the local folder called `name`, or None if that is a bundled model or may be a hub id.
 
     Raises:
         UserError: the name is no folder, bundled model or hub id, or the folder has no model.

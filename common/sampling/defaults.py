@@ -21,12 +21,11 @@ FIELDS = ("top_k", *NUMBERS)
 
 
 def sampling_defaults(folder: Path, source: str = MODEL) -> dict[str, float]:
-    """Return a model's defaults for sampling from its `generation_config.json`, by the names of
-    `SamplingParams`.
+    """Return a model's sampling defaults, by names of `SamplingParams`, from its `generation_config.json`.
 
     Args:
         folder: the model's. Without a file the result is empty.
-        source: `model`, or `neutral`: the result is empty.
+        source: `model` for these defaults; `neutral` for an empty result.
 
     Raises:
         UserError: the file is damaged or has a value out of its limits; or there is no such source.

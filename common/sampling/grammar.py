@@ -93,8 +93,10 @@ class Grammar:
 
     @classmethod
     def choice(cls, strings: Iterable[str]) -> Grammar:
-        """Return the grammar whose output is one of `strings`. Raises `UserError` unless they are a list of
-        strings.
+        """Return the grammar whose output is one of `strings`.
+
+        Raises:
+            UserError: they are no list of strings.
         """
         if isinstance(strings, (str, Mapping)) or not isinstance(strings, Iterable):
             raise UserError(f"choice is {shown(strings)}, but must be a list of strings")
@@ -106,7 +108,7 @@ class Grammar:
         return cls("lark", source)
 
     def loaded(self) -> Any:
-        """Return the parsed JSON of the source, for a JSON schema or a choice."""
+        """Return the parsed JSON of the source, for a grammar of the kind JSON schema or choice."""
         return json.loads(self.source)
 
     def __str__(self) -> str:
@@ -115,8 +117,9 @@ class Grammar:
 
 
 def _check_schema(part: Any, depth: int = 1) -> None:
-    """Raise `UserError` if `part` of a JSON schema (at `depth`) nests deeper than `MAX_DEPTH`, or has an
-    object of more than `MAX_KEYS` keys.
+    """Raise `UserError` if `part` of a JSON schema nests too deeply or has an object of too many keys.
+
+    The limits are `MAX_DEPTH` levels and `MAX_KEYS` keys. depth: the level of `part` in the schema.
     """
     if not isinstance(part, (dict, list)):
         return

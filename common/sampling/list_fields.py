@@ -30,7 +30,10 @@ MAX_BIASED_TOKENS = 1024
 
 
 def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, ...]:
-    """Return `value` as a tuple of at most `most` items. name, what: the field and its items, for errors."""
+    """Return `value` as a tuple; raise `UserError` if it is not iterable or has more than `most` items.
+
+    name, what: for errors, the field's name and what its items are.
+    """
     try:
         items = tuple(islice(value, most + 1))
     except TypeError:
@@ -43,7 +46,11 @@ def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, 
 
 
 def check_stop_strings(value: Iterable[str]) -> tuple[str, ...]:
-    """Return the stop strings, given as one or as several; raise `UserError` for bad ones."""
+    """Return stop strings, given as one string or as several, as a tuple.
+
+    Raises:
+        UserError: there are too many, or one is empty, too long or no string.
+    """
     # One string; taken as an iterable it would be a list of characters.
     if isinstance(value, str):
         value = (value,)
@@ -62,14 +69,18 @@ def check_stop_strings(value: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_token_ids(value: Iterable[SupportsIndex]) -> tuple[int, ...]:
-    """Return the stop tokens of a request as a tuple; raise `UserError` for bad ones."""
+    """Return the stop tokens of a request as a tuple; raise `UserError` for too many, or one out of range."""
     name = "stop_token_ids"
     items = _items(name, value, "token ids", MAX_STOP_TOKEN_IDS)
     return tuple(integer(name, item, low=0, high=MAX_INT) for item in items)
 
 
 def check_logit_bias(value: Mapping[int, float]) -> dict[int, float]:
-    """Return the bias of each token id; raise `UserError` for what is no such map, or too large."""
+    """Return a copy of a map from token ids to biases.
+
+    Raises:
+        UserError: there are too many, or an id or a bias has a wrong type or is out of range.
+    """
     if not isinstance(value, Mapping):
         raise UserError(f"logit_bias is {shown(value)}, but must map token ids to numbers")
     if len(value) > MAX_BIASED_TOKENS:

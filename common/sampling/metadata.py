@@ -36,9 +36,9 @@ Upload = Callable[[NDArray[Any]], Tensor]
 
 
 class Draw(NamedTuple):
-    """Rows of a batch whose tokens are chosen together.
+    """Rows of a batch whose tokens are chosen together, by the same operations.
 
-    positions: of the rows in the batch.
+    positions: indices of the rows in the batch.
     features: operations that some of these rows need. Greedy rows, random ones, and those with top-k or
         top-p, which are much more work, are in different draws.
     """
@@ -50,7 +50,8 @@ class Draw(NamedTuple):
 class Edits(NamedTuple):
     """Sparse additions to logits, `[N]` each: of a batch, on the device, or of one row, on the host.
 
-    tokens: int64, token ids. values: float32, added. until: int64, the first step without the addition.
+    tokens: int64, token ids. values: float32, added. until: int64, the first step without the addition, where
+        a request's step is its number of tokens generated before.
     positions: int64, rows of the batch; None: the edits are of one row.
     """
 
@@ -62,14 +63,15 @@ class Edits(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """The sampler's work for one batch, decided on the host; sampling branches on nothing else.
+    """The operations that sampling one batch needs, decided on the host; the sampler has no other branches.
 
     features: operations that some row of the batch needs.
-    draws: all positions of the batch, in parts; empty when all rows are greedy.
+    draws: groups of rows, together the whole batch, whose tokens are chosen group by group; empty when all
+        rows are greedy.
     wanted: for each position in the batch how many top log-probabilities were asked for, -1 where no
         log-probabilities were; None when no row asked for any.
     edits: of the rows with `logit_bias` or `min_tokens`.
-    penalties: the positions of the rows with penalties, in parts.
+    penalties: positions of the rows with penalties, in groups that are processed one after another.
     """
 
     features: SamplingFlags
@@ -79,9 +81,10 @@ class SamplingMetadata:
     penalties: tuple[Positions, ...] = ()
 
     def for_any_rows(self) -> SamplingMetadata:
-        """Return metadata with the same features that treats the whole batch at once, for any requests.
+        """Return metadata with the same features that applies each of them to all rows of the batch.
 
-        A CUDA graph can capture it, for every batch without other features. Edits stay those of this batch.
+        A CUDA graph captured with it is right for every batch that needs no other features, whichever rows
+        need them. `edits` remain those of this batch.
         """
         everywhere = slice(None)
         draws = (

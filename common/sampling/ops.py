@@ -39,7 +39,7 @@ def scale(fraction: Tensor, total: Tensor) -> Tensor:
 
 
 def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
-    """Return the smallest key t for which the amounts of all keys <= t add up to at least `target`.
+    """Return each row's smallest key t such that the amounts of its keys <= t add up to at least `target`.
 
     This is selection by radix instead of a sort: a histogram of the upper 15 bits of the keys gives the bin
     in which the target is reached, a histogram of the lower 15 bits of that bin's keys gives the key.
@@ -88,7 +88,7 @@ def truncate(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
 
 
 def forbid(logits: Tensor, allowed: Tensor, positions: Tensor) -> Tensor:
-    """Set every logit whose bit is 0 to minus infinity, in place, and return `logits`.
+    """Set every logit whose bit in `allowed` is 0 to minus infinity, in place, and return `logits`.
 
     logits: float32 [B, V].
     allowed: int32 [M, ceil(V / 32)], bit i of word w for token 32 * w + i.
@@ -136,8 +136,9 @@ def penalize(
 def raw_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities of `tokens`, and the `top` most likely token ids with theirs, best first.
 
-    logits: float32 [B, V]; tokens: int64 [B]. Returns float32 [B], int64 [B, top], float32 [B, top]. No
-    bit depends on the batch: weights are added as integers, and of equal logits the lowest id is first.
+    logits: float32 [B, V]; tokens: int64 [B]. Returns float32 [B], int64 [B, top], float32 [B, top]. No bit
+        of a row depends on the other rows: weights are added as integers, and of equal logits the lowest id
+        is first.
     """
     largest = logits.amax(1, keepdim=True)  # [B, 1]
     weights = (logits - largest).exp_().mul_(float(1 << WEIGHT_BITS)).long()

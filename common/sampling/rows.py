@@ -37,9 +37,9 @@ KEY, TOP_K, TOP_P = range(3)
 class SamplerRows:
     """Settings and token counts of `rows` requests: arrays [rows, ...] on the device, copied on the host.
 
-    `set_row` changes the host's copies only; `plan` sends what has changed, in a fixed number of copies
-    however many rows that is (and some more for each row with penalties). The arrays on the device are
-    updated in place, so a CUDA graph may read them.
+    `set_row` changes the host's copies only; `plan` sends all changed rows in a fixed number of copies (and
+    some more for each row with penalties). The arrays on the device are updated in place, so a CUDA graph may
+    read them.
 
     history: tokens of the rows with penalties.
     """
@@ -81,8 +81,8 @@ class SamplerRows:
         """Write a request's settings to `row`, also after a preemption; return its seed of random numbers.
 
         prompt_ids, output_ids: its tokens so far, for the penalties; ids must have passed `check_prompt`.
-        seed: overrides that of `params`; None: does not. A preempted request that comes back with the seed
-            returned here draws what it would have drawn.
+        seed: overrides the seed in `params`; None: does not. A preempted request that comes back with the
+            seed returned here draws what it would have drawn.
         sample: number of the completion among its prompt's n; shifts the seed of `params`.
         eos_ids: the model's end-of-sequence tokens, which min_tokens holds back.
         """
@@ -153,7 +153,10 @@ class SamplerRows:
     def _parts(
         self, chosen: NDArray[np.bool_]
     ) -> Iterator[tuple[NDArray[np.int64], Positions]]:
-        """Yield the positions where `chosen [B]` is True, in parts: as (host array, device indices)."""
+        """Yield the positions where `chosen`, bool `[B]`, is True, in parts of at most `at_once` positions.
+
+        Each part is (int64 array on the host, the same positions to index a tensor on the device).
+        """
         positions = np.flatnonzero(chosen)
         for first in range(0, len(positions), self.at_once):
             part = positions[first : first + self.at_once]

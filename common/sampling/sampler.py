@@ -34,10 +34,10 @@ _LARGEST = torch.finfo(torch.float32).max
 class Sampled(NamedTuple):
     """The chosen tokens and, if a row asked, log-probabilities before temperature and penalties.
 
-    tokens: int64 [B], all in the vocabulary, which the device reads.
-    for_host: the same, with `ops.NAN_TOKEN` where logits are NaN.
-    logprobs: those of the chosen tokens, float32 [B]; the most likely tokens, best first, int64 [B, N], and
-        theirs, float32 [B, N], where N is the largest number that a row asked for.
+    tokens: int64 [B], all in the vocabulary: the input of the next step on the device.
+    for_host: the same tokens, but `ops.NAN_TOKEN` (-1) where logits are NaN.
+    logprobs: of the chosen tokens, float32 [B]; then the ids of the most likely tokens, best first, int64 [B,
+        N], and their log-probabilities, float32 [B, N]. N is the largest number that a row asked for.
     wanted: for each position how many top log-probabilities it asked for, -1 for none; None: no row asked.
     """
 
@@ -47,7 +47,7 @@ class Sampled(NamedTuple):
     wanted: tuple[int, ...] | None = None
 
     def logprob(self, place: int) -> Logprob | None:
-        """Return the log-probabilities of the row at `place` in the batch, or None if it asked for none.
+        """Return the log-probabilities at position `place` of the batch; None if its request wanted none.
 
         Waits for the device; making a `HostSampled` does not.
         """
@@ -61,8 +61,8 @@ class Sampled(NamedTuple):
 class TokenBitmask(NamedTuple):
     """The tokens that may be chosen at some positions of a batch; at the other positions all may be.
 
-    words: int32 [M, ceil(V / 32)] on the device; bit i of word w says that token 32 * w + i may be chosen.
-        A row without any bit is the caller's defect: some token that is not allowed is chosen.
+    words: int32 [M, ceil(V / 32)] on the device; bit i of word w says that token 32 * w + i may be chosen. A
+        caller must set at least one bit in each row: otherwise a forbidden token is chosen.
     positions: int64 [M] on the device, ascending.
     """
 
@@ -71,10 +71,10 @@ class TokenBitmask(NamedTuple):
 
 
 class HostSampled:
-    """Copies a step's `Sampled` to the host. The copy is under way once it is made; `get` waits for it."""
+    """Copies a step's `Sampled` to the host: construction starts the copy, `get` waits for it."""
 
     def __init__(self, sampled: Sampled) -> None:
-        """Queue the copies after the device's work; with CUDA into pinned memory, which does not wait."""
+        """Queue copies of `sampled` after the device's work. With CUDA (pinned memory) this does not wait."""
         tokens, logprobs = sampled.for_host, sampled.logprobs
         self._arrived: torch.Event | None = None
         if tokens.is_cuda:
@@ -86,9 +86,10 @@ class HostSampled:
         self._sampled = Sampled(tokens, tokens, logprobs, sampled.wanted)
 
     def get(self) -> list[tuple[int, Logprob | None]]:
-        """Wait for the copies; return the token and the log-probabilities of each position in the batch.
+        """Wait for the copies; return (token, log-probabilities) for each position in the batch.
 
-        The token is `ops.NAN_TOKEN` where logits are NaN; log-probabilities are None where none were wanted.
+        The token is `ops.NAN_TOKEN` (-1) where logits are NaN; log-probabilities are None where none were
+        wanted.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -99,24 +100,29 @@ class HostSampled:
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """Return a tensor in pinned memory of the host, into which a copy of a CUDA tensor is queued."""
+    """Return a tensor in the host's pinned memory, into which a copy of a CUDA tensor is queued."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 
 class SamplerBackend:
-    """Chooses one token for each row of logits for a `Sampler`, here by torch.
+    """Chooses one token for each row of logits for a `Sampler`; this class does so by PyTorch operations.
 
-    Subclasses choose the same tokens by kernels, or from logits that are spread over ranks.
+    Subclasses choose the same tokens by kernels, or from logits that are spread over ranks (GPUs of one
+    model).
 
-    In all methods, logits: `[B, V]`. rows, steps: `[B]` int64, each request's row of settings and its number
-    of tokens generated before. plan: how the batch is sampled. masked: True if the step has bitmasks.
+    In all methods, sampler: holds the settings. logits: `[B, V]`. rows, steps: `[B]` int64, each request's
+    row of settings and its number of tokens generated before. plan: how the batch is sampled. masked: True if
+    the step has bitmasks.
     """
 
     def whole(
         self, sampler: Sampler, logits: Tensor, plan: SamplingMetadata, masked: bool
     ) -> Tensor:
-        """Return the logits of the whole vocabulary, `[B, V]`; over ranks they may have to be gathered."""
+        """Return the logits of the whole vocabulary, `[B, V]`; a subclass gathers them from all ranks.
+
+        A caller's `logits` are whole already in this class.
+        """
         return logits
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
@@ -134,7 +140,7 @@ class SamplerBackend:
         plan: SamplingMetadata,
         masked: bool,
     ) -> Tensor:
-        """Return one token for each row of the adjusted logits: `[B]` int64."""
+        """Return the token chosen for each row of the masked and penalized `logits`: `[B]` int64."""
         if not plan.draws:
             return logits.argmax(1)  # of equals the first
         tokens = torch.empty_like(rows)
@@ -149,7 +155,10 @@ class SamplerBackend:
         return tokens
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Return `tokens [B]` for the host: `ops.NAN_TOKEN` where the chosen one's logit `[B, V]` is NaN."""
+        """Return `tokens [B]` for the host, with `ops.NAN_TOKEN` (-1) where the chosen token's logit is NaN.
+
+        logits: `[B, V]`.
+        """
         chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         return tokens.masked_fill(chosen.isnan(), ops.NAN_TOKEN)  # NaN wins every choice
 
@@ -165,8 +174,9 @@ class SamplerBackend:
 
         features: operations to apply, such as top-p.
 
-        The Gumbel-max trick takes the argmax of logit / temperature - log(E). This takes the argmax of its
-        exponential, weight / E, as the largest -E / weight, which is minus infinity for a weight of 0.
+        The Gumbel-max trick takes the argmax of logit / temperature - log(E), E being random numbers with
+        exponential distribution. This takes the argmax of its exponential, weight / E, as the largest -E /
+        weight, which is minus infinity for a weight of 0.
         """
         weights = sampler.weigh(logits, rows, features)  # [B, V]
         noise = negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)  # [B, V]
@@ -182,7 +192,8 @@ class Sampler(SamplerRows):
 
     The token of a row depends on its logits, settings and past, and on nothing else in the batch.
 
-    sampler_backend: computes the choice; a later phase replaces it by kernels, or by a choice over ranks.
+    sampler_backend: computes the choice; later phases have one of kernels, and one for logits spread over
+        ranks.
     """
 
     sampler_backend: SamplerBackend = TORCH
@@ -199,9 +210,10 @@ class Sampler(SamplerRows):
         """Return the next token of each row as a `Sampled`, and count it for the penalties.
 
         logits: float32 [B, V]; masked in place if there are masks and no request wants log-probabilities.
-        rows: int64 [B] on the device, the row of the request at each position in the batch.
+        rows: int64 [B] on the device, the row of settings of the request at each position in the batch.
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
-        plan: what `plan` returns for the same rows. allowed: the masks; None: every token may be chosen.
+        plan: what the method `plan` returns for the same rows. allowed: the masks; None: every token may be
+            chosen.
 
         This only queues work for the device, and with `plan.for_any_rows()` a CUDA graph can capture it. A
         row without penalties may stand at several positions of the batch, with different steps (several
@@ -226,10 +238,10 @@ class Sampler(SamplerRows):
         """Return exp((logit - largest) / temperature), 0 where truncation excludes a token: float32 `[B, V]`.
 
         logits: `[B, V]`, in half precision if graphs leave them so. rows: int64 `[B]`, rows of settings.
-        features: which truncations to apply.
+            features: which truncations (top-k, top-p, min-p) to apply.
 
-        NaN means that a token wins without a draw, the first of several: the largest logit of a greedy row
-        (which `for_any_rows` includes here), and logits that are NaN or infinite.
+        The result is NaN for a token that wins without a draw (the first of several): the largest logit of a
+        greedy row, and logits that are NaN or infinite. Greedy rows come here with `for_any_rows`.
         """
         floats = self.floats[rows]
         ints = self.ints[rows]
@@ -244,9 +256,10 @@ class Sampler(SamplerRows):
         return weights
 
     def weights(self, logits: Tensor, largest: Tensor, rows: Tensor) -> Tensor:
-        """Return exp((logit - largest) / temperature), float32 `[B, V]`; NaN: the largest of a greedy row.
+        """Return exp((logit - largest) / temperature), float32 `[B, V]`; NaN at a greedy row's largest logit.
 
-        logits: float32 `[B, V]`. largest: `[B, 1]`, of each row of logits. rows: int64 `[B]`.
+        logits: float32 `[B, V]`. largest: `[B, 1]`, of each row of logits. rows: int64 `[B]`, rows of
+            settings.
         """
         # Where a logit is NaN it alone shall stay NaN.
         largest = largest.nan_to_num(_LARGEST, math.inf, -math.inf)
@@ -263,10 +276,12 @@ class Sampler(SamplerRows):
         plan: SamplingMetadata,
         allowed: TokenBitmask | None,
     ) -> Tensor:
-        """Return the logits `[B, V]` after mask, bias, min_tokens and penalties; a copy if any row has some.
+        """Return the logits `[B, V]` after mask, bias, min_tokens and penalties.
 
-        rows, steps: int64 `[B]`, each request's row of settings and number of tokens generated before. plan:
-            which edits there are. allowed: bitmasks of allowed tokens; None: all are allowed.
+        The result is a copy, unless only a mask changes the logits and no request wants log-probabilities.
+
+        rows, steps: int64 `[B]`, each request's row of settings and number of tokens generated before.
+        plan: says which edits there are. allowed: bitmasks of allowed tokens; None: all are allowed.
         """
         edited = bool(plan.features & (SamplingFlags.EDITS | SamplingFlags.PENALTIES))
         if edited or (allowed is not None and plan.wanted is not None):

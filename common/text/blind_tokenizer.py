@@ -1,4 +1,4 @@
-"""Special tokens in which a character has a stand-in, and a tokenizer that does not see them."""
+"""Characters that hide special tokens in users' texts, and a tokenizer that turns them back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _STAND_INS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x
 
 
 class StandIns:
-    """Characters that stand for others, so that no special token is left in a text.
+    """Replaces a character of each special token in a text by a stand-in: the token is not seen as such.
 
-    A message may also end with the first half of a special token where the next begins with the second
-    half, so halves at the ends of a text are broken, too. In a role only whole special tokens are broken:
-    templates such as `'<|' + role + '|>'` make special tokens of roles.
+    A message may also end with the first half of a special token where the next begins with the second half,
+    so halves at the ends of a text are broken, too. In a role only whole special tokens are broken: templates
+    such as `'<|' + role + '|>'` make special tokens of roles.
 
-    special: texts of the special tokens. of: the stand-in of each character that begins or ends one.
-    rewritten: True if a normalizer may make a special token of another text, which has no stand-in.
+    special: texts of the special tokens. of: the stand-in for each character that begins or ends a special
+        token.
+    rewritten: True if the tokenizer's normalizer may make a special token out of a text that has no stand-in.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -38,7 +39,9 @@ class StandIns:
         self._suffixes = {token[at:] for token in special for at in range(len(token))}
 
     def hide(self, text: str, whole: bool) -> str:
-        """Return a text with a stand-in in each special token. whole: halves of them may stay.
+        """Return `text` with one character of each special token in it replaced by a stand-in.
+
+        whole: True: halves of special tokens at the ends of the text may stay.
 
         Raises:
             UserError: a text with a special token contains one of the stand-ins already.
@@ -56,9 +59,9 @@ class StandIns:
         )
 
     def _positions_to_hide(self, text: str, whole: bool) -> set[int]:
-        """Return which characters to replace so that no special token, nor half of one, is left in a text.
+        """Return the indices of characters to replace: then no special token, nor half of one, is left.
 
-        whole: halves may stay.
+        whole: True: halves may stay.
         """
         positions = set()
         for token in self.special:
@@ -77,7 +80,7 @@ class StandIns:
 
 
 class BlindTokenizer:
-    """Encodes texts in which stand-ins keep special tokens from being seen as such.
+    """Encodes texts in which stand-ins (characters in the place of others) hide special tokens.
 
     It differs from the model's tokenizer in one thing: it turns stand-ins back into characters after it has
     looked for special tokens. Everything behind that (words, merges, prefixes) is as if a special token with
@@ -85,7 +88,7 @@ class BlindTokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, stand_in: Mapping[str, str]) -> None:
-        """Copy the model's tokenizer `backend`. stand_in: characters, and what stands for each."""
+        """Copy the model's tokenizer `backend`. stand_in: by character, what stands for it in the texts."""
         self._backend = tokenizers.Tokenizer(backend.model)
         back: list[Any] = [
             normalizers.Replace(there, char) for char, there in stand_in.items()
@@ -115,8 +118,9 @@ class BlindTokenizer:
         return [self._renumbered.get(index, index) for index in found.ids]
 
     def checked(self, text: str, ids: list[int]) -> list[int]:
-        """Return `ids`, the model's own of a text; if a normalizer has made more of its special tokens than
-        the text has, return those of `encode`.
+        """Return `ids`, the model's own of a text, unless they have more special tokens than the text has.
+
+        A normalizer can make such tokens. In this case return what `encode` returns.
         """
         own = self.encode(text)
         mine, found = (sum(index in self._special for index in some) for some in (own, ids))

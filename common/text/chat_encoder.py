@@ -1,4 +1,4 @@
-"""Encode conversations; of special tokens only those that the chat template writes count."""
+"""Encode conversations; special tokens count where the chat template writes them, not in messages."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class ChatEncoder:
                 `continue_final_message=True` the ids end with the last message's content.
 
         Raises:
-            UserError: the model has no chat template, or the template does not take these messages, also
-                when turns of one role in a row are joined.
+            UserError: the model has no chat template, or the template does not take these messages, even with
+                consecutive turns of one role joined.
         """
         templates = self._tokenizer.templates
         template = templates.tools if variables.get("tools") else templates.plain
@@ -87,7 +87,8 @@ class ChatEncoder:
     def hide(self, value: Any, *, whole: bool = False) -> Any:
         """Return `value` with one character of each special token in its texts replaced.
 
-        value: a text, or lists and objects that hold texts. whole: only whole ones count, not halves of one.
+        value: a text, or lists and dictionaries that hold texts. whole: True: halves of special tokens at the
+            ends of a text may stay.
 
         Raises:
             UserError: a text with a special token contains one of the stand-ins already.

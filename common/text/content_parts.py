@@ -1,4 +1,4 @@
-"""The parts of a message's content, where it is no text but a list."""
+"""Texts of a chat message's content that is a list of parts and not one text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 def texts_of_parts(name: str, parts: Sequence[Any], ignored: set[str]) -> list[str]:
-    """Return the text of each part of the content `name`. ignored: gets the names of other fields.
+    """Return the text of each part of a chat message's content.
+
+    name: of the content, for error messages. parts: objects with a type and a text. ignored: gets the names
+        of a part's other fields.
 
     Raises:
         UserError: a part is no text.
@@ -23,7 +26,10 @@ def texts_of_parts(name: str, parts: Sequence[Any], ignored: set[str]) -> list[s
 
 
 def _part(name: str, part: Any, ignored: set[str]) -> str:
-    """Return the text of the part `name` of a message's content. ignored: gets names of other fields."""
+    """Return the text of one part of a chat message's content. Raises `UserError` if it is no text.
+
+    name: of the part, for error messages. ignored: gets the names of its other fields.
+    """
     if not isinstance(part, Mapping):
         form = "must be an object with a type and a text"
         raise UserError(f"{name} is {shown(part)}, but {form}")

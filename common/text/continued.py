@@ -15,8 +15,9 @@ _HERE = "\U0010ffff "
 def render_continued(
     template: ChatTemplate, messages: Sequence[Message], **variables: Any
 ) -> str:
-    """Return the prompt for a conversation up to the end of the last message's content. If the template drops
-    spaces there, the prompt lacks them, as in transformers.
+    """Return the prompt for a conversation up to the end of the last message's content.
+
+    If the template drops spaces at this end, the prompt lacks them, as in transformers.
 
     messages: what `template.conversation` returned. variables: as of `ChatTemplate.render`.
 

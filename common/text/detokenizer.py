@@ -43,13 +43,14 @@ codecs.register_error(
 class TokenBytes(dict[int, bytes]):
     """Map from token id to the UTF-8 bytes that the token adds in the middle of a text, filled when read.
 
-    An id outside the vocabulary adds none. A byte-level tokenizer (GPT-2's kind) spells bytes as
+    An id outside the vocabulary adds no bytes. A byte-level tokenizer (GPT-2's kind) spells bytes as
     characters. One with byte fallback (SentencePiece's kind) has a token for every byte, `<0x00>` to
     `<0xFF>`, beside its pieces of text. If the decoder looks at neighbours, the bytes are those that the
     token adds after another token.
 
     Attributes:
-        suffix: what ends a word's last token, where a space follows unless the text ends; else empty.
+        suffix: the mark with which a word's last token ends, such as `</w>`; empty if the tokenizer has none.
+            It becomes a space unless the text ends there.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -99,8 +100,9 @@ class TokenBytes(dict[int, bytes]):
         return found
 
     def first(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds at the beginning of a text, where some decoders drop its space,
-        or show the mark of a word's later part.
+        """Return the bytes that a token adds at the beginning of a text.
+
+        There some decoders drop its space, or show a mark such as `##` of a word's later part.
         """
         found = self[token_id]
         same = self.byte_level or self.suffix or (self.byte_fallback and b" " not in found)
@@ -115,13 +117,12 @@ class Detokenizer:
     """Decodes the tokens of one output as they come, in pieces that can be shown at once.
 
     A character can be spread over several tokens (an emoji is four bytes), so its bytes are held back until
-    it is complete. The pieces together are exactly `Tokenizer.decode` of all ids, except for a character
-    that is still incomplete at the end: it is left out, because the model was cut off before it had said
-    it. Bytes that can never become a character are shown as U+FFFD as soon as that is certain.
+    it is complete. The pieces together are exactly `Tokenizer.decode` of all ids, except for a character that
+    is still incomplete at the end: it is left out, because the model was cut off before it had said it. Bytes
+    that can never become a character are shown as U+FFFD as soon as that is certain.
 
-    A completion continues its prompt: its text is that of both, less the prompt's. Decoded alone it would
-    lose the space that some decoders drop where a text begins. A prompt of special tokens alone has no
-    text, so the completion begins one.
+    The tokens are decoded as the continuation of their prompt, since some decoders drop a space where a text
+    begins. A prompt of special tokens alone has no text, so the completion begins one.
 
     At most three bytes are held back, and a token costs some microseconds at most.
 

@@ -28,14 +28,13 @@ _FIRST = (
 
 
 def serve(seconds: float, memory_bytes: int, most_characters: int, out_of_memory: int) -> None:
-    """Run the child: read requests from standard input, one JSON object a line, and write a response line to
-    each.
+    """Run the child: read requests from standard input, one JSON object a line; write a line for each.
 
     Args:
-        seconds: of processor time, that a response may take.
-        memory_bytes: that this process may have.
-        most_characters: that a template may write.
-        out_of_memory: exit status of a process that would need more memory.
+        seconds: processor time that one response may take.
+        memory_bytes: memory that this process may have.
+        most_characters: characters that a template may write.
+        out_of_memory: exit status of this process if it would need more memory.
     """
     with suppress(jinja2.UndefinedError):
         _compiled(_FIRST).render()
@@ -71,8 +70,9 @@ def _answer(
 
 
 def _describe(source: str) -> dict[str, Any]:
-    """Return a template's `variables`, the `names` (attributes and strings) in it, and `takes_parts`: True if
-    it writes a content that is a list of texts.
+    """Return what a template reads: its `variables`, and the `names` (attributes and strings) in it.
+
+    A third value, `takes_parts`, is True if it renders a message's content that is a list of texts.
     """
     _compiled(source)
     tree = _environment().parse(source)
@@ -86,8 +86,9 @@ def _describe(source: str) -> dict[str, Any]:
 
 
 def _takes_parts(source: str) -> bool:
-    """Return True if a template (its source) renders a content that is a list of texts; those for texts alone
-    fail or print the list.
+    """Return True if a template (its source) renders a content that is a list of texts like the text itself.
+
+    Templates that only take texts fail or print the list.
     """
 
     def written(content: Any) -> str:
@@ -142,7 +143,7 @@ def _to_json(
 
 
 def _plain(value: Any) -> None:
-    """Return None, for JSON to write as null, if `value` is a `NullContent`."""
+    """Return None, which JSON writes as null, for a `NullContent`; raise `TypeError` for other values."""
     if not _is_none(value):
         raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
 
@@ -182,7 +183,7 @@ class NullContent(jinja2.Undefined):
 
 
 class MessageWithoutContent(dict[str, Any]):
-    """A message without the key `content`, of which a template gets a `NullContent` if it reads it."""
+    """A message without the key `content`: reading this key returns a `NullContent`."""
 
     def __missing__(self, key: str) -> NullContent:
         if key != "content":
@@ -190,8 +191,9 @@ class MessageWithoutContent(dict[str, Any]):
         return NullContent(obj=self, name=key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a `NullContent` for the content of a message with tool calls; for other keys their value, or
-        `default`.
+        """Return the value of `key`, or `default` if there is none.
+
+        For the content of a message with tool calls, and no other default, return a `NullContent`.
         """
         asked = key == "content" and default is None and "tool_calls" in self
         return self[key] if asked else super().get(key, default)

@@ -28,7 +28,7 @@ class Tokenizer:
     """A model's tokenizer: `tokenizer.json`, and what the files beside it say about special tokens.
 
     Attributes:
-        backend: the library's tokenizer.
+        backend: the object of the library `tokenizers`.
         token_bytes: the bytes that each token adds in the middle of a text, by id.
         bos_token_id: the id that begins a text, or None.
     """
@@ -84,7 +84,7 @@ class Tokenizer:
         return text
 
     def begun(self, ids: list[int]) -> list[int]:
-        """Return `ids` with the token that begins a text in front, if the model has one, once."""
+        """Return `ids` with the token that begins a text in front, if the model uses one and they lack it."""
         bos = self.bos_token_id
         if bos is None or ids[:1] == [bos]:
             return ids

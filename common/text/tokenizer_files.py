@@ -25,7 +25,9 @@ MOST_TEMPLATES = 64
 
 
 def load_backend(folder: Path) -> tokenizers.Tokenizer:
-    """Return the library's tokenizer of a model's folder, which neither cuts prompts nor pads them.
+    """Return a model's tokenizer as an object of the library `tokenizers`, without truncation and padding.
+
+    folder: the model's.
 
     Raises:
         UserError: there is no usable `tokenizer.json`.
@@ -56,10 +58,10 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, size: int | None) -> None:
     """Add the tokens that the files beside `tokenizer.json` list or name, as `transformers` does.
 
-    One with a name, such as `pad_token`, is special from now on. A list of special tokens without names
-    changes none that `tokenizer.json` has.
+    A token that a file gives a name, such as `pad_token`, becomes special. A list of special tokens without
+    names only adds tokens, and changes none that `tokenizer.json` has.
 
-    size: tokens of the model, beyond which none is added; None: not known.
+    size: number of tokens in the model's vocabulary, beyond which none is added; None: not known.
     """
     config = read_json(folder / "tokenizer_config.json")
     names = named_tokens(folder, config).values()
@@ -94,7 +96,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, size: int | None) -
 
 
 def _token(entry: Any, *, special: bool) -> Iterator[tokenizers.AddedToken]:
-    """Yield the token that a configuration holds as a string or as an object, or nothing if it is neither."""
+    """Yield the token in `entry` (a string or an object of a configuration), or nothing if it is neither.
+
+    special: True: the token is special in any case; False: if the entry says so.
+    """
     content, flags = content_of(entry), entry if isinstance(entry, dict) else {}
     if isinstance(content, str):
         said = {name: flags.get(name) is True for name in _FLAGS}
@@ -108,7 +113,7 @@ def bos_token(
 ) -> int | None:
     """Return the id of the token that begins a text; None if the model has none.
 
-    special_tokens: the special tokens by name, such as `bos_token`. backend: the library's tokenizer.
+    folder: the model's. special_tokens: by name, such as `bos_token`. backend: the tokenizer, for the id.
     """
     if "bos_token" not in special_tokens:
         found = read_json(folder / "config.json").get("bos_token_id")
@@ -124,9 +129,9 @@ def bos_token(
 def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sources of a model's chat templates by name; a single one is `default`.
 
-    Template files come before configurations.
+    Files `*.jinja` in the folder override templates in its JSON files.
 
-    config: what `tokenizer_config.json` holds.
+    config: the content of `tokenizer_config.json`.
     """
     source = config.get("chat_template")
     if source is None:
@@ -213,7 +218,11 @@ def eos_of_tokenizer(folder: Path) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty where there is no such file."""
+    """Return the object in a JSON file; an empty one if there is no such file, or it holds no object.
+
+    Raises:
+        UserError: the file is not valid JSON, or cannot be read.
+    """
     raw = read_optional(path, MOST_BYTES)
     if raw is None:
         return {}
@@ -225,8 +234,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_optional(path: Path, most: int) -> bytes | None:
-    """Return the bytes of a file in a model's folder, at most `most`; None if there is none. Raises
-    `UserError` for a larger one.
+    """Return the bytes of a file in a model's folder; None if there is no such file.
+
+    Raises:
+        UserError: the file has more than `most` bytes, or cannot be read.
     """
     try:
         return read_bytes(path, most)
@@ -239,8 +250,8 @@ def read_optional(path: Path, most: int) -> bytes | None:
 def named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return special tokens by name: `bos_token`, `eos_token`, and names of the model's own.
 
-    config: what `tokenizer_config.json` holds. `special_tokens_map.json` is older than
-    `added_tokens_decoder`, and if a configuration has that, the file only adds to it.
+    config: the content of `tokenizer_config.json`. If it has `added_tokens_decoder`, its names override those
+        in the older file `special_tokens_map.json`; otherwise that file's override them.
     """
     found = read_json(folder / "special_tokens_map.json")
     own = {name: token for name, token in config.items() if name.endswith("_token")}

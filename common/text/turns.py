@@ -1,4 +1,4 @@
-"""Turns of a conversation, for templates that do not take every order of them."""
+"""Join turns of a conversation, for templates that do not take every order of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Turn = dict[str, Any]
 def join_turns(messages: Sequence[Turn]) -> list[Turn]:
     """Return a conversation with consecutive turns of one role joined, and system messages first.
 
-    Results of tools stay apart.
+    Consecutive messages of the role `tool` (results of tools) are not joined.
     """
     system = [message for message in messages if message.get("role") == "system"]
     others = [message for message in messages if message.get("role") != "system"]
@@ -36,9 +36,7 @@ def _joined(turns: list[Turn]) -> Turn:
 
 
 def _concatenated(values: list[Any]) -> Any:
-    """Return the texts or lists in `values` (of parts or tool calls) joined into one; of other values the
-    last.
-    """
+    """Return `values` (texts, or lists of parts or tool calls) joined into one; of other types the last."""
     if all(isinstance(value, str) for value in values):
         return "\n\n".join(values)
     if not all(isinstance(value, str | list) for value in values):

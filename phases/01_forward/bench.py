@@ -15,13 +15,13 @@ POINTS = (25, 50, 100, 200)
 
 
 class Bench(benchmarks.bench.Bench):
-    """The naive loop over one model."""
+    """Benchmark of phase 01's loop, which computes the whole sequence again for each token."""
 
     phase = PHASE
     published = True
 
     def measured(self) -> list[Run]:
-        """The rate as the sequence grows."""
+        """Return one run for each length in `POINTS`: tokens a second of a generation up to this length."""
         points = POINTS[: 2 if self.quick else None]
         work = uniform(f"generate-{points[-1]}", 1, 16, points[-1])
         return [

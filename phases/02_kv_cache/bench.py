@@ -22,7 +22,7 @@ PROMPTS = (64, 256, 512)
 
 
 class Bench(benchmarks.bench.Bench):
-    """Both engines over one model, one request at a time."""
+    """Benchmark of phases 01 and 02 with one model, one request at a time."""
 
     phase = PHASE
     published = True
@@ -32,7 +32,10 @@ class Bench(benchmarks.bench.Bench):
         self.engines = {BEFORE: forward.load(self.model), PHASE: kv_cache.load(self.model)}
 
     def measured(self) -> list[Run]:
-        """256 tokens beside a peer, then longer prompts, then longer outputs."""
+        """Return the runs of `main`, `longer_prompts` and `longer_outputs`.
+
+        On a CPU those of phase 02 are measured in bfloat16 as well.
+        """
         runs = self.main() + self.longer_prompts()
         if not self.on_cpu:
             return runs + self.longer_outputs()
@@ -41,7 +44,10 @@ class Bench(benchmarks.bench.Bench):
         return runs + other.main(naive=False) + other.longer_outputs()
 
     def main(self, naive: bool = True) -> list[Run]:
-        """256 generated tokens, which the naive loop takes minutes for on a CPU."""
+        """Return runs of 256 generated tokens, of both phases and of `transformers` if it is installed.
+
+        naive: whether phase 01 is measured, which takes minutes on a CPU.
+        """
         work = self.short(uniform("generate-256", 1, 64, 256))
         few = self.timer(self.engines[BEFORE], work.first(1, tokens=4))
         slow = {BEFORE: self.timer(self.engines[BEFORE], work)} if naive else {}
@@ -53,7 +59,10 @@ class Bench(benchmarks.bench.Bench):
         return runs + self.compare(contenders, work, 1)
 
     def longer_outputs(self) -> list[Run]:
-        """Rates up to 200, 500 and 1,000 tokens, all from one generation; on a CPU the loop ends at 200."""
+        """Return tokens a second up to 200, 500 and 1,000 tokens, all from one generation of each phase.
+
+        On a CPU phase 01 ends at 200.
+        """
         all_points = (8, 16, 32) if self.quick else GENERATED
         runs = []
         for variant, engine in self.engines.items():
@@ -68,7 +77,7 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def longer_prompts(self) -> list[Run]:
-        """32 generated tokens after prompts of 64, 256 and 512."""
+        """Return runs of 32 generated tokens after prompts of 64, 256 and 512 tokens."""
         runs = []
         for length in PROMPTS[: 1 if self.quick else None]:
             work = uniform(f"prompt-{length}", 1, length, 32)

@@ -20,17 +20,20 @@ SIZES = {"cpu": ((1, 4, 8, 16, 32), 16), "cuda": ((1, 8, 32, 128, 512), 8)}
 
 
 class Bench(benchmarks.bench.Bench):
-    """Both phases over one model."""
+    """Benchmark of phases 02 and 03 with one model."""
 
     phase = PHASE
     published = True
 
     def measured(self) -> list[Run]:
-        """Equal requests at growing batch sizes; then outputs of unequal length, where the batch waits."""
+        """Return the runs of `sizes` and `skewed`."""
         return self.sizes() + self.skewed()
 
     def sizes(self) -> list[Run]:
-        """As many equal requests as the batch has rows; phase 02 serves those of one size one by one."""
+        """Return runs at growing batch sizes, each with as many equal requests as the batch has rows.
+
+        One of these workloads is measured with phase 02 as well, which serves the requests one by one.
+        """
         output = 64 if self.on_cpu else 128
         sizes, shared = SIZES["cpu" if self.on_cpu else "cuda"]
         works = {size: uniform(f"batch-64+{output}", size, 64, output) for size in sizes}
@@ -53,7 +56,7 @@ class Bench(benchmarks.bench.Bench):
         ]
 
     def skewed(self) -> list[Run]:
-        """Most outputs short, a few long, at batch size 16: plain, and with finished rows dropped."""
+        """Return runs at batch size 16 with mostly short outputs: plain, and with finished rows dropped."""
         work, batch = self.short(workload("skewed-outputs-small")), 16
         timed = {
             variant: partial(self.waste, work, batch, compact)
@@ -62,7 +65,12 @@ class Bench(benchmarks.bench.Bench):
         return self.compare(timed, work, batch, warm={})
 
     def waste(self, work: Workload, batch: int, compact: bool, repeat: int) -> Sample:
-        """Time the workload and count the computed positions that served no request."""
+        """Time a workload; return its sample with `wasted_fraction` of the positions computed.
+
+        That is the share of positions that served no request.
+
+        compact: drop finished rows. repeat: number of the repetition, each of which has other prompts.
+        """
         engine = batching.load(self.model, batch_size=batch, compact=compact)
         sample = time_generation(engine, work.cold(repeat), self.device)
         return {**sample, "wasted_fraction": engine.waste.fraction}

@@ -1,4 +1,4 @@
-"""The one seam of this course: attention, the only operator of a transformer that mixes tokens.
+"""Attention, the only operator of a transformer that mixes tokens, and the one that later phases replace.
 
 A model computes queries, keys and values and calls an `Attention` object with them. This phase's object is
 the simplest one there is: it sees the whole sequence at every call and stores nothing.
@@ -15,8 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The facts that attention needs about a layer: its index, head counts and size, scale, and those below.
+    """The facts that attention needs about a layer.
 
+    ``index`` is the layer's number. ``num_heads``, ``num_kv_heads`` and ``head_dim`` are ``H``, ``KH`` and
+    ``D``. ``scale`` multiplies the scores.
     ``sliding_window = w`` lets the query at position ``p`` see the keys ``p-w+1 .. p``.
     ``sinks [H]``: the score, for each query head, of one more key that every query sees, of value 0.
     """
@@ -31,7 +33,7 @@ class LayerSpec:
 
 
 class Attention(Protocol):
-    """Interface: maps one layer's queries, keys and values to its outputs. Every phase has its own."""
+    """Interface of an object that maps a layer's queries, keys and values to outputs; phases implement it."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return a layer's attention ``[..., H, D]`` of ``q [..., H, D]``, ``k`` and ``v [..., KH, D]``."""
@@ -101,7 +103,10 @@ class RecomputeAttention:
     """Causal attention over the whole sequence at every call; it stores nothing between calls."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return ``[..., S, H, D]`` of a sequence's ``q [..., S, H, D]``, ``k``, ``v [..., S, KH, D]``."""
+        """Return attention's output ``[..., S, H, D]`` for one whole sequence.
+
+        q: ``[..., S, H, D]``. k, v: ``[..., S, KH, D]``.
+        """
         positions = torch.arange(q.shape[-3], device=q.device)
         mask = causal_mask(positions, positions, layer.sliding_window)  # [S, S]
         mask = mask.unsqueeze(-3)  # [1, S, S]: one mask for all heads

@@ -28,7 +28,7 @@ class Generator:
     Args:
         model: computes the hidden states.
         tokenizer: needed for stop strings only.
-        rows: requests whose tokens are sampled together.
+        rows: number of requests whose tokens are sampled together: 1, unless a subclass serves batches.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Generator:
         return self.sampler.sample(self.model.logits(hidden), self.row, steps, plan)
 
     def begin(self, prompt_len: int, limit: int) -> None:
-        """Prepare for a request of ``prompt_len`` tokens and at most ``limit`` more."""
+        """Prepare for a request of ``prompt_len`` tokens and at most ``limit`` more: here, do nothing."""
 
     def last_hidden(self, tokens: list[int]) -> Tensor:
         """Return the last token's hidden state ``[1, hidden]``: here, by computing all of `tokens`.

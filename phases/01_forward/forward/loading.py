@@ -26,9 +26,7 @@ class WeightLoader(Protocol):
     """Interface of a loader that may replace layers, such as by quantized ones, while a model is loaded."""
 
     def expect(self, model: Model) -> None:
-        """Replace layers of a model on `meta`, in place, by layers that have the tensors of a quantized
-        checkpoint.
-        """
+        """Replace layers of a model on `meta`, in place, by layers with a quantized checkpoint's tensors."""
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
         """Store a tensor of a checkpoint, or a quantized form of it, at `name` in `model`."""
@@ -109,8 +107,9 @@ def facts_of(model: str | Path | Model) -> ModelConfig:
 
 
 def config_of(name: str | Path) -> ModelConfig:
-    """Return the configuration of a model by its name, with tied embeddings if the checkpoint stores one
-    matrix for both.
+    """Return the configuration of a model by its name.
+
+    Its embeddings are tied if the checkpoint stores one matrix for input embedding and output head.
 
     Raises:
         UserError: there is no such model, or its configuration or weights cannot be used.
@@ -125,8 +124,9 @@ def config_of(name: str | Path) -> ModelConfig:
 
 
 def refuse_quantized(config: ModelConfig, folder: Path) -> None:
-    """Raise `UserError` if the checkpoint in `folder` is quantized by its `config`; called where no feature
-    reads quantized weights.
+    """Raise `UserError` if `config`, of the checkpoint in `folder`, says that the weights are quantized.
+
+    It is called where no `WeightLoader` reads quantized weights.
     """
     if config.quantization is not None:
         method = shown(config.quantization["quant_method"])
@@ -151,9 +151,7 @@ def random_model(
 def random_tensors(
     model: Model, device: torch.device, dtype: torch.dtype, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter's name and a random value for it, one at a time; the model itself is
-    not changed.
-    """
+    """Yield each parameter's name and a random value for it, one at a time; `model` is not changed."""
     generator = torch.Generator(device).manual_seed(seed)
     for path, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -168,16 +166,19 @@ def random_tensors(
 
 
 def skeleton(config: ModelConfig) -> Model:
-    """Return a model whose parameters have shapes and no memory (`meta`), so that each weight is allocated
-    once.
+    """Return a model on the device `meta`: its parameters have shapes and no memory.
+
+    So each weight is allocated once, when it is loaded.
     """
     with torch.device("meta"):
         return family_of(config.family)(config)
 
 
 def finish(model: Model, device: torch.device) -> Model:
-    """Return a model with all weights loaded as ready for inference on `device`: frozen, tables
-    moved there.
+    """Return `model`, of which all weights are loaded, ready for inference on `device`.
+
+    Its parameters need no gradients, its computed tables move to the device, and on some CPUs its linears
+    become `FlippedLinear`.
     """
     if device.type == "cpu" and model.dtype == torch.float32 and flipping_is_faster():
         flip_linears(model)

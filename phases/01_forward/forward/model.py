@@ -52,7 +52,7 @@ class Model(nn.Module, ABC):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits ``[..., V]`` float32 of ``hidden [..., hidden]``: of the rows to sample alone.
+        """Return the logits ``[..., V]`` float32 of hidden states ``[..., hidden]``: those to sample from.
 
         ``final_soft_cap = c`` replaces each logit ``l`` by ``c * tanh(l / c)``, in float32 too.
         """
@@ -67,7 +67,7 @@ class Model(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of hidden states, which the first parameter has: a linear may have another one."""
+        """Return the dtype of hidden states: the first parameter's (a quantized linear may have another)."""
         return next(self.parameters()).dtype
 
     @property

@@ -27,10 +27,9 @@ def scaled(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def attention_scaling(config: ModelConfig, layer: int) -> float:
-    """Return the factor by which YaRN multiplies the attention scores of layer number `layer`; 1 without
-    YaRN.
+    """Return the factor by which YaRN multiplies attention scores in layer number `layer`; 1 without YaRN.
 
-    The papers and `transformers` scale cosines and sines, and so queries and keys, by its root.
+    The papers and `transformers` scale cosines and sines, and so queries and keys, by the factor's root.
     """
     local = config.rope_local is not None and config.sliding_windows[layer] is not None
     rope = config.rope_local if local else config.rope
@@ -43,12 +42,12 @@ def attention_scaling(config: ModelConfig, layer: int) -> float:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Return `frequencies [D/2]` with Llama 3.1's scaling: a slow pair's frequency is divided by ``factor``,
-    a fast one's is not.
+    """Return `frequencies [D/2]` with Llama 3.1's scaling: those of slow pairs are divided by ``factor``.
 
     Within the original context, a pair turns ``original_max_position * frequency / (2 pi)`` times. It is slow
-    if it turns fewer than ``low_freq_factor`` times, and fast if more than ``high_freq_factor`` times.
-    Between them the frequency is a mixture of both, whose shares are linear in the number of turns.
+    if it turns fewer than ``low_freq_factor`` times, and fast, so unchanged, if more than
+    ``high_freq_factor`` times. Between them the frequency is a mixture of both, whose shares are linear in
+    the number of turns.
     """
     turns = (
         rope.original_max_position * frequencies / (2 * math.pi)
@@ -59,11 +58,11 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Return `frequencies [D/2]` with YaRN's scaling (arXiv 2309.00071): slow pairs' are divided by
-    ``factor``.
+    """Return `frequencies [D/2]` with YaRN's scaling (arXiv 2309.00071): slow ones are divided by ``factor``.
 
-    Between slow and fast pairs the share of the divided frequency is linear in the pair's index: the ramp
-    goes from the pair that turns ``beta_fast`` times within the original context to that of ``beta_slow``.
+    Pairs that turn more than ``beta_fast`` times within the original context are fast and unchanged; those
+    that turn fewer than ``beta_slow`` times are slow. Between them the frequency is a mixture of both, whose
+    shares are linear in the pair's index.
     """
     dims = 2 * len(frequencies)
 

@@ -22,7 +22,7 @@ def _shape(
     max_position_embeddings: int,
     **more: Any,
 ) -> ModelConfig:
-    """Return a `ModelConfig` of these sizes; `more` gives other fields, instead of common defaults.
+    """Return a `ModelConfig` of these sizes. more: other fields, where they differ from common defaults.
 
     heads: `(H, KH, D)`: query heads, key/value heads, numbers in a head.
     """
@@ -38,8 +38,9 @@ def _shape(
 
 
 def _yarn(theta: float, trained: int) -> RopeConfig:
-    """Return the RoPE configuration of gpt-oss with base `theta`, with a context 32 times as long as the
-    `trained` one, in tokens.
+    """Return gpt-oss's RoPE configuration: YaRN for a context 32 times as long as in training.
+
+    theta: base of the frequencies. trained: context in training, in tokens.
     """
     return RopeConfig(
         theta, kind="yarn", factor=32.0, original_max_position=trained, truncate=False

@@ -57,11 +57,12 @@ class CachedAttention:
     def _mask(
         self, layer: LayerSpec, cache: LayerCache, end: int, fresh: Tensor | None = None
     ) -> Tensor | None:
-        """Return the boolean mask ``[..., S, L]`` of keys that queries see, ``None`` if all; once a step and
-        kind.
+        """Return the boolean mask ``[..., S, L]`` of keys that a layer's queries see; ``None``: they see all.
 
-        cache: the layer's. end: columns in the cache, whose keys come first. fresh: columns of the step, if
-            their keys are not in the cache yet.
+        Layers of the same window and capacity share a mask, which is computed once a step.
+
+        cache: the layer's. end: number of columns written, whose keys come first. fresh: columns of the step,
+            if their keys are not in the cache yet.
         """
         kind = (cache.capacity, layer.sliding_window)
         if kind not in self._masks:
@@ -71,8 +72,7 @@ class CachedAttention:
         return self._masks[kind]
 
     def mask(self, key_columns: Tensor, window: int | None) -> Tensor | None:
-        """Return the boolean causal mask of the step's columns, ``[..., S, L]``; ``None`` if every key may be
-        seen.
+        """Return the causal mask of the step's columns, bool ``[..., S, L]``; ``None``: they see every key.
 
         key_columns: ``[L]``. window: the layer's sliding window in tokens; ``None``: none.
         """

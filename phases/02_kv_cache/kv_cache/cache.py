@@ -16,8 +16,8 @@ from common.models.config import ModelConfig
 class LayerCache:
     """One layer's keys and values, ``[B, KH, capacity, D]``: a head's tokens are contiguous.
 
-    A sliding-window layer has room for its window only, as a ring: column ``p`` is stored in slot ``p %
-    capacity``.
+    A column is a token's position in the cache, padding included. A sliding-window layer has room for its
+    window only, as a ring: column ``p`` is stored in slot ``p % capacity``.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -37,7 +37,10 @@ class LayerCache:
                 cache[:, :, : new.shape[2] - head] = new[:, :, head:]
 
     def read(self, end: int) -> tuple[Tensor, Tensor]:
-        """Return views of the keys and values of the written columns ``0 .. end-1``, in slot order."""
+        """Return views of the stored keys and values, ``[B, KH, min(end, capacity), D]`` each, in slot order.
+
+        end: number of columns written so far; the last `capacity` of them are stored.
+        """
         count = min(end, self.capacity)
         return self.keys[:, :, :count], self.values[:, :, :count]
 
@@ -53,9 +56,9 @@ class LayerCache:
 class KVCache:
     """The caches of all layers for a batch of ``B`` sequences of at most ``max_len`` columns.
 
-    ``layers`` has a `LayerCache` for each layer. ``length`` is how many columns are filled. The loop
-    advances it after a step, never a layer: within a step every layer must see the same value.
-    ``bytes_needed`` says what they take.
+    ``layers`` has a `LayerCache` for each layer. ``length`` is how many columns are filled. The generation
+    loop advances it after a step; layers never do, since within a step every layer must see the same value.
+    ``bytes_needed`` returns the memory that the caches take.
     """
 
     def __init__(
@@ -79,8 +82,7 @@ class KVCache:
 
     @staticmethod
     def bytes_needed(config: ModelConfig, batch: int, max_len: int, dtype: torch.dtype) -> int:
-        """Return the bytes that a cache of `batch` sequences of `max_len` columns takes, before anything is
-        allocated.
+        """Return the bytes of a cache of `batch` sequences of `max_len` columns; nothing is allocated.
 
         ``2 * KH * D * bytes`` a token and layer; a window layer never holds more than its window.
         """
@@ -101,6 +103,6 @@ class KVCache:
             )
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all sequences but ``rows [B']`` (int64); the others are copied to the front."""
+        """Keep only the sequences ``rows [B']`` (int64), copied in this order; drop all others."""
         for layer in self.layers:
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]

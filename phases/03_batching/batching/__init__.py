@@ -24,8 +24,8 @@ def load(
 ) -> BatchGenerator:
     """Return this phase's engine for a model's name or a loaded model.
 
-    device, dtype: where and how to load it. tokenizer: for stop strings only. batch_size: rows in a batch.
-    compact: drop finished rows from the batch as they finish.
+    device, dtype: where to load the model and in which format. tokenizer: for stop strings only.
+    batch_size: rows in a batch. compact: drop finished rows from the batch as they finish.
     """
     loaded = load_model(model, device=device, dtype=dtype)
     return BatchGenerator(loaded, tokenizer, batch_size=batch_size, compact=compact)

@@ -22,7 +22,7 @@ class PaddedAttention(CachedAttention):
         self.padding = padding
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows of the batch, in cache and padding: ``[B']`` int64."""
+        """Keep only the rows ``rows [B']`` (int64) of the batch, in cache and padding."""
         self.cache.keep(rows)
         self.padding = self.padding[rows]
 

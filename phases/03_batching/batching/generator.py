@@ -28,10 +28,11 @@ from kv_cache.cache import KVCache
 
 @dataclass
 class Waste:
-    """The token positions that a static batch computes for nothing.
+    """Counts of the token positions that a static batch computes without use.
 
     ``computed`` counts every position that went through the model; ``padding`` those that were padding;
-    ``finished`` those of requests that had already ended; ``fraction`` is the share of both.
+    ``finished`` those of requests that had already ended; ``fraction`` is the share of padding and finished
+    positions.
     """
 
     computed: int = 0
@@ -50,8 +51,8 @@ class Row:
 
     index, sample: number of the prompt, and of the completion among the prompt's n.
     prompt: token ids. params: its settings. limit: most tokens it may generate.
-    text: decodes the output, if stop strings are looked for.
-    output: generated tokens. reason: why it ended; None before.
+    text: decodes the output, if stop strings are looked for; else None.
+    output: token ids generated so far. reason: why the request ended; None before.
     """
 
     index: int
@@ -65,14 +66,14 @@ class Row:
 
 
 class BatchGenerator(Generator):
-    """Serves requests in batches of ``batch_size``, each to its end before the next begins.
+    """Serves requests in batches of ``batch_size``; a batch runs to its end before the next begins.
 
     Args:
         model: computes the hidden states.
         tokenizer: needed for stop strings only.
         batch_size: rows in a batch; memory grows with it.
-        compact: drop finished rows from the batch as they finish, for the price of copying the others'
-            cache. Waiting requests still wait for the whole batch.
+        compact: drop finished rows from the batch as they finish, for the price of copying the others' cache.
+            Waiting requests still wait for the whole batch.
     """
 
     def __init__(
@@ -159,8 +160,10 @@ class BatchGenerator(Generator):
             self.waste.finished += len(active) - len(live)
 
     def _append(self, row: Row, token: int) -> str | None:
-        """Append a token to a row, and set its reason if it ends; return the text it adds, None without stop
-        strings.
+        """Append a token to `row`, and set the row's `reason` if it is the last one.
+
+        Returns:
+            The text that the token adds; None without stop strings.
         """
         row.output.append(token)
         row.reason = finish_reason(
@@ -175,10 +178,9 @@ class BatchGenerator(Generator):
     def _step(
         self, ids: Tensor, attention: PaddedAttention, indices: list[int], step: int
     ) -> Sampled:
-        """Run ``ids [B, S]`` as the next S columns, and return a token for every row, sampled from the last
-        column.
+        """Run ``ids [B, S]`` as the next S columns; return every row's next token, from the last column.
 
-        indices: the sampler's row of each request. step: number of the token in the outputs.
+        indices: the sampler's row of each request. step: number of these tokens in the outputs, from 0.
         """
         count = ids.shape[1]
         attention.begin(count)

@@ -1,4 +1,4 @@
-"""The six families. Read `llama` first; `qwen2`, `qwen3` and `gemma3` are what they change in it."""
+"""Six families of models. Read `llama` first; `qwen2`, `qwen3` and `gemma3` are what they change in it."""
 
 import importlib
 
@@ -28,9 +28,7 @@ LATER: dict[str, str] = {
 
 
 def family_of(name: str) -> type[Model]:
-    """Return the `Model` class of the family called `name`, a key of `FAMILIES` or `LATER` such as
-    "llama".
-    """
+    """Return the `Model` class of a family such as "llama", of this phase or (if in `LATER`) a later one."""
     if name in FAMILIES:
         return FAMILIES[name]
     module, _, kind = LATER[name].rpartition(".")

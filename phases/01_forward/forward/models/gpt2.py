@@ -13,9 +13,7 @@ from forward.model import Model
 
 
 class GPT2Attention(nn.Module):
-    """GPT-2's attention: one projection makes queries, keys and values; every head has keys and values
-    of its own.
-    """
+    """GPT-2's attention: one projection makes queries, keys and values, of as many heads each."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
@@ -84,16 +82,15 @@ class GPT2(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Return a checkpoint's name without the prefix ``transformer.``; None for causal masks, which
-        some files hold.
-        """
+        """Return a checkpoint's name without the prefix ``transformer.``; None for causal masks of files."""
         name = name.removeprefix("transformer.")
         return None if name.endswith((".attn.bias", ".attn.masked_bias")) else name
 
     @staticmethod
     def transform(name: str, tensor: Tensor) -> Tensor:
-        """Return a checkpoint's tensor in this model's layout: GPT-2's own code multiplies from the
-        other side.
+        """Return a checkpoint's tensor in this model's layout: matrices of linears are transposed.
+
+        GPT-2's own code computes ``x W``, `nn.Linear` computes ``x W^T``.
         """
         matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
         return tensor.t() if name.endswith(matrices) and tensor.dim() == 2 else tensor

@@ -39,11 +39,10 @@ class LlamaAttention(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """Return attention's output ``[..., hidden]`` for ``x [..., hidden]``; only ``attention`` mixes
-        tokens.
+        """Return attention's output ``[..., hidden]`` for ``x [..., hidden]``.
 
-        cos_sin: RoPE's cosines and sines. Queries and keys are rotated after `project`, which families
-            override; values are not.
+        cos_sin: RoPE's cosines and sines. attention: the only part that mixes tokens. Queries and keys are
+            rotated after `project`, which families override; values are not.
         """
         q, k, v = self.project(x)
         out = attention(self.spec, apply_rope(q, cos_sin), apply_rope(k, cos_sin), v)
@@ -106,9 +105,7 @@ class Llama(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Return a checkpoint's name without the prefix ``model.``; None for RoPE's frequencies, which
-        are computed.
-        """
+        """Return a checkpoint's name without the prefix ``model.``; None for RoPE frequencies."""
         if name.endswith("rotary_emb.inv_freq"):
             return None  # old checkpoints stored the frequencies that `Rope` computes
         return name.removeprefix("model.")

@@ -26,8 +26,9 @@ class Qwen3Attention(LlamaAttention):
         self.k_norm = self.norm_class(spec.head_dim, config.norm_eps)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``q [..., H, D]``, ``k`` and ``v [..., KH, D]`` of ``x [..., hidden]``; q and k are
-        normalized.
+        """Return ``q [..., H, D]`` and ``k [..., KH, D]``, normalized, and ``v [..., KH, D]`` of ``x``.
+
+        x: ``[..., hidden]``.
         """
         q, k, v = super().project(x)
         return self.q_norm(q), self.k_norm(k), v
