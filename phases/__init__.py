@@ -27,7 +27,7 @@ def in_checkout() -> bool:
 
 
 def need_checkout(command: str) -> None:
-    """Raise `UserError` if this is an installed wheel, which lacks the lessons, benchmarks and evidence.
+    """Raise `UserError` if this is an installed wheel, which lacks lessons, benchmarks and evidence.
 
     command: name of the `ladder` command that needs these files, for the error's text.
     """
@@ -42,7 +42,7 @@ def need_checkout(command: str) -> None:
 class Phase:
     """One phase: a folder with a lesson, and the package inside it.
 
-    number: from 1. title: for tables. The fields below have a text each.
+    number: from 1. title: its name in tables.
     """
 
     number: int
@@ -161,7 +161,7 @@ def phase_named(text: str, *others: str) -> Phase:
     """Return the phase meant by a text such as `1`, `01`, `forward` or `01_forward`.
 
     Raises:
-        UserError: the text means no phase. The message names the phases and `others`: further words that
+        UserError: the text means no phase. The message lists the phases and `others`: further words that
             the calling command accepts.
     """
     phase = find_phase(text)
@@ -199,15 +199,12 @@ def flags() -> list[Flag]:
 
 
 def first_phases() -> dict[str, int]:
-    """Return a dictionary: name of each engine option or feature switch -> number of the first phase that
-    has it.
-    """
+    """Return {name of an engine's option or feature switch: number of the first phase that has it}."""
     return {flag.name: flag.first for flag in flags() if flag.first}
 
 
 def check_phase(phase: Phase, options: Mapping[str, Any]) -> None:
-    """Raise `UserError` if an option given to a phase's engine belongs to a later phase, even a switch
-    set to False.
+    """Raise `UserError` if an option of a phase's engine is of a later phase, also a switch set to False.
 
     options: name -> value, as given.
     """

@@ -88,7 +88,7 @@ def command(
 
     target: the function that does the work, such as `phases.commands.run:run`. It gets the arguments as one
         namespace, after `early.check` has refused what can be refused without PyTorch. Flags of an engine,
-        which `main` adds to some commands, are in its `options`.
+        which `main` adds to some commands, are in the namespace's `options`.
     checkout: whether the command needs lessons, benchmarks or evidence, which are files of a checkout.
     """
 
@@ -324,7 +324,10 @@ WITH_ENGINE_FLAGS = {"run": run, "serve": serve}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit the process with its code. arguments: None: those of `sys.argv`."""
+    """Run the command line and exit the process with its exit code; this does not return.
+
+    arguments: the words after `ladder`; None: those of `sys.argv`.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     sys.exit(exit_code(lambda: _call(given)))
 
@@ -332,8 +335,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _hidden(command: str, given: Sequence[str], options: Sequence[str]) -> set[str]:
     """Return the names of options that a command's help does not show.
 
-    These are all but the short list in `SHORT_HELP`; with `--help-all` those of phases later than the given
-    one.
+    These are all but the short list in `SHORT_HELP`. With `--help-all` they are only the options of phases
+    later than the phase that is given, if one is.
     given: the words of the command line. options: names of all options of the command.
     """
     if HELP_ALL not in given:

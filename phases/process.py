@@ -44,7 +44,7 @@ CANNOT_WRITE = {
 def exit_code(command: Callable[[], int]) -> int:
     """Run a command and return the process's exit code; an error is printed as one line on standard error.
 
-    command: returns the code. Exceptions that are defects of this program are raised on.
+    command: returns the code. An exception that is a defect of this program is raised again.
     """
     with signals() as caught:
         streams: tuple[Any, ...] = ()
@@ -73,11 +73,13 @@ def exit_code(command: Callable[[], int]) -> int:
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """Let SIGTERM unwind a `with` block like Ctrl-C, so that children and half-written files are cleaned up.
+    """Let SIGTERM unwind a `with` block as Ctrl-C does, so that child processes and files are cleaned up.
 
-    Yields a list that gets the number of each such signal, since an interrupted import, as of PyTorch, may
-    turn one into another error. A signal that has a handler or is ignored, as under `nohup` and `&`, is left
-    alone.
+    A signal that has a handler or is ignored, as under `nohup` and `&`, keeps that.
+
+    Yields:
+        A list that gets the number of each such signal, since an interrupted import, as of PyTorch, may turn
+        the signal's exception into another error.
     """
     caught: list[int] = []
 
@@ -143,8 +145,9 @@ def _say(line: str) -> None:
 
 
 def _flush(streams: tuple[Any, ...]) -> None:
-    """Flush `streams` now; those that cannot be written are pointed at /dev/null, or Python would print
-    an error.
+    """Flush `streams` now; those that cannot be written are pointed at /dev/null.
+
+    Without that Python would print an error when it exits.
     """
     for stream in filter(None, streams):  # there is none where it was closed
         try:

@@ -52,14 +52,15 @@ NEEDS_FLOATS = {
 
 
 def import_phase(phase: Phase) -> ModuleType:
-    """Import and return a phase's package. None needs Triton: kernels are imported when a feature is
-    installed.
+    """Import and return a phase's package.
+
+    No phase needs Triton for that: kernels are imported when a feature is installed.
     """
     return importlib.import_module(phase.package)
 
 
 def missing_for(phase: Phase, device: torch.device) -> str:
-    """Return what `phase` needs and this machine lacks, such as "a CUDA device"; "" if it runs natively."""
+    """Return what `phase` needs and this machine lacks, such as "a CUDA device"; "" if it lacks nothing."""
     if phase.number == KERNELS and device.type != "cuda":
         return "a CUDA device" if not torch.cuda.is_available() else "--device cuda"
     return ""
@@ -69,7 +70,7 @@ def missing_for(phase: Phase, device: torch.device) -> str:
 
 
 def preset(phase: Phase) -> Preset:
-    """Return a phase's default sizes and features, with those that the appendix adds up to this phase."""
+    """Return a phase's default sizes and features, with the appendix's features for phases up to it."""
     own: Preset = import_phase(phase).PRESET
     return own.plus(fitting=appendix.features(phase.number))
 
@@ -87,7 +88,7 @@ def features(phase: Phase) -> list[type[Feature]]:
 class Checked:
     """Checked options of a phase's engine.
 
-    own: name -> value, as given. chosen: from phase 05 on, the sizes and features made of them; else None.
+    own: name -> value, as given. chosen: the sizes and features made of the options; None before phase 05.
     """
 
     phase: Phase
@@ -165,8 +166,8 @@ def default_weights(options: Checked, model: str, device: torch.device, dtype: s
     """Return the folder of the weights to load: on a CPU a GGUF file's quantized blocks, if the model has
     them.
 
-    Phases before 10, options that say how weights are kept, and machines that cannot compile `cpu_step` get
-    the floats, which are in `model` itself.
+    Other devices and dtypes, phases before 10, options that say how weights are kept, and machines that
+    cannot compile the appendix's C++ decode step get the float weights, which are in `model` itself.
 
     Args:
         model: its folder, or another name, which is returned unchanged.
@@ -196,7 +197,8 @@ def load_folder(
     A line on standard error says what the phase lacks on this machine.
 
     Args:
-        folder: of the model, or another name. dtype: as on the command line, such as "auto".
+        folder: of the model, or a model's name. dtype: as on the command line, such as "auto".
+        tokenizer: used for grammars.
     """
     if missing := missing_for(options.phase, device):
         err.print(
@@ -218,8 +220,8 @@ def load_engine(
 ) -> Streams:
     """Check options, and return a phase's engine with them; commands and benchmarks make engines here.
 
-    model: a loaded model, or its name. options: of the engine; switches of later phases that are False are
-    left out, so that several phases can be compared.
+    model: a loaded model, or its name. options: of the engine; a switch of a later phase that is False is
+    ignored, so that several phases can be compared.
 
     Raises:
         UserError: an option is wrong, or the phase cannot compute the model's layers.

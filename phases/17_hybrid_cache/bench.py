@@ -41,9 +41,12 @@ FULL = 16
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Count requests in flight by the books of each cache, then time decodes of equal batches.
+    """Count requests that fit equal memory in each phase's KV cache, then time decodes of equal batches.
 
-    On a GPU the published workloads follow, for a model most of whose layers have a state.
+    On a GPU the published workloads follow, for a model most of whose layers are Gated DeltaNet.
+
+    Returns:
+        The evidence of all runs.
     """
     runs: list[Run] = []
     if options.model != STATES:
@@ -69,14 +72,17 @@ def run(options: BenchOptions) -> Evidence:
 
 
 class Bench(benchmarks.bench.Bench):
-    """One model in the caches of both phases."""
+    """One model in the KV caches of phases 08 and 17: requests in flight are counted, decodes are timed."""
 
     # Counted.
 
     def counted(self) -> list[Run]:
-        """More requests than full caches hold, all of one length, into the same bytes: nothing is computed.
+        """Count requests of one length that run at once in the same bytes of KV cache; no model computes.
 
         The schedulers and caches are those of the engines, and decide as with a model behind them.
+
+        Returns:
+            One run for each context length and cache.
         """
         blocks = FULL * CONTEXTS[-1] // BLOCK
         runs = []
@@ -99,7 +105,11 @@ class Bench(benchmarks.bench.Bench):
     # Timed.
 
     def decodes(self) -> list[Run]:
-        """The same batch for each engine, with room for all of it: what groups cost a step."""
+        """Time equal batches in each phase's engine, with enough memory: what KV cache groups cost a step.
+
+        Returns:
+            The runs of every batch and engine.
+        """
         cpu = self.on_cpu
         runs = []
         for count, context, output in (
@@ -122,12 +132,15 @@ class Bench(benchmarks.bench.Bench):
 
 
 def plain(context: int, blocks: int) -> PrefixCache:
-    """Phase 08's cache of so many blocks."""
+    """Return phase 08's prefix cache of `blocks` blocks, for requests of `context` tokens."""
     return PrefixCache(ROWS, context, blocks, BLOCK, RadixIndex())
 
 
 def hybrid(config: ModelConfig, context: int, blocks: int) -> HybridCache:
-    """The hybrid cache of a model in the memory of so many blocks of all layers."""
+    """Return a model's hybrid cache in the memory that `blocks` blocks of all its layers take.
+
+    context: most tokens of a request.
+    """
     layout = LayerGroups.of(config)
     own = layout.blocks(blocks)
     return HybridCache(
@@ -136,10 +149,13 @@ def hybrid(config: ModelConfig, context: int, blocks: int) -> HybridCache:
 
 
 def serve(cache: PagedCache, context: int) -> Sample:
-    """Let requests of one length run through a cache by its scheduler; returns what ran at once.
+    """Run requests of `context` tokens through a scheduler and a cache, with no model.
 
     Prompts have nothing in common. A step has tokens for a chunk of every request, so that memory alone is
     the limit. A request counts as in flight while it decodes.
+
+    Returns:
+        The most requests in flight in any step, and the number of preemptions.
     """
     rows = RequestRows(ROWS, 1)
     scheduler = ChunkedScheduler(
@@ -161,7 +177,7 @@ def serve(cache: PagedCache, context: int) -> Sample:
 
 
 def step(scheduler: Scheduler) -> None:
-    """Schedule a step, and land it with any token."""
+    """Schedule a step, and finish it with token 0 for every request that samples."""
     for work in scheduler.schedule():
         for request in work.sampled_requests:
             request.tokens.append(0)

@@ -1,4 +1,4 @@
-"""Phase 18 against phase 17: requests whose bits depend on their company, and what the mode costs."""
+"""Phase 18 against phase 17: requests whose bits depend on the rest of the batch, and the mode's cost."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ CACHE_SHARE = 0.2
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Count requests that differ between schedules, with the mode and without; on a GPU, time both.
+    """Count requests that differ between schedules, with batch invariance and without; on a GPU, time both.
 
-    On a GPU 1,024 requests of the first model are counted; of a larger model 128, by the engines that are
-    timed, and it is timed half as often.
+    On a GPU 1,024 requests of the first model are counted. Of a larger model 128 are counted, with the
+    engines that are timed, and half as many timings are taken.
     """
     device = options.device.type
     models = MODELS[device] if options.model is None else (options.model,)
@@ -72,12 +72,12 @@ def run(options: BenchOptions) -> Evidence:
 
 
 class Bench(benchmarks.bench.Bench):
-    """One model, with the mode and without."""
+    """One model, served with batch invariance and without."""
 
     def compared(self, count: int, others: Mapping[str, dict[str, Any]]) -> list[Run]:
-        """Return the rates, and for each schedule how many requests differ from those of the first.
+        """Return the timed runs, and for each schedule how many requests differ from the first schedule's.
 
-        count: of the requests, on a GPU. others: options of schedules that have an engine of their own.
+        count: number of requests, on a GPU. others: by schedule, options of engines that only it uses.
         """
         work = requests(self.options, count)
         first, *schedules = (
@@ -106,7 +106,11 @@ class Bench(benchmarks.bench.Bench):
     def counted(
         self, work: Workload, variant: str, known: Outputs, schedule: str, found: Outputs
     ) -> Run:
-        """Return how many requests have other tokens or other bits of a log-probability than `known`."""
+        """Return a run that says how many requests have other tokens, or other bits of a log-probability.
+
+        known: completions of the first schedule, by request. found: those of `schedule`, compared with
+            `known`.
+        """
         pairs = [(known[at], found[at]) for at in found]
         other_tokens = sum(a.token_ids != b.token_ids for a, b in pairs)
         other_bits = sum(a.logprobs != b.logprobs for a, b in pairs)
@@ -119,8 +123,9 @@ class Bench(benchmarks.bench.Bench):
 
 
 def requests(options: BenchOptions, count: int) -> Workload:
-    """Return the requests to compare: `offline-256` with a few tokens each, on a GPU several times with other
-    tokens.
+    """Return the requests to compare, 16 tokens each: part of `offline-256-small`, on a GPU of `offline-256`.
+
+    count: number of requests, on a GPU; beyond 256 the prompts are repeated with other tokens.
     """
     if options.device.type == "cpu":
         return workload("offline-256-small").first(6 if options.quick else 12, tokens=16)
@@ -136,8 +141,10 @@ def requests(options: BenchOptions, count: int) -> Workload:
 
 
 def make(model: Model, work: Workload, **options: Any) -> PagedEngine:
-    """Return an engine of this phase: on a CPU with rows for all requests of a workload, on a GPU with the
-    sizes of the published benchmarks and a cache of `CACHE_SHARE`.
+    """Return an engine of this phase for a workload, without drafts unless `options` say otherwise.
+
+    On a CPU all requests of the workload have rows. On a GPU the engine has the sizes of the published
+    benchmarks, and `CACHE_SHARE` of the memory for keys and values.
     """
     if model.device.type == "cuda":
         memory = torch.cuda.get_device_properties(model.device).total_memory
@@ -149,7 +156,11 @@ def make(model: Model, work: Workload, **options: Any) -> PagedEngine:
 
 
 def serve(engine: PagedEngine, work: Workload, schedule: str) -> Outputs:
-    """Serve a workload with log-probabilities: request's number -> completion."""
+    """Serve a workload with log-probabilities; return each request's completion, by its index.
+
+    schedule: "alone ..." serves up to `ALONE` requests one by one; others all at once, "in reverse" from the
+        last.
+    """
     prompts = work.prompts
     params = [replace(each, logprobs=0) for each in work.params]
     order = range(len(prompts))[:: -1 if schedule == "in reverse" else 1]

@@ -51,14 +51,14 @@ SHARED_BYTES = 1 << 30
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Measure both phases over one model: on a GPU a large one, whose prompts take long."""
+    """Measure phases 08 and 19 with one model; on a GPU a large one, whose prompts take long to compute."""
     if options.device.type == "cuda":
         return OnCuda.run(replace(options, model=options.model or "random:qwen3-8b"))
     return Bench.run(replace(options, model=options.model or "smollm2"))
 
 
 class Bench(benchmarks.bench.Bench):
-    """Both phases over one model, and the lengths of their prompts."""
+    """Engines of phases 08 and 19 over one model, and the lengths of the prompts that they serve."""
 
     phase = PHASE
 
@@ -71,12 +71,15 @@ class Bench(benchmarks.bench.Bench):
         self.longest = max(*self.lengths, self.restart)
 
     def measured(self) -> list[Run]:
-        """Evicted prompts, sessions of agents, prompts apart; on a CPU also a server that has restarted."""
+        """Return the runs of evicted prompts, agents' sessions, prefill apart, and (on a CPU) a restart."""
         restarted = self.restarted if self.on_cpu else list
         return [*self.evicted(), *self.sessions(), *restarted(), *self.apart()]
 
     def engine(self, number: str, **more: Any) -> PagedEngine:
-        """Make the engine of a phase with room for the longest prompt."""
+        """Make the engine of phase "08" or "19" (`number`), with room for the longest prompt.
+
+        more: options of the engine.
+        """
         room = int(BLOCKS * self.kv_bytes(self.longest))
         sizes: dict[str, Any] = {
             "max_rows": 8,
@@ -96,7 +99,7 @@ class Bench(benchmarks.bench.Bench):
     # A prompt whose blocks had to leave the cache.
 
     def evicted(self) -> list[Run]:
-        """Let each prompt be computed, evicted, and asked for again."""
+        """Measure the time to first token of prompts that were computed, evicted, and are asked for again."""
         engines = {BEFORE: self.engine("08"), PHASE: self.engine("19")}
         runs: list[Run] = []
         for length in self.lengths:
@@ -151,7 +154,7 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def turns(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
-        """Return the requests a second of all sessions, in which each turn waits for the one before."""
+        """Return the requests a second of all sessions; a turn begins when the turn before has ended."""
         cold = work.cold(repeat)
         requests = sorted(zip(cold.prompts, cold.params, strict=True), key=prompt_length)
         engine.cache.forget()
@@ -167,7 +170,8 @@ class Bench(benchmarks.bench.Bench):
     def apart(self) -> list[Run]:
         """Serve chats and long prompts by one engine with chunked prefill, and by two engines.
 
-        On a CPU each of the two gets half of the processors; of several GPUs each gets its own.
+        One of the two computes prompts, the other decodes. On a CPU each gets half of the processors; of
+        several GPUs each gets its own.
         """
         work = mixed(self.on_cpu, self.quick)
         cores = os.cpu_count() or 1
@@ -208,7 +212,7 @@ class Bench(benchmarks.bench.Bench):
     # A conversation that an earlier process has had.
 
     def restarted(self) -> list[Run]:
-        """Start an engine that has nothing in memory, and ask it for the conversation."""
+        """Measure a new engine's first token of a prompt whose blocks an earlier engine left in files."""
         length = self.restart
         work = uniform(f"restart-{length}", 1, length, 1)
         with tempfile.TemporaryDirectory() as folder:
@@ -225,7 +229,7 @@ class Bench(benchmarks.bench.Bench):
             return self.compare(start, work, tokens=length, after="restart")
 
     def start(self, make: Callable[[], PagedEngine], work: Workload, repeat: int) -> Sample:
-        """Return the time to the first token of a new engine, and the time that the engine took to start."""
+        """Return the time to the first token of a new engine, and how long `make` took to start it, in ms."""
         started = time.perf_counter()
         engine = make()
         seconds = time.perf_counter() - started
@@ -233,13 +237,17 @@ class Bench(benchmarks.bench.Bench):
 
 
 class OnCuda(Bench):
-    """The same with the appendix."""
+    """The benchmark on a GPU: all engines have the faster parts of the appendix as well."""
 
     appendix = "all"
 
 
 def first_token(engine: PagedEngine, prompt: list[int]) -> Sample:
-    """Serve one prompt for one token: its time, and the share of its tokens that was not computed."""
+    """Serve one prompt for one token.
+
+    Returns:
+        Its time to first token in ms, and the share (0 to 1) of its tokens that was found in the cache.
+    """
     started = time.perf_counter()
     (request,) = engine.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
     while not engine.idle:
@@ -252,12 +260,19 @@ def first_token(engine: PagedEngine, prompt: list[int]) -> Sample:
 
 
 def prompt_length(request: tuple[list[int], SamplingParams]) -> int:
-    """Return the tokens of a request's prompt, which say its turn."""
+    """Return the number of tokens of a request's prompt; it is the same for all requests of one turn.
+
+    request: (prompt, sampling settings).
+    """
     return len(request[0])
 
 
 def mixed(small: bool, quick: bool) -> Workload:
-    """Chats, a few of them at a time, and now and then a long prompt."""
+    """Return a workload of chats that arrive at equal intervals, with a long prompt after every three or
+    four.
+
+    small: fewer and shorter requests, for a CPU. quick: fewer chats still.
+    """
     count, gap, short, long, output = (
         (12, 1.0, 24, 512, 48) if small else (48, 0.1, 128, 8192, 128)
     )
@@ -273,7 +288,7 @@ def mixed(small: bool, quick: bool) -> Workload:
 
 
 def served(server: Server, work: Workload, repeat: int) -> Sample:
-    """Return the metrics of a workload, by its own clock, with prompts that the server does not know."""
+    """Return the metrics of a workload that a server serves at its arrival times, with prompts new to it."""
     return server.sample(work.cold(repeat), processes=1)
 
 
@@ -284,12 +299,12 @@ def shared_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def threads(count: int) -> dict[str, str]:
-    """Return the environment of a server whose engines have so many threads each."""
+    """Return environment variables for a server whose engines use `count` threads each."""
     return {"OMP_NUM_THREADS": str(count)}
 
 
 def finish_copies(engine: PagedEngine) -> None:
-    """Wait until everything that is to be saved is saved, and is in files where there are any."""
+    """Wait until an engine has saved all blocks that it is to save, to host memory and to files if any."""
     if not isinstance(engine.cache, OffloadingCache):
         return
     connector = engine.cache.connector

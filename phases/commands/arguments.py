@@ -16,10 +16,10 @@ course_app = typer.Typer(
 
 
 def flag(default: Any, help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
-    """Return a Typer option with a default and a help text.
+    """Return a Typer option with a default and a help text, for a parameter's default value.
 
-    names: its spellings; without them it is spelled as its parameter. panel: heading in the help under which
-    it stands. more: further arguments of `typer.Option`.
+    names: spellings such as `--names`; none: spelled as its parameter. panel: the heading in the help under
+    which it stands. more: further arguments of `typer.Option`.
     """
     return typer.Option(default, *names, help=help, rich_help_panel=panel, **more)
 
@@ -31,7 +31,7 @@ printing = partial(flag, panel="What is printed")
 
 
 def joined(values: Iterable[str] | None) -> str | None:
-    """Return the values of a repeated flag as one text with commas; None: the flag was not given."""
+    """Return the values of a repeated flag as one text, joined by commas; None if the flag was not given."""
     return None if values is None else ",".join(values)
 
 

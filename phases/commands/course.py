@@ -37,7 +37,10 @@ ExerciseId = Annotated[str, typer.Argument(metavar="EXERCISE", help="such as 05.
 
 
 def say(text: str, **style: Any) -> None:
-    """Print one line of `text`, however long, in a style of rich."""
+    """Print `text` on the terminal as one line, however long.
+
+    style: keyword arguments of rich's `Console.print`.
+    """
     out.print(text, soft_wrap=True, **style)
 
 
@@ -80,11 +83,12 @@ def check(
 
 
 def _chosen(wanted: str | None) -> tuple[making.Copy, list[Exercise]]:
-    """Return the working copy here, and which of its exercises `wanted` means: `05.3`, a phase `05`, or None
-    for all.
+    """Return the student's working copy around the current directory, and the exercises that `wanted` means.
+
+    wanted: an exercise `05.3`, a phase `05`, or None for all exercises of the copy.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no copy here, or no such exercise in it.
     """
     copy = making.around(Path.cwd())
     phase, dot, number = (wanted or "").partition(".")
@@ -107,11 +111,10 @@ def show(verdict: Verdict) -> None:
 
 
 def lines_about(failure: Failure) -> list[str]:
-    """Return lines of text about a failure: what was given, expected and got, where, and the trap it
-    resembles.
+    """Return lines of text about the failure of a student's exercise, to be printed.
 
-    The given lines are whole, to be pasted and tried, and so is the trap; other lines are cut at `WIDEST`
-    characters.
+    They say what was given, expected and got, where it failed, and the lesson's trap (a common mistake) that
+    the failure resembles. Given lines and the trap are whole; others are cut at `WIDEST` characters.
     """
     given = failure.setup.strip().splitlines() + failure.call.splitlines()
     named = [("test", failure.test), ("expected", failure.expected), ("got", failure.got)]
@@ -216,7 +219,7 @@ def watch() -> int:
 
 
 def _saved(copy: making.Copy) -> dict[str, int]:
-    """Return {path: modification time in nanoseconds} of the files of a copy's exercises that exist."""
+    """Return {path: modification time in ns} of the existing files of a working copy's exercises."""
     found = {}
     for file in {one.file for one in copy.exercises}:
         with suppress(FileNotFoundError):

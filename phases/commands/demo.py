@@ -93,7 +93,10 @@ ELSEWHERE = {
 def run(given: SimpleNamespace) -> int:
     """Run `ladder demo`: complete the same questions with every phase that runs here, and print a table.
 
-    given: the arguments of the command line: model, device, dtype. Returns the exit code.
+    given: the arguments of the command line: model, device, dtype.
+
+    Returns:
+        The exit code, 0.
     """
     begun, model = usage(), given.model
     where = pick_device(given.device)
@@ -175,8 +178,7 @@ def _summary(
 
 
 def load(phase: Phase, model: Model) -> Any:
-    """Return a phase's engine for the demo, with little memory: from phase 04 on, as much as two rows of
-    phase 04.
+    """Return a phase's engine for the demo, with memory for two rows of phase 04 if it is 04 or later.
 
     model: the loaded model.
     """
@@ -196,9 +198,10 @@ def load(phase: Phase, model: Model) -> Any:
 
 
 def change(phase: Phase, before: Mapping[str, float], now: Mapping[str, float]) -> str:
-    """Return what a phase has changed, such as `tokens computed: 9,812 to 642 (15× fewer)`, or an empty text.
+    """Return text about what a phase has changed: `tokens computed: 9,812 to 642 (15× fewer)`.
 
     before, now: counts of the phase before and of this one, by the names of `COUNTS`.
+    If they are equal, the text has only the new count; it is "" if the demo shows no count for this phase.
     """
     _, name = SHOWS[phase.number]
     if not name:

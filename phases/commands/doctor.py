@@ -30,9 +30,9 @@ WAIT = 0.5
 
 
 def run(given: SimpleNamespace) -> int:
-    """Run `ladder doctor`: print tables about this machine. Returns 0, even if the machine lacks something.
+    """Run `ladder doctor`: print tables about this machine; return 0, even if the machine lacks something.
 
-    given: the arguments of the command line, of which it has none.
+    given: the arguments of the command line; it has none.
     """
     device = pick_device("auto")
     found = table("What", "Here", "Fix")
@@ -50,7 +50,10 @@ def run(given: SimpleNamespace) -> int:
 
 
 def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
-    """Yield rows of the table: (name, what this machine has, how to mend it or "")."""
+    """Yield rows of `ladder doctor`'s table: (name, what this machine has, what to do about it).
+
+    The last is "" if nothing is to be done.
+    """
     yield "Python", platform.python_version(), ""
     yield "PyTorch", torch.__version__, ""
     yield "Triton", *_triton(device)
@@ -93,11 +96,10 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
 
 
 def speeds(device: torch.device) -> Iterator[tuple[str, str, str]]:
-    """Yield rows (name, speed, how to mend it or "") for read bandwidth and matrix rate, measured in two
-    seconds.
+    """Measure read bandwidth and matrix rate, two seconds in all; yield (name, speed, what to do about it).
 
-    `benchmarks.roofline.ceilings` would store what it measures as evidence, which this command must not
-    change.
+    The last is "" if nothing is to be done. `benchmarks.roofline.ceilings` would store what it measures as
+    evidence, which this command must not change.
     """
     dtype = pick_dtype("auto", device)
     try:
@@ -137,8 +139,9 @@ def _device_fix(device: torch.device) -> str:
 
 
 def _neighbours() -> tuple[str, str]:
-    """Return two texts: how much of the processor other programs take during half a second, and what
-    helps.
+    """Return a text about the processor's load by other programs, measured for half a second, and what helps.
+
+    The second text is "" if the load is low.
     """
     before = usage()
     time.sleep(WAIT)

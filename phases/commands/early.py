@@ -18,12 +18,12 @@ FIRST_STEPS = 4
 
 
 def check(given: SimpleNamespace) -> None:
-    """Raise `UserError` for a command's arguments that are wrong, as far as that shows without PyTorch.
+    """Raise `UserError` for a command's wrong arguments, as far as these can be checked without PyTorch.
 
-    These are phase, device, dtype, choices, model, server, and options of later phases.
+    Checked are phase, device, dtype, choices, model, server, and options of later phases.
 
-    given: the arguments of any command; those that it does not have are skipped. For `run`, `prompts`,
-        `params` and `said` (the sampling settings that were given) are added.
+    given: the arguments of any command; a check whose argument the command lacks is skipped. For `run`, this
+        adds `prompts`, `params` and `said` (the sampling settings that were given).
     """
     asked = vars(given)
     phase = phase_named(given.phase) if "phase" in asked else None

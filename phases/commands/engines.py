@@ -22,11 +22,11 @@ DEFAULT_QUESTION = "What is the capital of France?"
 def read_prompts(given: Sequence[str] | None, prompts_file: Path | None) -> list[str]:
     """Return the prompts of a command: the texts `given`, or one a line of a file (blank lines skipped).
 
-    None: not given; if neither is, the list is empty.
+    None means not given; if both are None, the list is empty.
 
     Raises:
         UserError: both are given, the prompt is empty or no text, or the file cannot be read, is no text,
-            or holds none or too many.
+            or holds no prompt or too many.
     """
     if prompts_file is not None:
         if given:
@@ -61,7 +61,7 @@ class Served:
     """The output of an engine for a list of prompts.
 
     completions: in (prompt, sample) order.
-    seconds: from the start to the last event.
+    seconds: from the start to the last token.
     first_token: seconds from the start to the first token; None: there was none.
     """
 
@@ -71,17 +71,17 @@ class Served:
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the tokens of all prompts."""
+        """Return the number of tokens of all prompts, summed over the completions."""
         return sum(len(completion.prompt_ids) for completion in self.completions)
 
     @property
     def completion_tokens(self) -> int:
-        """Return the tokens of all completions, those that ended them included."""
+        """Return the number of generated tokens of all completions, end-of-sequence tokens included."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the generated tokens divided by `seconds`."""
+        """Return the number of generated tokens divided by `seconds`; 0.0 if no time has passed."""
         return self.completion_tokens / self.seconds if self.seconds else 0.0
 
 
@@ -100,6 +100,9 @@ def serve(
 
     decorate: called with (text of a token, prompt index, index of the token in the output); returns the text
         to show instead.
+
+    Returns:
+        The completions and times.
     """
     start = time.perf_counter()
     completions = {}

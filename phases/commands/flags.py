@@ -1,4 +1,4 @@
-"""Flags of an engine: each option is one, and none is written down by hand."""
+"""Command line flags of an engine, made from its options."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str
 
 
 def add_engine_flags(command: Command, *, server: bool = False) -> None:
-    """Add a flag to a command, in place, for each option of an engine; their values arrive in its
-    `**options`.
+    """Add a flag to a command, in place, for each option of an engine.
 
-    server: also add one for each limit of a server, and for its replicas.
+    The values arrive in the command's `**options`. server: also add a flag for each limit of a server, and
+    for its replicas.
     """
     signature = inspect.signature(command)
     made = [

@@ -51,10 +51,10 @@ def chosen_grammar(
 
 
 def check_grammar(phase: Phase, params: SamplingParams, trace: bool, prompts: int) -> None:
-    """Raise `UserError` if a phase cannot use the grammar in `params`, or not show its trace.
+    """Raise `UserError` if a phase cannot use the grammar in `params`, or cannot show its trace.
 
-    trace: whether each step's mask is to be shown: for that there must be a grammar, and one prompt.
-    prompts: their number.
+    trace: True if each step's mask is to be shown: for that there must be a grammar, and one prompt.
+    prompts: number of prompts.
     """
     if params.grammar is not None and phase.number < FIRST:
         raise UserError(
@@ -71,10 +71,13 @@ def check_grammar(phase: Phase, params: SamplingParams, trace: bool, prompts: in
 def show_trace(
     engine: Any, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams
 ) -> int:
-    """Generate for one prompt with a grammar, and print a line for each token; return the exit code.
+    """Generate for one prompt (token ids) with a grammar, and print a line for each token.
 
     A line has the number of allowed tokens, the sampled token, and the model's most likely tokens; forbidden
-    ones are grey. prompt: token ids.
+    tokens are grey.
+
+    Returns:
+        The exit code: 1 if the request failed inside the engine, else 0.
     """
     assert params.grammar is not None
     matcher = engine.grammar_manager.pool.ask(params.grammar).wait().matcher()

@@ -22,7 +22,7 @@ def version(package: str = "inference-ladder") -> str:
 
 
 def line() -> str:
-    """Return one line for the report of a defect: the versions of this package, PyTorch and Python."""
+    """Return one line to copy into a bug report: the versions of this package, PyTorch and Python."""
     return f"ladder {version()}, torch {version('torch')}, Python {platform.python_version()}"
 
 
@@ -56,7 +56,7 @@ def list_phases(given: SimpleNamespace) -> int:
 
 
 def _gains() -> dict[Phase, str]:
-    """Return words about each phase's measured gains over the phase before, where there are any."""
+    """Return {phase: text about its measured gains over the phase before}, where there is evidence."""
     # Only now: names must not wait for PyTorch.
     from benchmarks.evidence import results
     from benchmarks.gains import factor_text, gain, gain_words, headline_of

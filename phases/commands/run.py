@@ -130,7 +130,7 @@ def to_json(
 
 
 def describe(served: Served) -> str:
-    """Return one line about the number of generated tokens and the speed."""
+    """Return one line about the numbers of prompt tokens and generated tokens, the seconds and the speed."""
     first = (
         ""
         if served.first_token is None
@@ -169,10 +169,10 @@ def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
 
 
 def highlighter(stats: Any) -> Callable[[str, int, int], str]:
-    """Return a function that colours the text of tokens which speculative decoding drafted and the model
-    accepted: (text of a token, index of its prompt, its place in the output) -> text.
+    """Return a function that colours the text of accepted draft tokens (speculative decoding).
 
-    stats: counts of drafts, which note the positions of these tokens from now on.
+    It maps (text of a token, index of its prompt, index in the output) to the text, in green if the token was
+    a draft. stats: counts of drafts; this call lets them note the positions of such tokens.
     """
     stats.marks = marks = dict[tuple[int, int], set[int]]()  # by (prompt index, sample)
 

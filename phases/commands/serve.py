@@ -1,7 +1,7 @@
 """`ladder serve`: serve an engine by HTTP, from two processes that start side by side.
 
-The engine process is launched before anything slow is imported here, and this one, which speaks HTTP, imports
-no PyTorch. What needs it is in `served_engine`, and the server itself in `served_app`.
+The engine process is launched before anything slow is imported here. This process, which speaks HTTP, imports
+no PyTorch. `served_engine` has the code of the engine process, and `served_app` that of the server.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEY = "LADDER_API_KEY"
 
 
 def run(given: SimpleNamespace) -> int:
-    """Run `ladder serve`: serve a model until a signal, and return the exit code.
+    """Run `ladder serve`: serve a model until SIGINT or SIGTERM, and return the exit code.
 
     given: the arguments of the command line; `options` are those of the engine, of `Limits`, and of
         `ReplicaOptions`.
@@ -75,9 +75,9 @@ async def _serve(
     listening: socket.socket,
     begun: Usage,
 ) -> int:
-    """Start the engine's process, then serve at a socket until a signal; return the exit code.
+    """Start the engine's process, then serve at a socket until SIGINT or SIGTERM; return the exit code.
 
-    folder: of the tokenizer. made: phase, engine options, device and dtype. listening: the socket.
+    folder: of the tokenizer. made: (phase, engine options, device, dtype). listening: the socket.
     given: the arguments of the command line. begun: counters of the processors when the command began.
     """
     engine = engine_process(given.model, folder, made, given.prefill_device)
@@ -94,7 +94,7 @@ def engine_process(
     """Return the engine's process, which is not started yet.
 
     folder: of the tokenizer and, unless they are random, of the weights.
-    made: phase, engine options, device and dtype.
+    made: (phase, engine options, device, dtype).
     prefill_device: of a second engine, which computes prompts (phase 19); None: there is none.
     """
     source = model if model.startswith(RANDOM) else str(folder)
@@ -109,11 +109,12 @@ def engine_process(
 def _folder_of(model: str, made: tuple[Any, ...]) -> Path:
     """Return a model's folder; a child process fetches or makes it if it is not here yet.
 
-    The child checks the options first, since a wrong one must not wait for a download and the check needs
-    PyTorch. made: phase, engine options, device and dtype.
+    made: (phase, engine options, device, dtype), which the child checks first: a wrong option must not wait
+        for a download, and the check needs PyTorch, which this process does not import.
 
     Raises:
         UserError: an option or the model is wrong.
+        EngineLost: the child process ended early.
     """
     random = model.startswith(RANDOM)
     folder = None if random else stored(model)
@@ -136,10 +137,17 @@ def _folder_of(model: str, made: tuple[Any, ...]) -> Path:
 
 
 def _keys(api_key: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the API keys that clients may send: of `--api-key`, else of `LADDER_API_KEY`, which `ps`
-    does not show.
+    """Return the API keys that clients may send: of `--api-key`, else of the variable `LADDER_API_KEY`.
 
-    api_key: values of the flag; None: not given. No keys: clients need none.
+    Other users can see the flag in `ps`, but not the variable.
+
+    api_key: values of the flag; None: not given.
+
+    Returns:
+        The keys; empty if neither is given: clients then need none.
+
+    Raises:
+        UserError: the flag or the variable is there, but empty.
     """
     given = os.environ.get(KEY) if api_key is None else joined(api_key)
     if given is None:

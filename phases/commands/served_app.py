@@ -28,7 +28,7 @@ def make_app(engine: EngineClient, folder: Path, given: SimpleNamespace) -> App:
     """Return the ASGI application for an engine that is not started yet.
 
     folder: of the tokenizer.
-    given: the arguments of the command line, with `limits` and `keys` as objects.
+    given: the arguments of the command line; `limits` and `keys` are already made from them.
     """
     return whole_app(
         engine,
@@ -52,10 +52,10 @@ async def serve(
     listening: socket.socket,
     begun: Usage,
 ) -> int:
-    """Serve at a socket until a signal, and return the exit code.
+    """Serve at a socket until SIGINT or SIGTERM, and return the exit code.
 
     running: the task that runs the engine. folder: of the tokenizer.
-    given: the arguments of the command line, with `limits` and `keys` as objects.
+    given: the arguments of the command line; `limits` and `keys` are already made from them.
     listening: the socket. begun: counters of the processors when the command began.
 
     Raises:
@@ -71,7 +71,7 @@ async def serve(
 
 
 def _greet(app: App, given: SimpleNamespace, begun: Usage) -> None:
-    """Print the memory plan, how to call the server, and what other programs have taken of the processors.
+    """Print the memory plan, how to call the server, and a warning if other programs take much of the CPU.
 
     given: the arguments of the command line. begun: counters of the processors when the command began.
     """

@@ -1,7 +1,7 @@
 """The engine of `ladder serve`, made in a process of its own.
 
-The API process pickles these functions by their names, so this module imports nothing that needs PyTorch
-before it is called.
+The API process pickles this module's functions by their names, so the module imports PyTorch only inside
+them.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ def fetch(
 ) -> None:
     """Check options, then fetch a model, and send its folder through `found`; or send a `UserError`.
 
-    It runs in a process of its own: what only a download imports takes no memory of the API process.
+    This runs in a child process: what only a download imports takes no memory of the API process.
 
     Args:
         folder: an empty one for the tokenizer of random weights, which need no other file.
         phase, options, device, dtype: of the engine.
+        found: the sending end of a pipe.
     """
     with signals():  # a download that runs is ended
         try:
@@ -92,6 +93,7 @@ def make_engine(
     Args:
         model: `random:SHAPE`, or the model's folder.
         folder: of the tokenizer.
+        phase, options, device, dtype: as for `check`, which this calls.
     """
     from common.device import pick_device
     from common.text.tokenizer import Tokenizer
@@ -103,9 +105,7 @@ def make_engine(
 
 
 def make_observer(engine: Engine) -> Observer:
-    """Return the observer of an engine in its process, which adds results about prompts, and pictures, to
-    reports.
-    """
+    """Return an observer, which adds results about prompts, and the engine's pictures, to step reports."""
     from phases.appendix.embeddings.prompt_states import PromptObserver
 
     return PromptObserver(engine)

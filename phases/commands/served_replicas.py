@@ -1,4 +1,4 @@
-"""Copies of the server under Ray, by phase 15."""
+"""Replicas of `ladder serve` under Ray, by phase 15."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ loopback.
 
 
 def replica_options(options: Mapping[str, Any]) -> ReplicaOptions | None:
-    """Return the checked options of replicas; None if they ask for no replica."""
+    """Return the checked options of replicas (phase 15); None if they ask for no replica."""
     copies = ReplicaOptions(**route(options, [ReplicaOptions])[0])
     return copies if copies.replicas else None
 
@@ -39,11 +39,12 @@ def serve_replicas(
     copies: ReplicaOptions,
     made: tuple[Any, ...],
 ) -> int:
-    """Serve copies of the server behind a proxy until a signal, and return the exit code. Imports Ray.
+    """Serve copies of the server behind a proxy until SIGINT or SIGTERM; return the exit code. Imports Ray.
 
-    given: the arguments of the command line, with `limits` and `keys` as objects. folder: of the tokenizer.
+    given: the arguments of the command line; `limits` and `keys` are already made from them. folder: of the
+        tokenizer.
     make: returns the engine's process; called in each replica. copies: how many replicas, and where.
-    made: phase, engine options, device and dtype, which are checked first.
+    made: (phase, engine options, device, dtype), which are checked first.
 
     Raises:
         EngineLost, UserError: the replicas cannot be started.

@@ -3,8 +3,8 @@
 `ladder serve --prefill-device` starts them. The first computes prompts, and saves their blocks to a folder.
 The second finds them there, and decodes. So no decode waits for a long prompt.
 
-For the second engine, such a request is like one that was preempted: it has its prompt, a token and its seed,
-but no blocks. An engine knows how to go on with those. Only the blocks are not computed again (phase 19).
+For the second engine, such a request is like a preempted one: it has its prompt, a token and its seed, but no
+blocks. An engine can resume those. Only the blocks are not computed again: they are loaded (phase 19).
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ LEAST = 128
 
 @dataclass
 class SplitCompletion(Sink):
-    """One completion: its first token comes from the engine that prefills, the others from the one that
-    decodes.
+    """A completion whose first token is of the engine that prefills, the others of the one that decodes.
 
     client: has both engines. sink: receives the tokens.
-    command: adds the completion to the engine that decodes. decoding: whether it has been sent.
+    command: adds the completion to the engine that decodes. decoding: True once that command has been sent.
     """
 
     client: SplitEngine
@@ -48,12 +47,15 @@ class SplitCompletion(Sink):
     decoding: bool = False
 
     def note(self, kind: str, values: list[Any]) -> None:
-        """Pass extra data on; drop that of the engine that decodes, which finds the whole prompt cached."""
+        """Pass extra data of the prefill engine to the sink; drop the decode engine's.
+
+        The decode engine finds the whole prompt cached, since the prefill engine has computed it.
+        """
         if not self.decoding:
             self.sink.note(kind, values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """Pass on a new token; after the first one, the completion goes to the engine that decodes."""
+        """Pass a new token to the sink; after the first, hand the completion to the decode engine."""
         if not self.decoding:
             self.client.now = self.client.prefill.now
             if reason == "length" and self.command.params.max_tokens > 1:
@@ -64,7 +66,7 @@ class SplitCompletion(Sink):
         self.sink.token(token, reason, logprob)
 
     def end(self, reason: str, message: str) -> None:
-        """End the completion; if the first engine failed, the other one computes the prompt as well."""
+        """End the completion; if the prefill engine failed, let the decode engine compute the prompt."""
         if self.decoding:
             self.sink.end(reason, message)
         else:
@@ -74,13 +76,13 @@ class SplitCompletion(Sink):
 class SplitEngine(EngineProcess):
     """An `EngineProcess` that decodes, and beside it another one, `prefill`, that computes the prompts.
 
-    Both have the same model and the same folder. The engine that decodes also computes short prompts, those
-    of several completions, those that want more than tokens, and all prompts while `prefill` is not ready.
+    Both have the same model and the same folder. The engine that decodes also computes short prompts, prompts
+    of several completions, those that ask for more than tokens, and all prompts while `prefill` is not ready.
     The state and all statistics are those of the engine that decodes.
 
-    make, observer: of the engine that decodes, in its process; the observer is a `DecodeObserver`.
+    make, observer: of the engine that decodes, called in its process; the observer is a `DecodeObserver`.
     least: tokens of the shortest prompt that `prefill` gets; may be set.
-    prefilling: completions that `prefill` has: number here -> number there.
+    prefilling: completions that `prefill` computes: their number in this client -> that in `prefill`.
     """
 
     least: int = LEAST
@@ -97,19 +99,19 @@ class SplitEngine(EngineProcess):
         await asyncio.gather(self.prefill.run(), super().run())
 
     async def stop(self) -> None:
-        """End both engines for good."""
+        """End both engine processes; they cannot be started again."""
         await self.prefill.stop()
         await super().stop()
 
     @property
     def in_flight(self) -> int:
-        """Return how many completions have not ended, in both engines."""
+        """Return how many completions have not ended, in both engines together."""
         return len(self._sinks) + len(self.prefilling)
 
     def tell(self, command: Command) -> None:
-        """Send a command to the engine; a new completion with a long prompt goes to `prefill` instead.
+        """Send a command to the decode engine; a new completion with a long prompt goes to `prefill` instead.
 
-        It gets a seed, so that both engines draw the same random numbers.
+        Such a completion gets a seed, so that both engines draw the same random numbers.
         """
         if not isinstance(command, AddRequest) or not self._is_split(command):
             super().tell(command)
@@ -135,8 +137,9 @@ class SplitEngine(EngineProcess):
         return self.least <= len(command.prompt) < ready.max_len - 1 and params.max_tokens > 0
 
     def hand_over(self, completion: SplitCompletion, *tokens: str) -> None:
-        """Send a completion to the engine that decodes, to go on after `tokens`: one, or none if the other
-        engine has failed.
+        """Send a completion to the engine that decodes.
+
+        tokens: the token id that `prefill` has sampled, as text; none if `prefill` has failed.
         """
         command = completion.command
         del self.prefilling[command.first]
@@ -155,11 +158,14 @@ class SplitEngine(EngineProcess):
 
 
 class DecodeObserver(PromptObserver):
-    """The observer of the engine that decodes; it also prepares requests that are handed over."""
+    """The decode engine's observer: a `PromptObserver` that also prepares requests of the prefill engine."""
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """Give a request that was handed over its first token (a command), and let it wait for its
-        blocks.
+        """Read a command to the engine; if it hands a request over, give the request its first token.
+
+        Then the request waits for its blocks, which the prefill engine writes to files.
+
+        requests: those that the command has added to the engine.
         """
         super().hear(command, requests)
         wanted = command.wanted if isinstance(command, AddRequest) else []
@@ -176,11 +182,11 @@ def split_engine(
 ) -> SplitEngine:
     """Return the processes of two engines of one model, which are not started yet.
 
-    make: makes one of them, given `made`: phase, engine options, device and dtype.
-    prefill_device: of the one that computes prompts; the other is on the device in `made`.
+    make: makes one engine, given `made`: phase, engine options, device and dtype.
+    prefill_device: of the engine that computes prompts; the other is on the device in `made`.
 
     Raises:
-        UserError: the options name no folder through which blocks could go.
+        UserError: the options have no `disk_folder`, through which blocks go from one engine to the other.
     """
     phase, options, _, dtype = made
     if options.get("disk_folder") is None:

@@ -1,4 +1,4 @@
-"""Count what an engine does for a command, and describe it in one line."""
+"""Count what an engine does for a command (tokens, steps), and describe it in one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNTS = {
 
 
 def model_of(phase: Phase, engine: Any) -> Model:
-    """Return the model of an engine; phases keep it in different attributes."""
+    """Return the model of a phase's engine: `engine.runner.model` from phase 04 on, else `engine.model`."""
     return engine.runner.model if phase.number >= ROWS else engine.model
 
 
@@ -34,7 +34,7 @@ def model_of(phase: Phase, engine: Any) -> Model:
 def counted(phase: Phase, engine: Any) -> Iterator[dict[str, float]]:
     """Count an engine's work while a `with` block runs; yield a dictionary that is complete after the block.
 
-    Its keys are those of `COUNTS` without `weights`: tokens computed, steps, largest step, requests at once.
+    Its keys: "computed" (tokens), "steps", "largest" (tokens of a step) and "at_once" (requests).
     """
     model = model_of(phase, engine)
     work: dict[str, float] = {
@@ -71,7 +71,7 @@ def describe_work(
     completions: Sequence[Completion],
     drafts: Any = None,
 ) -> str:
-    """Return one line about the work of a phase: tokens computed, and the numbers that show what it adds.
+    """Return one line about the work of an engine: tokens computed, and the numbers that its phase improves.
 
     engine: a new one, whose counters are of these completions alone.
     work: the dictionary that `counted` yielded.

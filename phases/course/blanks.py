@@ -1,4 +1,4 @@
-"""Replace bodies of functions in source text; everything around them stays as it is, comments included."""
+"""Replace function bodies in source text; everything around them stays as it is, comments included."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Edit = tuple[int, int, list[str]]
 
 
 class NotThere(Exception):
-    """Raised if a file lacks a function that it should have."""
+    """Raised if a file lacks a function that it should have, or has it in another form."""
 
 
 def functions(source: str) -> dict[str, Function]:
@@ -25,7 +25,7 @@ def functions(source: str) -> dict[str, Function]:
     A qualified name is such as `BlockAllocator.allocate`.
 
     Raises:
-        SyntaxError: the source is no Python.
+        SyntaxError: the source is not valid Python.
     """
 
     def visit(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, Function]]:
@@ -57,9 +57,10 @@ def _edited(source: str, edits: Iterable[Edit]) -> str:
 
 def blank(source: str, names: Mapping[str, str]) -> str:
     """Return `source` with blank functions: a blank one keeps signature, docstring, shapes and raised
-    errors.
+    errors, the last two as comments, and raises `NotImplementedError`.
 
-    names: qualified name -> the exercise's id, or "" for a function that students neither see nor write.
+    names: qualified names of functions to blank -> the exercise's id, or "" for a function that students
+        neither see nor write.
 
     Raises:
         NotThere: there is no function of one of these names.
@@ -93,7 +94,7 @@ def _blanked(source: str, node: Function, exercise: str) -> Edit:
 
 
 def _shapes(lines: Iterable[str]) -> Iterator[str]:
-    """Yield comments with the shapes of tensors that lines of code assign or return: `# scores: [H, T]`."""
+    """Yield a comment for each line of code that says a tensor's shape, such as `# scores: [H, T]`."""
     for line in lines:
         code, hash_, comment = line.partition("  # ")
         if SHAPE.search(hash_ + comment):
@@ -105,8 +106,9 @@ def _shapes(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _raised(source: str, node: Function) -> Iterator[str]:
-    """Yield comments with the errors that the function `node` of `source` raises: tests may compare their
-    messages.
+    """Yield a comment for each error that a function raises, such as `# raised: ValueError("...")`.
+
+    Tests may compare these messages. source: the file's text. node: the function in it.
     """
     found = [part.exc for part in ast.walk(node) if isinstance(part, ast.Raise)]
     calls = sorted(
@@ -120,9 +122,9 @@ def _raised(source: str, node: Function) -> Iterator[str]:
 
 
 def is_blank(source: str, name: str, exercise: str) -> bool:
-    """Return True if a student has left a function blank: it only raises the error of a blank function.
+    """Return True if a student has left a function blank: it only raises the error that a blank one raises.
 
-    name: qualified name of the function in `source`. exercise: id of its exercise.
+    name: qualified name of the function in `source`; False if it is not there. exercise: id of its exercise.
     """
     node = functions(source).get(name)
     if node is None:
@@ -132,16 +134,16 @@ def is_blank(source: str, name: str, exercise: str) -> bool:
 
 
 def graft(reference: str, student: str, names: Collection[str]) -> str:
-    """Return the reference's source with a student's functions in place of its own, and what these need.
+    """Return the reference's source with a student's functions instead of its own, and what they need.
 
-    Definitions that are added: imports, functions, classes and constants of the student's module and methods
-    of a class, under names that the reference does not have. Other changes of the student are dropped.
+    Added as well are imports, functions, classes, constants and methods of the student's module whose names
+    the reference does not have. Other changes of the student are dropped.
 
-    names: qualified names of the functions to replace.
+    reference, student: texts of the two files. names: qualified names of the functions to replace.
 
     Raises:
         NotThere: a function is missing, takes other arguments, or is indented otherwise.
-        SyntaxError: the student's text is no Python.
+        SyntaxError: the student's text is not valid Python.
     """
     theirs = functions(student)
     ours = functions(reference)
@@ -190,8 +192,9 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
 
 
 def _outside(node: Function) -> tuple[object, ...]:
-    """Return a function's interface, to be compared: whether it is asynchronous, its decorators, its
-    parameters.
+    """Return a function's interface: whether it is asynchronous, its decorators, its parameters.
+
+    Functions with equal interfaces can replace each other.
     """
     given = copy.deepcopy(node.args)
     for each in ast.walk(given):
@@ -202,7 +205,7 @@ def _outside(node: Function) -> tuple[object, ...]:
 
 
 def names_of(statement: ast.stmt) -> set[str]:
-    """Return the names that a definition, an assignment or an import binds; none for other statements."""
+    """Return the names that a definition, an assignment or an import binds; empty for other statements."""
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return {statement.name}

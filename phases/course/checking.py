@@ -1,4 +1,4 @@
-"""Check a student's functions by small cases, by tests of their phase, and by tests of later phases."""
+"""Check a student's functions by worked cases, by tests of their phase, and by tests of later phases."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ State = Literal["not started", "refused", "fails", "breaks a later phase", "pass
 
 @dataclass(frozen=True)
 class Failure:
-    """The first worked case or test of an exercise that failed. Fields that do not apply are empty."""
+    """The first worked case (example call) or test of an exercise that failed.
+
+    Fields that do not apply are "".
+    """
 
     test: str = ""
     """Its name, with the later phase whose test it is, or nothing when no test got as far."""
@@ -59,14 +62,14 @@ class Failure:
     """The beginning of what the case has printed."""
 
     def __post_init__(self) -> None:
-        """Make each field's characters visible: they come from a student's process."""
+        """Make each field's control characters visible, since the text comes from a student's process."""
         for name, text in vars(self).items():
             object.__setattr__(self, name, visible(text))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The state of a student's exercise after a check (such as "fails"), with its first failure, or None."""
+    """The result of checking a student's exercise: a state such as "fails", and the first failure or None."""
 
     exercise: Exercise
     state: State
@@ -81,9 +84,10 @@ class Verdict:
 def check(
     exercise: Exercise, source: str, server: ForkServer, *, hidden: bool = False
 ) -> Verdict:
-    """Judge the functions of an exercise in a student's file, by cases and tests in a sandboxed process.
+    """Return the verdict on a student's functions of an exercise, by cases and tests in a sandboxed process.
 
-    source: the file's text. server: runs the tests. hidden: also run tests that working copies do not show.
+    source: text of the student's file. server: runs the tests. hidden: also run tests that working copies do
+        not show.
     """
     reference = exercise.path.read_text(encoding="utf-8")
     try:
@@ -113,9 +117,9 @@ def run(
     server: ForkServer,
     limit: float = LIMIT,
 ) -> Verdict:
-    """Judge an exercise with `text` as its file: first the worked cases, then tests, each in a process of
-    its own.
+    """Return the verdict on an exercise with `text` as its file, by worked cases, then by tests.
 
+    Each of the two runs in a process of its own, in a fresh copy of the checkout.
     nodes: pytest ids of the tests. server: runs them. limit: seconds of processor time for the tests.
     """
     with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as name:
@@ -158,7 +162,7 @@ def run(
 
 
 def copy_reference(folder: Path) -> None:
-    """Copy all that tests read into `folder`, without bytecode, expected values and planted mistakes."""
+    """Copy all files that tests read to `folder`, without bytecode, expected values, planted mistakes."""
     left_out = shutil.ignore_patterns("__pycache__", "exercises.toml", "patches")
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=left_out)
@@ -168,12 +172,13 @@ def copy_reference(folder: Path) -> None:
 def _record(
     folder: Path, exercise: Exercise, nodes: list[str], server: ForkServer, limit: float
 ) -> dict[str, Any]:
-    """Run tests, or the exercise's worked cases if `nodes` is empty, in a process of its own; return its
-    record.
+    """Run tests, or the exercise's worked cases if `nodes` is empty, in a process of its own.
 
-    Returns: `tests` (node id -> outcome, message and place), `cases` (a value or a message for each), and
-    `ended`, the reason why the process did not finish, or "".
     folder: copy of the checkout. nodes: pytest ids. limit: seconds of processor time.
+
+    Returns:
+        A dictionary: `tests` (node id -> outcome, message and place), `cases` (a value or a message for
+        each), and `ended`, the reason why the process did not finish, or "".
     """
     word = secrets.token_hex(16)
     arguments = [*OPTIONS, f"--hypothesis-seed={server.seed}", *nodes] if nodes else []
@@ -200,7 +205,7 @@ def _record(
 
 
 def _of_case(exercise: Exercise, case: Case, said: Mapping[str, str] | None) -> Verdict | None:
-    """Return the verdict on a worked case whose value is not the expected one; None if it is.
+    """Return the verdict on a worked case whose value is not the expected one; None if the value is right.
 
     said: the value as text (`got`), or what was raised (`message`, `place`); None: the case was not run.
     The expected value is computed here: the process that ran the case does not know it.
@@ -229,8 +234,9 @@ def _of_case(exercise: Exercise, case: Case, said: Mapping[str, str] | None) -> 
 
 
 def same(left: Any, right: Any) -> bool:
-    """Return True if two values of lists, dictionaries, numbers and texts are equal, floats within
-    0.0002.
+    """Return True if two values of lists, dictionaries, numbers and texts are equal.
+
+    Floats may differ by 0.0002, or by that part of the larger one.
     """
     kinds = {type(left), type(right)}
     if kinds == {list}:
@@ -247,7 +253,11 @@ def same(left: Any, right: Any) -> bool:
 def _of_run(
     exercise: Exercise, record: Mapping[str, Any], nodes: Iterable[str] = ()
 ) -> Verdict | None:
-    """Return the verdict on a run that has not ended, or has a failed test or lacks one; else None."""
+    """Return the verdict on a run of cases or tests that went wrong; None if nothing did.
+
+    Wrong is: a test failed, one of `nodes` (pytest ids) was not run, or the process did not finish.
+    record: what `_record` returned.
+    """
     tests = record["tests"]
     for node, report in tests.items():
         if report["outcome"] == "failed":
@@ -275,10 +285,10 @@ def _failed(exercise: Exercise, node: str, report: Mapping[str, str]) -> Verdict
 def check_file(
     folder: Path, exercise: Exercise, server: ForkServer, *, hidden: bool = False
 ) -> Verdict:
-    """Judge an exercise by its file in a student's working copy, and return the verdict.
+    """Return the verdict on an exercise's file in a student's working copy.
 
     folder: the copy. server: runs the tests. hidden: also run tests that working copies do not show.
-    An unreadable file is refused.
+    A file that cannot be read has the state "refused".
     """
     try:
         source = text_in(folder, exercise.file)

@@ -19,8 +19,9 @@ FILE = "exercises.toml"
 
 @dataclass(frozen=True)
 class Case:
-    """A worked example of an exercise: after the code `setup`, `call` has the value of `expect`
-    (expressions).
+    """A worked example of an exercise: an expression `call` whose value must be that of `expect`.
+
+    setup: code that runs before `call`.
     """
 
     call: str
@@ -47,7 +48,8 @@ class Task:
 class Exercise(Task):
     """An exercise of the course: functions of one file that a student writes, and what judges them.
 
-    It has worked cases, pytest tests (shown, hidden, and of later phases), three hints, and points.
+    It has worked cases (example calls), pytest tests (shown, hidden, and of later phases), three hints, and
+    points.
     """
 
     title: str
@@ -81,7 +83,7 @@ class Exercise(Task):
 
 @dataclass(frozen=True)
 class Question(Task):
-    """A question for a number that a student predicts (`05.p1`) or measures (`05.m1`).
+    """A question whose answer is a number that a student predicts (`05.p1`) or measures (`05.m1`).
 
     A reply is right within `tolerance` of a value in the recorded evidence.
     """
@@ -147,7 +149,7 @@ def find_question(name: str) -> Question:
     """Return the question with the id `name`.
 
     Raises:
-        UserError: there is none; the message has all ids.
+        UserError: there is no such question; the message has all ids.
     """
     known = {one.id: one for one in questions()}
     return known[choice("question", name, known)]
@@ -177,7 +179,7 @@ def of_phases(text: str | None) -> tuple[Exercise, ...]:
 
 
 def files_of(chosen: Sequence[Exercise]) -> dict[str, dict[str, str]]:
-    """Return {file: {qualified name of a blank function: exercise id}} for the chosen exercises.
+    """Return the functions to blank for the chosen exercises: {file: {qualified name: exercise id}}.
 
     The id is "" for functions that students neither see nor write.
     """

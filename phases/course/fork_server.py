@@ -1,6 +1,6 @@
 """A server process that has imported PyTorch, and forks for every run of a student's functions.
 
-PyTorch takes longer to import than most bugs take to be found. Started as a script of its own, the server
+To import PyTorch takes longer than to find most bugs. Started as a script of its own, the server
 holds none of this checkout's modules, so that each fork imports them from the copy that it is given.
 """
 
@@ -40,8 +40,8 @@ class ForkServer:
     The server has imported PyTorch once, so a fork starts at once.
 
     seed: seed of all random numbers that tests draw, so that a grade can be repeated.
-    seconds: processor time of all runs.
-    gaps: one line about the means of confinement that this system lacks, or "".
+    seconds: processor time of all runs so far.
+    gaps: one line about sandboxing (namespaces, Landlock) that this system lacks, or "".
     """
 
     seed: int = 0
@@ -86,11 +86,10 @@ class ForkServer:
         self._process.wait()
 
     def run(self, folder: Path, job: dict[str, Any], limit: float) -> tuple[int, str]:
-        """Run a grading job in `folder`, a copy of the checkout; return its exit status and the end of
-        its output.
+        """Run a grading job in `folder`, a copy of the checkout; return its exit status and its last output.
 
-        job: what `grading_process.main` gets. limit: seconds of processor time. The status is negative for a
-        signal, and `OUT_OF_TIME` after the limit.
+        job: the argument `job` of `grading_process.main`. limit: seconds of processor time.
+        The status is negative for a signal, and `OUT_OF_TIME` after the limit.
         """
         print(json.dumps([str(folder), job, limit]), file=self._jobs, flush=True)
         status, seconds = json.loads(self._results.readline())
@@ -101,10 +100,10 @@ class ForkServer:
 
 
 def main() -> None:
-    """Run the server process: read a job from each line of stdin, and print its exit status and seconds
-    as JSON.
+    """Run the server process: for each line of stdin run a job; print its exit status and seconds as JSON.
 
-    The first line that it prints says which means of confinement are missing.
+    A line is a JSON list: folder, job, and limit in seconds of processor time. The first line that the server
+    prints says which means of sandboxing this system lacks.
     """
     sandbox = import_module("sandbox")  # from this folder, which is no place for other imports
     sys.path.remove(str(Path(__file__).resolve().parent))
@@ -134,9 +133,10 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Set up this process for `folder`: working directory, output file, import roots, and temporary files.
+    """Set up this process, a fork, for a job in `folder`: process group, working directory, files, imports.
 
-    It also gets a process group of its own.
+    Standard output and error go to a file, temporary files to a folder of the job, and imports come from
+    `folder`.
     """
     os.setsid()  # a group of its own, so that nothing that a test started stays behind
     os.chdir(folder)
@@ -156,9 +156,9 @@ def prepare(folder: Path) -> None:
 
 
 def run(job: dict[str, Any], record: int) -> int:
-    """Run `grading_process.main` of the copied checkout in the working directory; return its exit status.
+    """Run `grading_process.main` of the checkout's copy in the working directory; return its exit status.
 
-    record: an open file, which gets the job's record.
+    record: number of an open file (descriptor), which gets the outcomes as JSON.
     """
     tempfile.tempdir = os.environ["TMPDIR"]  # a library may have asked for it before
     status = int(import_module("phases.course.grading_process").main(job, record))
@@ -169,8 +169,8 @@ def run(job: dict[str, Any], record: int) -> int:
 def wait(child: int, seconds: float) -> tuple[int, float]:
     """Wait for a child process; return its exit status and its seconds of processor time.
 
-    After `seconds` of waiting it is killed, and the status is `OUT_OF_TIME`. When it ends, processes that it
-    has started are killed.
+    After `seconds` (by the clock) the child is killed, and the status is `OUT_OF_TIME`. When the child ends,
+    processes that it has started are killed.
     """
     end = time.monotonic() + seconds
     try:

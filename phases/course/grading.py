@@ -1,4 +1,4 @@
-"""Scores of a working copy: all tests, in a fresh copy of the reference with the named functions."""
+"""Scores of a student's working copy: all tests run on its functions in a fresh copy of the reference."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def grade(
 ) -> list[Score]:
     """Return the scores of a student's working copy, exercises first, then questions.
 
-    server: runs the tests. key: for a teacher: the reason of a wrong reply names the right number.
-    asked: exercises that the class had to do; what the copy lacks of them earns nothing. Empty: all of the
-        copy.
+    server: runs the tests. key: for a teacher: the reason of a wrong reply contains the right number.
+    asked: exercises that the class had to do; those that the copy lacks earn nothing. Empty: all exercises of
+        the copy.
 
     Raises:
         UserError: the folder is no working copy, or was made from another version of the course.
@@ -105,7 +105,7 @@ def score(copy: Copy, exercise: Exercise, server: ForkServer) -> Score:
 
 
 def reason_of(verdict: Verdict) -> str:
-    """Return one line about what failed in a check; "" if nothing did."""
+    """Return one line about the first failure in the check of an exercise; "" if nothing failed."""
     failure = verdict.failure
     if failure is None:
         return ""
@@ -114,15 +114,13 @@ def reason_of(verdict: Verdict) -> str:
 
 
 def as_json(scores: Sequence[Score]) -> dict[str, Any]:
-    """Return all scores as JSON data, with their sum and the most that can be reached."""
+    """Return {"points": their sum, "of": the most that can be reached, "exercises": all scores}."""
     total, most = sum(one.points for one in scores), sum(one.most for one in scores)
     return {"points": total, "of": most, "exercises": [vars(one) for one in scores]}
 
 
 def as_gradescope(scores: Sequence[Score]) -> dict[str, Any]:
-    """Return scores as the data of Gradescope's results.json: points and reasons, without the names of
-    tests.
-    """
+    """Return scores as the data of Gradescope's results.json: the sum, and points and reason of each."""
     return {
         "score": sum(one.points for one in scores),
         "tests": [
@@ -168,7 +166,7 @@ def is_right(question: Question, answer: float) -> bool:
 
 
 def given(guesses: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the number of the last reply among a question's log entries, or None if there is none."""
+    """Return the number of the last reply in a question's log entries; None if there is no valid one."""
     with suppress(IndexError, KeyError, TypeError, ValueError, OverflowError):
         return float(guesses[-1]["answer"])
     return None

@@ -1,7 +1,7 @@
 """Run a student's functions, and write a record: worked cases in one process, tests in another.
 
-It belongs to the student's code, so it judges nothing that can be judged elsewhere. Of a case it says the
-value alone; of tests it says each outcome, those of canaries too, which must fail (`checking`).
+The student's code runs in this process and could change it, so the parent process judges (`checking`). The
+record has only the value of each case, and the outcome of each test, also of canaries: tests that must fail.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ LONGEST, SHOWN = 600, 8
 
 
 def main(job: dict[str, Any], record_file: int) -> int:
-    """Run pytest with a job's `arguments`, or the job's worked `cases` if it has none; return an exit
-    status.
+    """Run pytest with a job's `arguments`, or the job's worked `cases` if it has no arguments.
 
-    record_file: an open file, which gets the outcomes as JSON.
+    job: also has the student's `file`, and a `word` that is copied to the record. record_file: number of an
+        open file (descriptor), which gets the outcomes as JSON.
+
+    Returns:
+        The exit status: pytest's, or 0.
     """
     file = Path.cwd() / job["file"]
     record: dict[str, Any] = {"word": job["word"], "tests": {}}
@@ -42,8 +45,11 @@ def main(job: dict[str, Any], record_file: int) -> int:
 
 
 def value_of(case: dict[str, str], file: Path) -> dict[str, str]:
-    """Return {"got": value of a worked case as text}, or what was raised: kind, message, and place in
-    `file`; and the beginning of what it `printed` to standard output, which is a file.
+    """Run a worked case (`setup`, then `call`), and return what came of it, as a dictionary of texts.
+
+    Returns:
+        `got`: the value as text; or what was raised: `kind`, `message`, and `place` in the student's `file`.
+        `printed`: the beginning of what the case wrote to standard output, which must be a file.
     """
     names: dict[str, Any] = {}
     begin = os.lseek(1, 0, os.SEEK_CUR)
@@ -58,8 +64,9 @@ def value_of(case: dict[str, str], file: Path) -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value without tensors and arrays (lists instead) and tuples (lists), floats to four
-    decimals.
+    """Return a value with tensors, arrays and tuples as lists, and floats rounded to four decimals.
+
+    Lists and dictionaries are converted inside as well; other values stay.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -76,8 +83,9 @@ def plain(value: Any) -> Any:
 
 
 def raised(error: BaseException, file: Path) -> dict[str, str]:
-    """Return an error as a dictionary: its kind, a message, and `place`, the last line in the student's
-    `file`, if any.
+    """Return an error as a dictionary of texts: `kind`, `message`, and `place`.
+
+    place: the last line in the student's `file` through which it went; left out if there is none.
     """
     # Hypothesis has found several: the first is to begin with.
     while isinstance(error, BaseExceptionGroup):
@@ -99,7 +107,8 @@ def raised(error: BaseException, file: Path) -> dict[str, str]:
 class Recorder:
     """A pytest plugin that records each test's outcome, and writes the record as JSON when the session ends.
 
-    record: dictionary to fill. file: the student's, for the place of errors. record_file: an open file.
+    record: dictionary to fill. file: the student's, for the place of errors. record_file: descriptor of an
+        open file.
     """
 
     record: dict[str, Any]
@@ -115,7 +124,7 @@ class Recorder:
             self._raised[item.nodeid] = raised(call.excinfo.value, self.file)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record a test's outcome, with the exception of a failed one."""
+        """Record a test's outcome (passed, failed, skipped, xfailed), with the exception of a failed test."""
         if report.failed:
             self._record_failure(report)
         elif report.skipped or report.when == "call":
@@ -132,5 +141,5 @@ class Recorder:
         self.record["tests"][report.nodeid] = said | self._raised.get(report.nodeid, {})
 
     def pytest_sessionfinish(self) -> None:
-        """Write the record as JSON to the open file."""
+        """Write the record of all tests, as JSON, to the open file `record_file`."""
         os.write(self.record_file, json.dumps(self.record).encode())

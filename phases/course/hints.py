@@ -1,4 +1,4 @@
-"""Hints of three levels, the solution as a difference, and the log of students who asked for them."""
+"""Hints of three levels, the solution as a diff, and the log of students who asked for them."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def _lines(source: str, node: Function) -> list[str]:
 
 
 def log(folder: Path, what: str, exercise: str, **more: object) -> None:
-    """Append a line of JSON to the log of a working copy.
+    """Append a line of JSON, with the time, to the log of a working copy.
 
     folder: the copy. what: "hint", "solution" or "answer". exercise: id of the exercise or question.
-    more: further fields.
+    more: further fields of the line.
     """
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     with (folder / LOG).open("a", encoding="utf-8") as file:
@@ -78,7 +78,7 @@ def log(folder: Path, what: str, exercise: str, **more: object) -> None:
 
 
 def logged(folder: Path, exercise: str, what: str) -> list[dict[str, object]]:
-    """Return the entries in a working copy's log about one exercise or question, oldest first.
+    """Return the entries in a working copy's log about one exercise or question, oldest first; none: `[]`.
 
     folder: the copy. exercise: its id. what: "hint", "solution" or "answer".
     """

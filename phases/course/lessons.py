@@ -1,4 +1,4 @@
-"""Read the traps of lessons, and make copies of lessons and notebooks without the solutions of exercises."""
+"""Read the traps (common mistakes) of lessons; copy lessons and notebooks without exercises' solutions."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def _text(path: Path) -> str:
 
 
 def _traps(phase: Phase) -> list[str]:
-    """Return the rows of the table of traps (common mistakes) in a phase's lesson, each as one line of
-    text.
-    """
+    """Return the rows of the table of traps (common mistakes) in a phase's lesson, a text for each."""
     lesson = _text(phase.folder / "README.md")
     found = re.search(r"^## \d\. Traps.*?(?=^## \d)", lesson, re.M | re.DOTALL)
     lines = found[0].splitlines() if found else []
@@ -48,7 +46,7 @@ def _traps(phase: Phase) -> list[str]:
 def trap_of(phase: Phase, test: str) -> str:
     """Return the text of the trap (a mistake in the lesson's table) that a test catches.
 
-    "" if the test catches none, or several. test: its name.
+    test: the test's name. Returns "" if the test catches no trap, or several.
     """
     name = test.partition("[")[0]
     rows = [row for row in _traps(phase) if re.search(rf"\b{re.escape(name)}\b", row)]
@@ -56,7 +54,7 @@ def trap_of(phase: Phase, test: str) -> str:
 
 
 def trap_with(phase: Phase, words: str) -> str:
-    """Return the text of the trap (a mistake in the lesson's table) that contains `words`, or ""."""
+    """Return the text of the lesson's trap (a mistake in its table) that contains `words`; "" if none."""
     return next((_trap_text(row) for row in _traps(phase) if words in row), "")
 
 
@@ -68,8 +66,9 @@ def _trap_text(row: str) -> str:
 
 
 def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
-    """Return {qualified name: lines of the body} of functions, without docstring, comments and
-    indentation.
+    """Return the bodies of functions in `source`: {qualified name: lines}.
+
+    names: qualified names of the functions. Lines have no docstring, comments and indentation.
     """
     found = {}
     for name, node in functions(source).items():
@@ -81,9 +80,10 @@ def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
 
 
 def gives_away(text: str, bodies: Mapping[str, list[str]]) -> str:
-    """Return the name of the function whose solution a piece of code shows, or "".
+    """Return the name of the function whose solution the code `text` shows most of; "" if it shows none.
 
-    Code shows a solution by two neighbouring lines of it, or one long line. bodies: name -> its lines.
+    Code shows a solution by two neighbouring lines of it, or one long line. bodies: name -> lines of the
+    solution.
     """
     try:
         lines = [line.strip() for line in ast.unparse(ast.parse(text)).splitlines()]
@@ -111,8 +111,10 @@ def masked(
     """Return a lesson's page for students: code that shows a solution is replaced, HTML comments are
     removed.
 
-    bodies: `file:function` -> lines of the solution. notes: the same -> the text that replaces such code.
-    questions: ids of the questions that the page's measurements would answer; these are left out.
+    page: the lesson's file. bodies: `file:function` -> lines of the solution. notes: `file:function` -> the
+        text that replaces such code.
+    questions: ids of the questions that the page's measurements would answer; if any, measurements are left
+        out.
     """
     text = FENCE.sub(
         lambda found: notes.get(gives_away(found[1], bodies), found[0]), _text(page)
@@ -129,7 +131,8 @@ def masked(
 def notebook(path: Path, bodies: Mapping[str, list[str]], notes: Mapping[str, str]) -> str:
     """Return a notebook's JSON without outputs; cells that show a solution are replaced by a comment.
 
-    bodies: `file:function` -> lines of the solution. notes: the same -> the text of the comment.
+    path: the notebook. bodies: `file:function` -> lines of the solution. notes: `file:function` -> the text
+        of the comment.
     """
     book = json.loads(_text(path))
     for cell in book["cells"]:
@@ -155,10 +158,9 @@ def pictures(made: Mapping[str, str]) -> set[str]:
 
 
 def linked(text: str, file: str, there: Collection[str]) -> str:
-    """Return a page's text whose links lead to files of the working copy, or else to the checkout.
+    """Return a page's text with links to files of the working copy, or else to those of the checkout.
 
-    file: the page's own path in the copy.
-    there: the paths of the copy's files.
+    file: the page's own path in the copy. there: the paths of the copy's files.
     """
 
     def moved(found: re.Match[str]) -> str:

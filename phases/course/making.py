@@ -33,7 +33,7 @@ class Copy:
 
 
 def about(chosen: Iterable[Exercise]) -> tuple[list[Phase], tuple[Question, ...]]:
-    """Return the phases that the exercises belong to, and the questions of these phases."""
+    """Return the phases of the chosen exercises, and all questions of these phases."""
     numbers = {exercise.phase.number for exercise in chosen}
     phases = [phase for phase in PHASES if phase.number in numbers]
     return phases, tuple(question for question in questions() if question.phase in phases)
@@ -77,8 +77,9 @@ def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
 
 
 def hidden_in(file: str) -> set[str]:
-    """Return the names of the hidden tests in a file of tests; tests that some exercise shows are not
-    hidden.
+    """Return the names of the hidden tests (run only for a grade) in a file of tests.
+
+    A test that some exercise shows is not hidden.
     """
     shown = {node.partition("[")[0] for exercise in exercises() for node in exercise.tests}
     kept = {
@@ -120,7 +121,7 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
 
 
 def link(folder: Path) -> None:
-    """Point the symbolic link `checkout` of a working copy at this checkout; if that fails, do nothing."""
+    """Point the symbolic link `checkout` in a working copy at this checkout; if that fails, do nothing."""
     place = folder / lessons.CHECKOUT
     with suppress(OSError):
         if place.is_symlink():
@@ -131,10 +132,11 @@ def link(folder: Path) -> None:
 def text_in(folder: Path, file: str, errors: str = "strict") -> str:
     """Return the text of a file in a student's working copy; links, pipes and devices are refused.
 
-    errors: how bytes that are no UTF-8 are treated, as for Python's `open`.
+    folder: the copy. file: path in it. errors: how bytes that are no UTF-8 are treated, as for Python's
+        `open`.
 
     Raises:
-        OSError: it is no regular file inside the copy, or larger than `LARGEST`.
+        OSError: it is no regular file inside the copy, or larger than `LARGEST` bytes.
         UnicodeDecodeError: it is no text.
     """
     path = folder / file
@@ -152,7 +154,7 @@ def text_in(folder: Path, file: str, errors: str = "strict") -> str:
 
 
 def fingerprint(made: dict[str, str]) -> str:
-    """Return a short hash of all texts of a working copy (path -> text)."""
+    """Return a short hash of all texts of a working copy (path -> text), as hexadecimal text."""
     return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -177,7 +179,7 @@ def around(folder: Path) -> Copy:
     """Return the working copy that is or contains a folder.
 
     Raises:
-        UserError: the folder lies in no working copy.
+        UserError: neither the folder nor one above it is a working copy.
     """
     for place in (folder, *folder.parents):
         if (place / COURSE).is_file():
@@ -188,8 +190,9 @@ def around(folder: Path) -> Copy:
 
 
 def guide(chosen: Sequence[Exercise]) -> str:
-    """Return the text of a working copy's README.md: commands, exercises, questions, notebooks, held-back
-    functions.
+    """Return the text of a working copy's README.md.
+
+    It lists commands, exercises, questions, notebooks, and functions that are blank but not to be written.
     """
     phases, asked = about(chosen)
     held = [

@@ -82,9 +82,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def limit_resources(seconds: float) -> None:
-    """Limit this process and each that it starts: processor time, in `seconds`, memory, and the size of a
-    file.
-    """
+    """Limit the processor time (`seconds`), memory and file size of this process and each that it starts."""
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
@@ -97,7 +95,7 @@ def limit_resources(seconds: float) -> None:
 def enter_namespaces(scratch: Path) -> None:
     """Continue in a new process that sees no network and no other process, and can write in `scratch` alone.
 
-    The calling process waits for the new one, and ends as that ends; so this returns in the new one only.
+    The calling process waits for the new one, and ends with its status; so this returns in the new one only.
 
     Raises:
         OSError: the system has no such namespaces, or forbids them.
@@ -168,9 +166,7 @@ def restrict_files(folder: Path, scratch: Path) -> None:
 
 
 def works(step: Callable[[], None]) -> bool:
-    """Return True if `step`, a means of confinement, raises no error; it is tried in a process of its
-    own.
-    """
+    """Return True if `step`, a means of sandboxing, raises no error in a process of its own."""
     if sys.platform != "linux":
         return False
     child = os.fork()
@@ -184,7 +180,7 @@ def works(step: Callable[[], None]) -> bool:
 
 
 def describe_gaps(namespaces: bool, landlock: bool) -> str:
-    """Return one line about the means of confinement that this system lacks; "" if it has them all.
+    """Return one line about the means of sandboxing that this system lacks; "" if it has them all.
 
     namespaces, landlock: whether the system has each.
     """
@@ -201,7 +197,7 @@ def describe_gaps(namespaces: bool, landlock: bool) -> str:
 
 
 def _continue_in_child(most: int = 0) -> None:
-    """Continue in a new process; the calling one waits for it, and ends as it ended.
+    """Continue in a new process; the calling process waits for it, and ends with its exit status.
 
     most: if not 0, the child is the first process of a PID namespace, and all processes there are ended
         as soon as /proc shows more than `most` of them.
@@ -228,7 +224,7 @@ def _mount(kind: str, place: Path, flags: int, options: str) -> None:
 
 
 def _succeeds(result: int) -> int:
-    """Return `result`, what a function of the C library returned. Raises `OSError` for -1."""
+    """Return `result`, what a C function returned; raise `OSError` with its errno if it is -1."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

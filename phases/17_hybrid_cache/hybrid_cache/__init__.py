@@ -1,4 +1,4 @@
-"""Phase 17: the hybrid KV cache. Windows give blocks back, and layers with states keep no keys."""
+"""Phase 17: the hybrid KV cache. Layers with a sliding window free old blocks; Gated DeltaNet has states."""
 
 from __future__ import annotations
 

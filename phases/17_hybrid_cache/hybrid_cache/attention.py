@@ -1,4 +1,4 @@
-"""Attention whose layers read through the block table of their group."""
+"""Paged attention for layers in several KV cache groups, each with block tables of its own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from paged_cache.pool import LayerBlocks
 
 
 class PoolMixer(Mixer):
-    """A `Mixer` over the states that lie in the pool of an attention object."""
+    """A `Mixer` (what computes Gated DeltaNet layers) whose states lie in the attention object's `pool`."""
 
     pool: HybridPool
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
         """Return the outputs `[T, H, Dv]` of a Gated DeltaNet layer, and update its states in the pool.
 
-        inputs: queries, keys, values, decays and weights of the layer for `T` tokens.
+        inputs: of the layer for the batch's `T` tokens: queries, keys and values, decays, and write
+            strengths.
         """
         assert self.pool.states is not None
         return self.pool.states.mix(inputs)
@@ -35,8 +36,9 @@ class GroupedTorch(TorchPagedAttention, PoolMixer):
     pool: HybridPool
 
     def begin(self, batch: Batch) -> None:
-        """Start a step: look up the blocks of its batch in every KV cache group, for the calls of `place`
-        that follow.
+        """Start a step: look up the block tables of its batch in every KV cache group.
+
+        `place` then returns those of a layer's group.
         """
         super().begin(batch)
         self.batches = self.pool.begin(self.batch)
@@ -46,9 +48,9 @@ class GroupedTorch(TorchPagedAttention, PoolMixer):
         ]
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """Return a layer's blocks, and the step's slots `[T]` in them, to which tokens' keys are written.
+        """Return a layer's blocks, and the slots `[T]` that the step's keys and values are written to.
 
-        It also switches `batch` to the block tables of the layer's group.
+        Also set `self.batch` to the step's batch with the block tables of the layer's KV cache group.
         """
         group = self.pool.group_of[layer.index]
         self.batch, self._others = self.batches[group], self._tables[group]

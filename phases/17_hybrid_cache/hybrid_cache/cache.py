@@ -1,4 +1,4 @@
-"""The hybrid cache: block tables of pages, and a manager of the blocks for each type of layers."""
+"""The hybrid cache: block tables of pages (`block_size` tokens), and layers' blocks for them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from prefix_cache.radix import RadixIndex
 
 
 class Moves(NamedTuple):
-    """An update for the device: the pages (numbers in block tables) whose blocks changed, and their blocks
-    now.
+    """An update of the device's table of blocks by page (a page: `block_size` tokens, named in block tables).
 
-    pages: `[n]` int64. blocks: `[groups, n]` int32; with layers that keep states it has two rows more:
-        state slots, and the number of a step's tokens after its snapshot boundary.
+    pages: `[n]` int64, the pages whose blocks changed. blocks: `[groups, n]` int32, the blocks that they have
+        now; for models with Gated DeltaNet two rows more: state slots, and the number of a step's tokens
+        after its snapshot boundary (the position whose state is kept).
     """
 
     pages: NDArray[np.int64]
@@ -39,17 +39,16 @@ class Moves(NamedTuple):
 
 
 class PageAllocator(BlockAllocator):
-    """A free list of the page numbers `0 .. count - 1`, which calls `on_free` with each page that has lost
-    its last user.
-    """
+    """A free list of page numbers `0 .. count - 1`, which calls `on_free` with each page that gets free."""
 
     def __init__(self, count: int, on_free: Callable[[int], None]) -> None:
         super().__init__(count)
         self._on_free = on_free
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one user from each of these pages (`blocks` are page numbers), and free those without
-        users.
+        """Remove one user from each of these pages; free those without users, and call `on_free` with each.
+
+        blocks: page numbers (the base class calls them blocks).
         """
         pages = list(blocks)
         super().release(pages)
@@ -61,8 +60,8 @@ class PageAllocator(BlockAllocator):
 class HybridCache(PrefixCache):
     """The scheduler's KV cache for models whose layers differ: full attention, sliding windows, states.
 
-    rows, max_len: most running requests, and most tokens of each. index: finds cached prefixes; None: there
-        is none. block_size: tokens of a page.
+    rows, max_len: most running requests, and most tokens of each. index: finds cached prefixes; None: no
+        prefix is kept. block_size: tokens of a page.
     blocks: number of blocks of the pool, of one group's layers each, the null block included.
     layout: groups of layers. step_tokens: most tokens of one request in a step.
 
@@ -71,8 +70,9 @@ class HybridCache(PrefixCache):
     one pool, so what a window frees serves any other request; states have a pool of slots, because a
     state is larger than a block.
 
-    block_pool: blocks of all managers of attention.
-    blocks: `[groups, pages]` int32, the block of each page; two more rows are slots and `tokens_after`.
+    block_pool: the pool of blocks that all attention layers share.
+    blocks: `[groups, pages]` int32, the block of each page; with states two rows more: the state slot of each
+        page, and the number of a step's tokens after its snapshot boundary.
     attention_managers: one for each type of attention, in the order of the layout.
     state_manager: of layers that keep states; None: there are none.
     """
@@ -131,9 +131,7 @@ class HybridCache(PrefixCache):
         return most <= self.block_pool.allocator.count and fits_table
 
     def fits(self, request: Request) -> bool:
-        """Return True if the pool has as many free or evictable blocks as a waiting request needs to
-        begin.
-        """
+        """Return True if a waiting request can begin: its blocks are free, or cached ones can be evicted."""
         if self.block_pool.admissible < 1:
             return False
         pages = self._match(request).blocks
@@ -145,9 +143,7 @@ class HybridCache(PrefixCache):
         return needed <= self.block_pool.admissible
 
     def _match(self, request: Request) -> Match:
-        """Return the cached prefix of a request, cut to a length after which every type of layers can
-        begin.
-        """
+        """Return a request's cached prefix, cut to a length after which layers of every type can begin."""
         found = super()._match(request)
         length = self.find_longest_cache_hit(found.blocks)
         return Match(found.blocks[:length], found.unpinned)
@@ -156,8 +152,8 @@ class HybridCache(PrefixCache):
         """Return the largest `n` such that every type of layers can begin after the first `n` of these
         cached pages.
 
-        A manager that shortens a hit may take from it what another needs, so all are asked again until
-        none shortens it.
+        A type of layers that shortens a hit may cut pages that another type needs, so all are asked again
+        until none shortens the hit.
         """
         length = len(pages)
         while True:
@@ -169,7 +165,7 @@ class HybridCache(PrefixCache):
             length = shortest
 
     def grow(self, request: Request, upto: int) -> bool:
-        """Allocate pages and blocks for a request's first `upto` tokens, after its windows have freed theirs.
+        """Allocate pages and blocks for a request's first `upto` tokens; first free those before its windows.
 
         Returns:
             True; or False, with nothing allocated, if there are not enough blocks.
@@ -200,7 +196,7 @@ class HybridCache(PrefixCache):
         return True
 
     def _num_blocks_to_allocate(self, row: int, start: int, upto: int) -> int:
-        """Return how many blocks a request needs from the pool for its first `upto` tokens.
+        """Return how many more blocks a request needs from the pool for its first `upto` tokens.
 
         row: of the request in the block tables. start: its number of computed tokens.
         """
@@ -211,9 +207,7 @@ class HybridCache(PrefixCache):
         )
 
     def _copy_shared_pages(self) -> None:
-        """Allocate blocks for the pages that were just made as copies of shared ones, before a write to
-        them.
-        """
+        """Give blocks to pages that replace shared ones before a write; `take_copies` returns the copies."""
         for source, target in super().take_copies():
             self._evict_until_free(self.num_groups)
             pairs = [
@@ -224,8 +218,8 @@ class HybridCache(PrefixCache):
     def _evict_until_free(self, count: int) -> None:
         """Evict cached blocks that no request uses, until `count` blocks are free.
 
-        There are two sorts: blocks of pages that a window has skipped, which only a hit that ends there
-        needs, and blocks at the ends of cached sequences. The oldest of the larger sort are evicted.
+        There are two lists of them: blocks before a sliding window, which only a hit that ends there needs,
+        and blocks at the ends of cached sequences. The oldest block of the longer list is evicted first.
         """
         pool = self.block_pool
         while pool.allocator.free < count:
@@ -244,7 +238,7 @@ class HybridCache(PrefixCache):
     # Requests.
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """Let the request `child` share its parent's first `tokens` tokens of pages and blocks."""
+        """Let the request `child` share the pages and blocks of its parent's first `tokens` tokens."""
         super().fork(parent, child, tokens)
         for manager in self.managers:
             manager.attach(child.row, self.tables[child.row], tokens)
@@ -252,8 +246,8 @@ class HybridCache(PrefixCache):
     def commit(self, request: Request, upto: int) -> None:
         """Put the full pages of a request's first `upto` tokens into the prefix index.
 
-        Where the index has a page of the same tokens already, the request uses that page. If that page has
-        lost its blocks, it gets the request's.
+        Where the index has a page of the same tokens already, the request uses that page instead of its own.
+        If the index's page has lost its blocks, it gets those of the request's page.
         """
         if self.state_manager is not None:
             upto = self.state_manager.roll_back(request, upto)
@@ -284,9 +278,11 @@ class HybridCache(PrefixCache):
     # What the runner takes.
 
     def take_moves(self, works: Sequence[Work]) -> Moves | None:
-        """Return which pages changed blocks since the last call, for the device's copy; None: no page did.
+        """Return the pages whose blocks changed since the last call, with their blocks now; None if none did.
 
-        works: the step's requests and tokens, whose state slots are chosen here.
+        The runner updates the device's table of blocks by page.
+        works: the step's requests with their tokens. This call chooses the state slots that they read and
+            write.
         """
         read = [] if self.state_manager is None else self.state_manager.assign_slots(works)
         pages = np.array(sorted(self._changed), np.int64)
@@ -297,16 +293,16 @@ class HybridCache(PrefixCache):
         return moves
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the (source, target) pairs of blocks and state slots that the device must copy before the
-        next step.
+        """Return and clear the copies that the device must make before the next step.
+
+        Returns:
+            (source, target) pairs of block numbers; state slots are numbered after all blocks.
         """
         copies, self._block_copies = self._block_copies, []
         return [pair for _, pairs in copies for pair in pairs]
 
     def take_fresh(self) -> list[int]:
-        """Return the numbers of the blocks that got a new owner since the last call, whose contents are
-        old.
-        """
+        """Return the numbers of blocks allocated since the last call, which still hold old keys."""
         self._fresh.clear()
         fresh, self.block_pool.fresh = self.block_pool.fresh, []
         return fresh
@@ -329,9 +325,9 @@ class HybridCache(PrefixCache):
 
 
 def page_count(layout: LayerGroups, blocks: int, rows: int, table_width: int) -> int:
-    """Return how many pages a cache needs, so that blocks run out before page numbers do.
+    """Return how many page numbers a cache needs, so that its blocks run out first.
 
-    layout: groups of layers. blocks: of the pool. rows, table_width: sizes of the block tables.
+    layout: groups of layers. blocks: number in the pool. rows, table_width: sizes of the block tables.
     A page has a block of each group with full attention. Without such a group a page may have no block at
     all: then every entry of the block tables, `rows` times `table_width`, may have a page.
     """

@@ -1,4 +1,4 @@
-"""The hybrid cache as a feature of an engine."""
+"""The hybrid cache as an engine feature: it replaces the builder's pool, cache and attention."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class Hybrid(Feature):
-    """The hybrid KV cache: windows give back skipped blocks, and layers with states keep slots."""
+    """The hybrid KV cache: sliding windows free blocks before them; Gated DeltaNet keeps states in slots."""
 
     name = "hybrid_cache"
     phase = 17
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace the builder's pool, cache and attention by those over groups of layers, unless all layers
-        have full attention.
+        """Replace the builder's block pool, cache and attention by those that keep layers in KV cache groups.
+
+        If all layers have full attention, nothing is replaced.
         """
         layout = LayerGroups.of(builder.model.config)
         if layout.full_attention_only:

@@ -19,8 +19,9 @@ class LayerGroups:
 
     size: layers of a group, and so of a block, which has keys and values of `P` tokens for each of them.
         The last group of a window may have fewer.
-    by_window: for each window its groups, and of each group its layers. Groups are numbered in this order.
-    states: configuration of the layers that keep a state, which are in no group; None: there are none.
+    by_window: for each window (None: full attention) its groups, each as the indices of its layers. Groups
+        are numbered in this order.
+    states: configuration of the Gated DeltaNet layers, which are in no group; None: there are none.
     """
 
     size: int
@@ -32,7 +33,8 @@ class LayerGroups:
         """Return the KV cache groups of a model's attention layers, equal to those that vLLM makes.
 
         The window with the fewest layers makes one group, and the others as many groups as they need of that
-        size: 15 layers with a window and 3 without make five groups and one, of 3 layers each.
+        size: 15 layers with a window and 3 with full attention make five groups and one, of 3 layers each.
+        Numbers of layers within a factor of 1.25 make one group each, of the larger size.
         """
         members: dict[Window, list[int]] = {}
         for layer in config.attention_layers:
@@ -55,9 +57,9 @@ class LayerGroups:
 
     @property
     def full_attention_only(self) -> bool:
-        """Return True if every layer keeps all keys, so that the paged cache of phase 05 suffices."""
+        """Return True if no layer has a sliding window or a state, so that plain paged attention suffices."""
         return set(self.by_window) == {None} and self.states is None
 
     def blocks(self, of_all_layers: int) -> int:
-        """Return how many blocks of one group take the memory of `of_all_layers` blocks of all layers."""
+        """Return how many blocks of one group fit the memory of `of_all_layers` blocks of all layers."""
         return of_all_layers * sum(len(group) for group in self.groups) // self.size

@@ -19,11 +19,12 @@ class GroupedTriton(TritonPagedAttention, PoolMixer):
     """Paged attention by Triton for several KV cache groups: planned once a step, with each group's tables
     and slots.
 
-    pool: keys and values. num_heads: query heads.
-    start: starts a step, given its batch; returns the batch with the tables and slots of each group.
+    pool: blocks of keys and values. num_heads: number of query heads.
+    start: looks up a batch in every group; returns a list with the batch once for each group, with the
+        group's block tables and slots.
     decodes: True if every request of the step computes one token.
 
-    Its kernels begin at the first block in a layer's window, so they never read freed blocks.
+    The kernels begin at the first block in a layer's window, so they never read freed blocks.
     """
 
     pool: HybridPool
@@ -34,15 +35,13 @@ class GroupedTriton(TritonPagedAttention, PoolMixer):
         self.start: Callable[[PagedBatch], list[PagedBatch]] = pool.begin
 
     def begin(self, batch: Batch) -> None:
-        """Start a step: look up the blocks of its batch in every KV cache group, and plan its kernel
-        launches.
-        """
+        """Start a step: plan its kernel launches, and look up its block tables in every KV cache group."""
         super().begin(batch)
         self.batches = self.start(self.batch)
         self.decodes = bool((self.batch.host.query_lens == 1).all())
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
-        """Start a step of a CUDA graph, given its batch, whose requests the caller has sorted.
+        """Start a step of a CUDA graph whose requests the caller has sorted into decodes and prefills.
 
         members: indices of the requests for the decode kernel; None: none. tiles: query tiles for the prefill
             kernel.
@@ -52,9 +51,9 @@ class GroupedTriton(TritonPagedAttention, PoolMixer):
         self.decodes = False
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """Return a layer's blocks, and the step's slots `[T]` in them, to which tokens' keys are written.
+        """Return a layer's blocks, and the slots `[T]` that the step's keys and values are written to.
 
-        It also switches `batch` to the block tables of the layer's group.
+        Also set `self.batch` to the step's batch with the block tables of the layer's KV cache group.
         """
         self.batch = self.batches[self.pool.group_of[layer.index]]
         return self.pool.layers[layer.index], self.batch.slots

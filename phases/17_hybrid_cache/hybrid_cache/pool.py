@@ -1,4 +1,4 @@
-"""The tensors of blocks that serve any group of layers, and the device's copy of each page's blocks."""
+"""The device's KV blocks, each of which serves any group of layers, and its table of blocks by page."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from paged_cache.pool import BlockPool, KVFormat
 class HybridPool(BlockPool):
     """The device's KV blocks for layers in groups: `[size, 2, N, P, KH, D]`, where a block serves any group.
 
-    blocks: number of blocks of all layers that the memory would hold. block_size: tokens of a block.
-    kv: format of quantized keys and values; None: plain. layout: groups of layers; `size` layers in each.
-    rows, max_len: most running requests, and most tokens of each.
+    config: the model's. blocks: number of blocks of all layers that would fit the memory. block_size: tokens
+        of a block. kv: format of quantized keys and values; None: not quantized.
+    layout: groups of layers, `size` layers in each. rows, max_len: most running requests, and most tokens of
+        each.
 
-    A step's block tables name pages; `begin` looks up each group's blocks in `page_blocks` on the device.
-    CUDA graphs read `page_blocks` at a fixed address, so what was made for one block table works for
-    several.
+    A step's block tables hold pages (numbers for `block_size` tokens, the same for all groups). `begin` looks
+    up each group's blocks in `page_blocks` on the device. `page_blocks` has a fixed address, so CUDA graphs
+    that were captured with one block table serve several groups.
 
     group_of: by layer, the number of its group.
     null: number of the last block, which is all zeros.
@@ -80,7 +81,7 @@ class HybridPool(BlockPool):
             )
 
     def regroup(self, moves: Moves) -> None:
-        """Update the device's copy of pages' blocks by `moves`, before the step that reads it."""
+        """Write changed pages' blocks and state slots (`moves`) to the device before the next step."""
         moved = upload(self.page_blocks.device, {"pages": moves.pages, "blocks": moves.blocks})
         pages, blocks = moved["pages"], moved["blocks"]
         self.page_blocks[:, pages] = blocks[: len(self.page_blocks)]
@@ -90,7 +91,10 @@ class HybridPool(BlockPool):
             ]
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (source, target) in each pair; number n > `null` is state slot n - null - 1."""
+        """Copy whole blocks on the device, one (source, target) pair each.
+
+        A number n > `null` means state slot n - null - 1.
+        """
         if self.states is not None:
             slots = torch.tensor(
                 [pair for pair in pairs if pair[0] > self.null], device=self.data.device
@@ -100,8 +104,9 @@ class HybridPool(BlockPool):
         super().copy(pairs)
 
     def begin(self, batch: PagedBatch) -> list[PagedBatch]:
-        """Start a step: return a list with its batch once for each group, with the group's block tables and
-        slots.
+        """Start a step: return its batch once for each KV cache group, with the group's tables and slots.
+
+        batch: its block tables `[B, pages]` and slots `[T]` are of pages; the returned ones are of blocks.
         """
         if self.states is not None:
             self.states.begin(batch)

@@ -17,20 +17,20 @@ from forward.models.gpt2 import GPT2MLP
 
 
 def silu(x: Tensor) -> Tensor:
-    """Return SiLU, `x / (1 + exp(-x))`, computed in float32 and returned in `x`'s dtype."""
+    """Return SiLU, `x / (1 + exp(-x))`, same shape, computed in float32 and returned in `x`'s dtype."""
     x32 = x.float()
     return (x32 / (1 + torch.exp(-x32))).to(x.dtype)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Return GELU in its tanh form, computed in float32 and returned in `x`'s dtype."""
+    """Return GELU in its tanh form, same shape, computed in float32 and returned in `x`'s dtype."""
     x32 = x.float()
     inner = 0.7978845608028654 * (x32 + 0.044715 * x32 * x32 * x32)
     return (0.5 * x32 * (1 + torch.tanh(inner))).to(x.dtype)
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Return GELU by the error function, computed in float32 and returned in `x`'s dtype."""
+    """Return GELU by the error function, same shape, computed in float32 and returned in `x`'s dtype."""
     x32 = x.float()
     return (0.5 * x32 * (1 + torch.erf(x32 * 0.7071067811865476))).to(x.dtype)
 
@@ -46,8 +46,9 @@ FIXED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def fix_activations(model: Model) -> None:
-    """Replace the activation of every MLP in plain torch by this module's function of the same name, in
-    place.
+    """Replace a model's MLP activations, in place, by functions whose bits no batch changes.
+
+    MLPs in plain torch get this module's function of the same name; others stay.
     """
     for part in model.modules():
         if isinstance(part, GatedMLP | GPT2MLP):

@@ -36,7 +36,7 @@ class Softmax(NamedTuple):
     weighted: Tensor
 
     def then(self, other: Softmax) -> Softmax:
-        """Return the softmax over these keys and then those of `other`, which come after them.
+        """Return the softmax over this one's keys and then the keys of `other`, which come after them.
 
         If `other` has no visible keys, the result has the bits of this one.
         """
@@ -51,11 +51,13 @@ class Softmax(NamedTuple):
 
 
 def query_tiles(host: HostBatch, queries: int) -> NDArray[np.int64]:
-    """Return a step's query tiles, `[n, 4]`, each of at most `queries` tokens of one request: the index of
-    the request in the batch, the tile's first row among the step's tokens, its rows, the position of its
-    first.
+    """Return a step's query tiles, `[n, 4]`, each of at most `queries` tokens of one request.
 
     host: the step's batch, on the host.
+
+    Returns:
+        For each tile: the index of its request in the batch, the index of its first token among the step's
+        tokens, the number of its tokens, and the position of its first token in the request.
     """
     tiles = []
     lens, contexts = host.query_lens.tolist(), host.context_lens.tolist()
@@ -68,20 +70,23 @@ def query_tiles(host: HostBatch, queries: int) -> NDArray[np.int64]:
 
 
 class GroupedAttention(PagedAttention):
-    """Paged attention over one or several KV cache groups of layers, each with its own block tables."""
+    """Paged attention over one or several KV cache groups (layers that share block tables)."""
 
     def begin(self, batch: Batch) -> None:
-        """Begin a step (`PagedAttention.begin`): look up its batch's blocks and slots in every group."""
+        """Start a step: look up its block tables and slots in every KV cache group."""
         super().begin(batch)
         self.look_up()
 
     def look_up(self) -> None:
-        """Set `batches` to the step's batch with the blocks and slots of each group of the pool, by group."""
+        """Set `batches`: for each KV cache group the step's batch with the group's block tables and slots."""
         pool = self.pool
         self.batches = pool.begin(self.batch) if isinstance(pool, HybridPool) else [self.batch]
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """Place one layer (`PagedAttention.place`); `batch` gets the block tables of the layer's group."""
+        """Return a layer's blocks, and the slots `[T]` that the step's keys and values are written to.
+
+        Also set `self.batch` to the step's batch with the block tables of the layer's KV cache group.
+        """
         if isinstance(self.pool, HybridPool):
             self.batch = self.batches[self.pool.group_of[layer.index]]
         return super().place(layer)
@@ -90,15 +95,14 @@ class GroupedAttention(PagedAttention):
 class ChunkedTorch(GroupedAttention):
     """Paged attention by torch that computes tiles of `QUERIES` tokens over chunks of `CHUNK` keys.
 
-    Every call of torch has the same shape but for the number of tiles, which are separate products.
+    Every call of torch has tensors of the same shape, but for the number of tiles, which torch multiplies one
+    by one: so the batch changes no bit of a tile.
     """
 
     chunk = CHUNK
 
     def plan(self) -> None:
-        """Cut the step's tokens into tiles, and store the rows and positions of each for the calls of
-        `attend`.
-        """
+        """Cut the step's tokens into tiles of `QUERIES`; keep each tile's rows and positions for `attend`."""
         device = self.batch.positions.device
         tiles = query_tiles(self.batch.host, QUERIES)
         self._ends = tiles[:, 3] + tiles[:, 2]
@@ -111,8 +115,9 @@ class ChunkedTorch(GroupedAttention):
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """Return the attention `[T, H, D]` of the step's tokens over the paged cache.
-        This replaces `PagedAttention.attend`.
+        """Return the attention `[T, H, D]` of the step's tokens over the paged cache, chunk by chunk of keys.
+
+        q: `[T, H, D]`. k, v: not used; `cache`, the layer's blocks, has them already.
         """
         heads = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
         queries = q[self._rows].float().view(*self._rows.shape, *heads, -1).movedim(1, 3)
@@ -134,11 +139,12 @@ class ChunkedTorch(GroupedAttention):
     def _attend_chunk(
         self, layer: LayerSpec, queries: Tensor, cache: LayerBlocks, reach: Tensor, chunk: int
     ) -> Softmax:
-        """Return the softmax of `m` tiles over the keys of one chunk.
+        """Return the softmax of `m` query tiles over the keys of one chunk.
 
-        queries: `[n, KH, group, QUERIES, D]`, of all tiles. reach: `[m]`, the tiles that have keys in this
-            chunk.
-        cache: the layer's blocks. chunk: the chunk's number.
+        queries: `[n, KH, group, QUERIES, D]`, of all tiles. reach: `[m]`, indices of the tiles that have keys
+            in this chunk.
+        cache: the layer's blocks. chunk: the chunk's number; its first key has the position `chunk *
+            self.chunk`.
         """
         key = torch.arange(chunk * self.chunk, (chunk + 1) * self.chunk, device=queries.device)
         requests = self._requests[reach]

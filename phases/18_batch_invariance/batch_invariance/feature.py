@@ -1,4 +1,4 @@
-"""Batch invariance as a feature of an engine."""
+"""Batch invariance as an engine feature: sums in an order that no batch changes, or an error at the start."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class BatchInvariance(Feature):
-    """A request's tokens and log-probabilities have the same bits, whatever shares its batch."""
+    """The option `batch_invariant`: a request's tokens and log-probabilities have equal bits in any batch."""
 
     name = "batch_invariant"
     phase = 18
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Raise `UserError` if the builder's model is divided among ranks so that a product's sum is, too."""
+        """Raise `UserError` if tensor parallelism splits the model: ranks would add parts of sums."""
         parallel = builder.feature(Parallel)
         refuse("tensor_parallel is not 1", parallel and parallel.tensor_parallel > 1)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Fix the order of the sums in products and in attention, and drop kernels for certain batch sizes.
+        """Fix the order of the sums in products and in attention; drop kernels that only small batches use.
 
         Raises:
             UserError: the model has sums whose order depends on the batch.
@@ -62,7 +62,10 @@ class BatchInvariance(Feature):
 
 
 def refuse_unknown_sums(builder: EngineBuilder) -> None:
-    """Raise `UserError` if the builder's model or an option has sums whose order this phase does not fix."""
+    """Raise `UserError` if the builder's model or KV format has sums whose order nothing fixes yet.
+
+    These are mixtures of experts, Gated DeltaNet, weights in GGUF blocks, and KV blocks in another layout.
+    """
     model = builder.model
     blocks = any(isinstance(part, BlockWeight) for part in model.modules())
     # Of a mixture attention's sinks would be missing, too: only gpt-oss has them.
@@ -73,8 +76,9 @@ def refuse_unknown_sums(builder: EngineBuilder) -> None:
 
 
 def refuse(reason: str, holds: object) -> None:
-    """Raise `UserError` that the option `batch_invariant` cannot be on, with this reason, if `holds` is
-    true.
+    """Raise `UserError` that `batch_invariant` cannot be on, if `holds` is true.
+
+    reason: why, for the message: a clause such as "the model is a mixture of experts".
     """
     if holds:
         raise UserError(
@@ -84,8 +88,9 @@ def refuse(reason: str, holds: object) -> None:
 
 
 def likely_rows(builder: EngineBuilder) -> list[int]:
-    """Return numbers of rows (tokens) that steps of this engine have: those of its CUDA graphs, and some up
-    to the most tokens of a step.
+    """Return numbers of rows (tokens) that steps of this engine have.
+
+    They are those of its CUDA graphs, and some up to the most tokens of a step.
     """
     graphs = builder.feature(Graphs)
     rows = decode_sizes(max(builder.max_rows, 16)) + chunk_sizes(max(builder.step_tokens, 32))
@@ -95,13 +100,17 @@ def likely_rows(builder: EngineBuilder) -> list[int]:
 
 
 def unpacked_bytes(model: Model) -> int:
-    """Return the bytes of the largest quantized weight of a model that is unpacked to be multiplied."""
+    """Return the bytes of a model's largest unpacked weight, of those that are unpacked for each product.
+
+    Returns:
+        0 if no quantized weight is unpacked.
+    """
     parts = (part for part in model.modules() if isinstance(part, FixedQuantLinear))
     return max((prod(part.layer.shape) for part in parts), default=0) * model.dtype.itemsize
 
 
 def attention_of(builder: EngineBuilder) -> Callable[[Any], PagedAttention]:
-    """Return a function from a pool of KV blocks to attention whose bits no batch changes."""
+    """Return a function: pool of KV blocks -> attention object whose bits no batch changes."""
     if builder.feature(Kernels) is None:
         avoid_plans_per_shape()
         return ChunkedTorch

@@ -33,9 +33,10 @@ another order, only some numbers round differently."""
 
 
 class RowRange(NamedTuple):
-    """The rows `first .. last - 1` of a batch, which one call computes.
+    """The rows `first .. last - 1` of a batch, which one product call computes.
 
-    size: rows of the library's call, which are padded if there are fewer; 0: the fixed product computes them.
+    size: rows of a call of the library (PyTorch's product), padded if the range has fewer; 0: a fixed product
+        (one with a fixed order of sums) computes them.
     """
 
     first: int
@@ -47,8 +48,10 @@ class RowRange(NamedTuple):
 class ProductCosts:
     """Times of products with weights of one shape, by the rows of a call, in any unit.
 
-    library: for the sizes that give the fixed products' bits. fixed: of the fastest fixed product, for some
-        sizes, at least one. products: by the same sizes, which one that is.
+    library: of PyTorch's product, for the sizes that give the bits of the fixed products (those with a fixed
+        order of sums).
+    fixed: of the fastest fixed product, for some sizes, at least one. products: by the same sizes, the
+        function of that product.
     """
 
     library: Mapping[int, float]
@@ -57,30 +60,31 @@ class ProductCosts:
     _plans: dict[int, list[RowRange]] = field(default_factory=dict)
 
     def timed_size(self, rows: int) -> int:
-        """Return the number of rows whose time was measured nearest above `rows`; else the largest one."""
+        """Return the smallest timed number of rows that is at least `rows`; if there is none, the largest."""
         return min((size for size in self.fixed if size >= rows), default=max(self.fixed))
 
     def of_fixed(self, rows: int) -> float:
-        """Return the time of the fastest fixed product with `rows` rows."""
+        """Return the time of the fastest fixed product (with a fixed order of sums) for `rows` rows."""
         size = self.timed_size(rows)
         return self.fixed[size] * max(1.0, rows / size)
 
     def product(self, call: RowRange) -> Product:
-        """Return the function that computes the product of a range of rows."""
+        """Return the function that computes the product of a range of rows: the library's, or a fixed one."""
         if call.size:
             return library
         return self.products[self.timed_size(call.last - call.first)]
 
     def plan(self, rows: int) -> list[RowRange]:
-        """Return the calls for a batch of `rows` rows; see `fastest_calls`."""
+        """Return the fastest calls for a batch of `rows` rows, found once and kept; see `fastest_calls`."""
         if rows not in self._plans:
             self._plans[rows] = fastest_calls(self, 0, rows)[1]
         return self._plans[rows]
 
 
 def library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write `x W^T + bias` (`weight [N, K]`) to `out` by PyTorch, which may choose its kernel by the number
-    of rows.
+    """Write `x W^T + bias` (`weight [N, K]`) to `out [rows, N]` by PyTorch.
+
+    PyTorch may choose its kernel, and so the order of the sums, by the number of rows.
     """
     if bias is None:
         torch.mm(x, weight.t(), out=out)
@@ -89,8 +93,9 @@ def library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 
 def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write `x W^T + bias` (`weight [N, K]`) to `out` by library calls of `BLOCK_ROWS` rows each, so that the
-    library has nothing to choose.
+    """Write `x W^T + bias` (`weight [N, K]`) to `out` by PyTorch calls of `BLOCK_ROWS` rows each.
+
+    The last call is padded, so PyTorch always has the same number of rows to choose a kernel by.
     """
     padded = F.pad(x, (0, 0, 0, -len(x) % BLOCK_ROWS))
     result = out.new_empty(len(padded), len(weight))
@@ -101,8 +106,9 @@ def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 def fixed_products(weight: Tensor) -> list[Product]:
-    """Return the products with one order of sums for weights like this, which all give the same bits: Triton
-    kernels on a GPU, else `in_blocks`.
+    """Return product functions with one order of sums for weights of this shape, all with the same bits.
+
+    On a GPU they are Triton kernels, else only `in_blocks`.
     """
     if not weight.is_cuda:
         return [in_blocks]
@@ -114,11 +120,11 @@ def fixed_products(weight: Tensor) -> list[Product]:
 def agreeing_sizes(
     fixed: Product, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return those of `sizes` (numbers of rows), ascending, for which the library has the fixed product's
-    bits.
+    """Return those of `sizes` for which PyTorch's product has the bits of the product `fixed`, ascending.
 
-    weight, bias: of the layer. Each size is compared for several windows of a batch of `cancelling_inputs`:
-    a result that depends on the position of a row would differ, too.
+    sizes: numbers of rows of a call. weight, bias: of the layer.
+    Each size is compared for several windows of a batch of `cancelling_inputs`: a result that depends on the
+    position of a row would differ, too.
     """
     outputs = len(weight)
     most = MOST_NUMBERS.get(weight.device.type, 0) // outputs
@@ -143,7 +149,7 @@ def agreeing_sizes(
 
 
 def fastest_calls(costs: ProductCosts, first: int, last: int) -> tuple[float, list[RowRange]]:
-    """Return the fastest calls for the rows `first .. last - 1` of a batch, and their time.
+    """Return (time, calls) of the fastest way to compute the rows `first .. last - 1` of a batch.
 
     Three ways are compared: the fixed product; one library call, padded to the next size of `costs`; and
     library calls of the size below, as many as are full, with the fastest calls for the rows left.
@@ -168,10 +174,10 @@ def fastest_calls(costs: ProductCosts, first: int, last: int) -> tuple[float, li
 def measured_costs(
     weights: Sequence[Tensor], bias: Tensor | None, sizes: Sequence[int]
 ) -> ProductCosts:
-    """Ask which of `sizes` (numbers of rows) the library may compute, and time all products.
+    """Find the sizes for which PyTorch's product has the bits of the fixed product, and time both.
 
-    weights: `[N, K]` each, of the layers with this shape. A CPU is not timed: there one call for all rows
-        is faster than several.
+    weights: `[N, K]` each, of the layers with this shape. sizes: numbers of rows to try. On a CPU nothing is
+    timed: there one call for all rows is faster than several.
     """
     one = weights[0]
     products = fixed_products(one)
@@ -189,9 +195,9 @@ def measured_costs(
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, costs: ProductCosts) -> Tensor:
-    """Return `x W^T + bias`, `[..., K]` -> `[..., N]`, by the fastest calls of one order of sums.
+    """Return `x W^T + bias`, `[..., K]` -> `[..., N]`, by the fastest calls that add in the fixed order.
 
-    costs: of weights with this shape.
+    costs: times of products with weights of this shape.
     """
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     plan = costs.plan(len(flat))
@@ -210,7 +216,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, costs: ProductCosts
 class FixedLinear(nn.Module):
     """A linear layer whose rows have the same bits in every batch.
 
-    linear: the layer whose weights it takes. costs: of weights with this shape.
+    linear: the layer whose weights it takes. costs: times of products with weights of this shape.
     """
 
     def __init__(self, linear: nn.Linear, costs: ProductCosts) -> None:

@@ -1,4 +1,4 @@
-"""Inputs, bits and times of products: what is asked of them when weights are loaded."""
+"""Tests of matrix products when weights are loaded: inputs, comparison of bits, and times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPLAYS = 4
 
 
 def random_rows(weight: Tensor, count: int, seed: int = 0) -> Tensor:
-    """Return `count` rows of random inputs for a weight `[N, K]`: `[count, K]`, the same for a `seed`."""
+    """Return random inputs `[count, K]` for a weight `[N, K]`, in its dtype, the same for a seed."""
     generator = torch.Generator(weight.device).manual_seed(seed)
     x = torch.randn(count, weight.shape[1], device=weight.device, generator=generator)
     return x.to(weight.dtype)
@@ -28,14 +28,13 @@ def random_rows(weight: Tensor, count: int, seed: int = 0) -> Tensor:
 def cancelling_inputs(
     weight: Tensor, bias: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return rows `[count, K]` and a weight `[N, K]` whose products with this bias are 0 but for rounding,
-    the same in every call.
+    """Return inputs `[count, K]` and a weight `[N, K]` whose product plus the bias is 0 but for rounding.
 
     A sum in another order rounds differently in the last bits of float32, and a result of eight bits hides
     that in all but one of some 40,000 numbers. Here every product has its negative at a random position, so
-    the errors are all that is left, and a large part of the results differs.
+    the errors are all that is left, and a large part of the results differs. All calls return the same.
 
-    weight: of this shape, dtype and layout. bias: `[N]` or None; one input of 1 takes it away again.
+    weight: gives the shape, dtype and layout. bias: `[N]` or None; one input is 1, and its weight `-bias`.
     """
     half = (weight.shape[1] - (bias is not None)) // 2
     positions = random_rows(weight, 1)[0].argsort()
@@ -57,10 +56,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def seconds(
     product: Product, weights: Sequence[Tensor], bias: Tensor | None, rows: int
 ) -> float:
-    """Return the time of a product with `rows` rows on a GPU, in a CUDA graph, so without the launch of each
-    call.
+    """Return the seconds that a GPU takes for one product with `rows` rows, without its launch.
 
-    weights: `[N, K]` each, at least one.
+    The calls are replayed as a CUDA graph. weights: `[N, K]` each, at least one; each is used in turn.
     """
     weights = weights[: max(1, ROWS_AT_ONCE // rows)]
     x = random_rows(weights[0], rows)

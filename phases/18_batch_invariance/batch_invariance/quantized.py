@@ -1,4 +1,4 @@
-"""Quantized linear layers: whole numbers need no order, and other weights are unpacked for a fixed one."""
+"""Quantized linear layers: sums of integers need no order; other weights are unpacked to floats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quant.rtn import rounded
 
 
 def sums_whole_numbers(layer: QuantLinear) -> bool:
-    """Return True if a layer's sums are of whole numbers: they have the same bits in every order."""
+    """Return True if a layer multiplies and adds integers, so that its sums are the same in every order."""
     if layer.scheme.activations != "int8":
         return False
     if not layer.data.is_cuda:
@@ -26,7 +26,7 @@ def sums_whole_numbers(layer: QuantLinear) -> bool:
 
 
 def dense_weight(layer: QuantLinear, dtype: torch.dtype) -> Tensor:
-    """Return a layer's dequantized weight, `[N, K]` in `dtype`."""
+    """Return a quantized layer's weight as floats, `[N, K]` in `dtype`."""
     if layer.data.is_cuda and layer.order is None:
         from quant.kernel_layers import KernelLinear
         from quant.products import unpack
@@ -40,7 +40,7 @@ class FixedQuantLinear(nn.Module):
     """A quantized linear layer whose rows have the same bits in every batch: it unpacks its weight at each
     call.
 
-    layer: rounds its input, if its format says so. costs: of weights with this shape.
+    layer: the quantized layer. costs: times of products with weights of this shape.
     """
 
     def __init__(self, layer: QuantLinear, costs: ProductCosts) -> None:
@@ -48,16 +48,17 @@ class FixedQuantLinear(nn.Module):
         self.layer, self.costs = layer, costs
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `x [..., K]` to `[..., N]` in `x`'s dtype."""
+        """Map `x [..., K]` to `[..., N]` in `x`'s dtype; round `x` if the layer quantizes its inputs."""
         inputs = rounded(x.float(), self.layer.scheme.activations).to(x.dtype)
         weight = dense_weight(self.layer, x.dtype)
         return multiply(inputs, weight, self.layer.bias, self.costs)
 
 
 def fix_linears(model: Model, sizes: Sequence[int]) -> None:
-    """Replace every linear layer of a model whose sums depend on the batch, in place; the weights stay.
+    """Replace all linear layers of a model whose sums depend on the batch, in place; they keep the weights.
 
-    sizes: numbers of rows for which to try the library, once for each shape of weights.
+    sizes: numbers of rows for which PyTorch's product is compared with the fixed one, once for each shape of
+        weights.
     """
     shapes: dict[tuple[tuple[int, ...], bool], dict[str, nn.Linear | QuantLinear]] = {}
     for name, part in model.named_modules():

@@ -1,4 +1,4 @@
-"""The choice of tokens by kernels that do not ask how many rows there are."""
+"""Sampling of tokens by kernels whose bits do not depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST_ROWS = 5
 
 
 def padded(x: Tensor) -> Tensor:
-    """Return `x [B, ...]` with its last row repeated until there are `LEAST_ROWS` rows."""
+    """Return `x [B, ...]` with its last row repeated until there are `LEAST_ROWS` rows; empty `x` stays."""
     missing = max(LEAST_ROWS - len(x), 0)
     return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing and len(x) else x
 
@@ -35,7 +35,11 @@ class FixedSamplerBackend(TritonSamplerBackend):
         plan: SamplingMetadata,
         masked: bool,
     ) -> Tensor:
-        """Return a token id for each row of logits; pads the rows, and drops the padding's tokens."""
+        """Return the sampled tokens `[S]` int64 of `logits [S, V]`, padded unless all rows are greedy.
+
+        rows, steps: `[S]` int64, each request's row of settings, and its output tokens before. plan: what is
+            drawn. masked: True if grammars have excluded tokens.
+        """
         if plan.draws:
             given = padded(logits), padded(rows), padded(steps)
             return super().choose(sampler, *given, plan, masked)[: len(rows)]
@@ -49,6 +53,10 @@ class FixedSamplerBackend(TritonSamplerBackend):
         steps: Tensor,
         features: SamplingFlags,
     ) -> Tensor:
-        """Draw a token id for each row of logits; pads the rows, and drops the padding's tokens."""
+        """Return tokens `[S]` int64 drawn from `logits [S, V]`, which are padded to `LEAST_ROWS` rows.
+
+        rows, steps: `[S]` int64, each request's row of settings, and its output tokens before. features: what
+            rows need.
+        """
         given = padded(logits), padded(rows), padded(steps)
         return super().draw(sampler, *given, features)[: len(rows)]

@@ -1,4 +1,4 @@
-"""Phase 19: moving blocks. A block is bytes with a name, so it can be in host memory or in a file."""
+"""Phase 19: moving blocks. A KV block is bytes with a name, so host memory or a file can hold it."""
 
 from __future__ import annotations
 

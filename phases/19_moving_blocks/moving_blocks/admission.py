@@ -1,4 +1,7 @@
-"""The engine's calls of the connector: before a request enters the waiting line, and after each step."""
+"""The engine's calls of the KV connector (what saves and loads KV blocks).
+
+It is called before a request enters the waiting line, and after each step.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,9 @@ class AdmissionGate(GrammarManager):
     """A `GrammarManager` by which a request waits, before it enters the waiting line, for its grammar and its
     cached blocks.
 
-    inner: the manager to which all that is about grammars goes.
-    connector: asked whether a request's blocks have come; `NO_CONNECTOR` until one is set.
+    inner: the real grammar manager, which gets all calls about grammars.
+    connector: saves and loads KV blocks; asked whether a request's blocks have come. `NO_CONNECTOR` (nothing
+        is loaded) until one is set.
     """
 
     inner: GrammarManager
@@ -34,28 +38,26 @@ class AdmissionGate(GrammarManager):
     def ready(self, request: Request) -> bool:
         """Return True if a request has its grammar and its blocks, or need not wait for them.
 
-        The samples of a prompt come together, and the blocks of the first are those of all.
+        Of a prompt's samples only the first waits for blocks; the others come with it and share its blocks.
         """
         return self.inner.ready(request) and (
             request.sample > 0 or self.connector.ready(request)
         )
 
     def check(self, grammar: Grammar) -> None:
-        """Check a request; `inner`, the real grammar manager, begins to compile its grammar."""
+        """Check a request's grammar; `inner`, the real grammar manager, begins to compile it."""
         self.inner.check(grammar)
 
     def wait_until_compiled(self, grammar: Grammar) -> None:
-        """Wait until `inner` has compiled the request's grammar."""
+        """Wait until `inner`, the real grammar manager, has compiled a grammar."""
         self.inner.wait_until_compiled(grammar)
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
-        """Let `inner` begin to make the masks of a step (see `GrammarManager.begin`)."""
+        """Let the real grammar manager begin a step's token masks; return what its `begin` returns."""
         return self.inner.begin(works, sampled)
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """Return the token masks of `inner` for the step; None: no request of the step has a
-        grammar.
-        """
+        """Return a step's token masks from the real grammar manager; None: no request has a grammar."""
         return self.inner.fill_bitmask(works)
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
@@ -65,11 +67,11 @@ class AdmissionGate(GrammarManager):
 
 @dataclass(eq=False)
 class ConnectorLoop(Loop):
-    """A `Loop` that polls the connector after each step of another loop, `inner`.
+    """A `Loop` that polls the connector (what saves and loads KV blocks) after each step of `inner`.
 
-    While copies are on their way it is not idle: the engine goes on stepping, and no block is held for ever.
-
-    gate: its `connector` is polled.
+    inner: the loop that runs the engine's steps. gate: has the connector.
+    While copies are unfinished this loop is not idle, so the engine goes on stepping, and every block that a
+    copy holds is released.
     """
 
     inner: Loop
@@ -77,11 +79,14 @@ class ConnectorLoop(Loop):
 
     @property
     def idle(self) -> bool:
-        """Return True if no step and no copy is on its way."""
+        """Return True if the inner loop is idle and no copy of blocks is unfinished."""
         return self.inner.idle and not self.gate.connector.busy
 
     def advance(self, engine: Engine) -> None:
-        """Advance the inner loop by a step, then let the connector process the copies that have finished."""
+        """Run a step of the inner loop, then let the connector process finished copies.
+
+        If only copies are left, sleep for a moment.
+        """
         self.inner.advance(engine)
         self.gate.connector.poll()
         if engine.scheduler.idle and self.inner.idle and not self.idle:

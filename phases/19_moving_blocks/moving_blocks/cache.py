@@ -1,4 +1,4 @@
-"""Phase 08's cache, which tells the connector which blocks are full, leave, or are written to."""
+"""Phase 08's prefix cache, which tells the KV connector which blocks are full, evicted, or written to."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class OffloadingCache(PrefixCache):
     index: finds and pins blocks. sizes: the other arguments of `PrefixCache`: rows, max_len, blocks,
         block_size.
     connector: saves and loads blocks; the default does nothing. It is set while the cache is empty.
-    namespace: the digest that begins all names of blocks. A row's names are made when its blocks are
-        committed.
+    namespace: the digest of model and block format, a part of every block's name (`BlockName`).
     """
 
     def __init__(self, index: PrefixIndex, *sizes: int) -> None:
@@ -30,14 +29,16 @@ class OffloadingCache(PrefixCache):
         self._names: list[list[BlockName]] = [[] for _ in self._owned]
 
     def keys_of(self, request: Request) -> list[Key]:
-        """Return the tokens of each full block that a waiting request may share; its last token is in
-        none.
+        """Return the tokens of each full block of a waiting request that may be shared, as index keys.
+
+        The block of its last token is left out, since that token must be computed.
         """
         return self._keys_of(request)
 
     def commit(self, request: Request, upto: int) -> None:
-        """Index the request's blocks that are full now (`PrefixCache.commit`), and offer them to the
-        connector, to be saved.
+        """Put the full blocks of a request's first `upto` tokens into the prefix index.
+
+        The connector gets the names and numbers of the new ones, and may save them.
         """
         row, size = request.row, self.block_size
         first = self._committed[row]
@@ -51,20 +52,21 @@ class OffloadingCache(PrefixCache):
         self.connector.save_blocks(names[first:last], self.tables[row, first:last].tolist())
 
     def release(self, request: Request) -> None:
-        """Free a request's blocks (`PrefixCache.release`), and tell the connector that they were used."""
+        """Free a request's blocks (`PrefixCache.release`); tell the connector that they were just used."""
         names = self._names[request.row]
         super().release(request)
         self.connector.request_finished(names)
         self._names[request.row] = []
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """Share the parent's blocks with a child (`PrefixCache.fork`), and the names of these blocks."""
+        """Let the request `child` share the blocks of its parent's first `tokens` tokens, and their names."""
         super().fork(parent, child, tokens)
         self._names[child.row] = self._names[parent.row][: self._committed[parent.row]]
 
     def take_blocks(self, count: int) -> list[int]:
-        """Return the numbers of `count` free blocks; cached ones that are evicted for them are saved before
-        they are written to.
+        """Return the numbers of `count` free blocks, after evicting cached ones if need be.
+
+        The connector saves evicted blocks before a step writes to them.
         """
         self._evict(count - self.allocator.free)
         blocks = super().take_blocks(count)
@@ -72,7 +74,7 @@ class OffloadingCache(PrefixCache):
         return blocks
 
     def forget(self) -> None:
-        """Evict all blocks that no request uses, and reset the statistics. The blocks can be loaded again."""
+        """Evict all blocks that no request uses; reset the statistics. Saved blocks can be loaded again."""
         self._evict(self.index.evictable)
         super().forget()
 
@@ -86,15 +88,13 @@ class OffloadingCache(PrefixCache):
     def take_moves(self, works: Any) -> Any:
         """Start the saves that must come before this step, then return `PagedCache.take_moves`.
 
-        The runner calls this before it launches a kernel of the step.
+        The runner calls this before it launches a kernel of the step. works: the step's requests and tokens.
         """
         self.connector.before_step()
         return super().take_moves(works)
 
     def users(self) -> list[int]:
-        """Return the users of blocks, one entry per use: those of `PrefixCache.users`, and loads on their
-        way.
-        """
+        """Return the numbers of used blocks, once for each use; unfinished loads are users as well."""
         return super().users() + self.connector.held_blocks()
 
     # For loads.
@@ -105,8 +105,9 @@ class OffloadingCache(PrefixCache):
         """Pin the blocks of `keys`, which are cached under `salt`, and take `count` free blocks to load into.
 
         Returns:
-            A cursor (position in the index) at the end of the cached blocks, these blocks, and the blocks to
-            load into. The caller is a user of all of them.
+            A cursor (position in the index) at the end of the cached blocks, the numbers of the cached
+            blocks, and the numbers of the blocks to load into. The caller is a user of all of them, until it
+            releases them.
         """
         cached = self.index.match(keys, salt).blocks
         cursor = self.index.attach(keys, salt)
@@ -118,13 +119,13 @@ class OffloadingCache(PrefixCache):
         return cursor, cached, blocks
 
     def end_load(self, cursor: object, keys: list[Key], blocks: list[int]) -> set[int]:
-        """Insert loaded blocks into the index after `cursor`, and unpin all from there to the start.
+        """Insert loaded blocks into the index after `cursor`, and unpin the path from its root to their end.
 
         cursor: of `begin_load`. keys, blocks: the tokens and the number of each loaded block.
 
         Returns:
-            The blocks that are in the index now. It may have had some of the keys already: another request
-            has computed them meanwhile. The caller still is a user of all blocks.
+            Those of `blocks` that the index has taken. Another request may have computed some of the keys
+            meanwhile; then the index keeps its own blocks. The caller is still a user of all `blocks`.
         """
         cursor, _, new = self.index.extend(cursor, keys, blocks)
         self.allocator.retain(new)

@@ -1,8 +1,8 @@
-"""The KV connector: the interface by which an engine uses blocks that are somewhere else.
+"""The KV connector: the interface by which an engine saves KV blocks elsewhere and loads them again.
 
 It has two halves. The scheduler's half knows names: which tokens can be loaded, which blocks to save, and
-which may be reused only later. The worker's half moves bytes, and never waits where a step would wait with
-it. vLLM's `KVConnectorBase_V1` has the same two halves.
+which may be reused only later. The worker's half moves bytes beside the engine's steps, without making them
+wait. vLLM's `KVConnectorBase_V1` has the same two halves.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from moving_blocks.names import BlockName
 
 
 class Transfer:
-    """A copy of blocks that has been started; in this base class it is already done."""
+    """A copy of blocks that has been started; in this base class it is already done.
+
+    Subclasses are copies that go on in the background.
+    """
 
     def done(self) -> bool:
-        """Return True when the last byte of the copy has arrived. Never waits."""
+        """Return True if the last byte of the copy has arrived, else False. Never waits."""
         return True
 
 
 class ConnectorWorker(Protocol):
     """Interface of a worker that copies blocks between the pool and slots of host memory.
 
-    `blocks` and `slots` are numbers, of the same length. A slot that a copy reads or writes stays its own
-    until the copy is done; the `ConnectorScheduler` sees to that. to_host: into slots. gently: at
-    `gentle_rate`, since steps of other requests run beside the copy.
-
-    gentle_rate: bytes a second, a part of what the bus gives: on a full bus the small copies of each step
-        wait.
+    gentle_rate: bytes a second of copies that run beside requests' steps, a part of what the bus gives: on a
+        full bus the small copies of each step wait.
+    The worker does not guard slots: `ConnectorScheduler` gives a slot to no other block until its copy is
+    done.
     """
 
     gentle_rate: float = math.inf
@@ -45,10 +46,15 @@ class ConnectorWorker(Protocol):
         after: Sequence[Transfer] = (),
         gently: bool = False,
     ) -> Transfer:
-        """Start to copy blocks into slots, or back, after all kernels launched so far, which may write or
-        read these blocks, and after the copies `after`.
+        """Start to copy each of `blocks` to its slot of host memory, or back (not `to_host`).
 
-        Returns: the copy, to ask whether it is done.
+        blocks, slots: numbers, of the same length. gently: at `gentle_rate`, because requests' steps run
+            beside it.
+        The copy begins after all kernels launched so far, which may write or read these blocks, and after the
+        copies `after`.
+
+        Returns:
+            The copy, to ask whether it is done.
         """
 
     def wait_for(self, transfer: Transfer) -> None:
@@ -57,51 +63,47 @@ class ConnectorWorker(Protocol):
 
 
 class ConnectorScheduler:
-    """Interface that saves and loads blocks, called by the cache and the admission of requests. This base
-    class does nothing.
+    """Interface of what saves and loads KV blocks, called by the cache and before a request is queued.
 
-    busy: True while copies are on their way, or saves have not been started.
+    This base class does nothing.
     """
 
     @property
     def busy(self) -> bool:
-        """Return True while copies or saves are unfinished, so that `poll` must be called."""
+        """Return True while copies are unfinished or saves not started, so that `poll` must be called."""
         return False
 
     def ready(self, request: Request) -> bool:
         """Return True if a request may enter the waiting line.
 
-        False: its blocks are on their way, or it needs more free blocks. Ask again at the next step.
+        False: its blocks are being loaded, or it needs more free blocks. Ask again at the next step.
         """
         return True
 
     def save_blocks(self, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
-        """Record full blocks, by name and number, whose tokens have been computed. They may be saved from now
-        on.
-        """
+        """Record computed full blocks, by name and number: they may be saved from now on."""
 
     def blocks_evicted(self, blocks: Sequence[int]) -> None:
-        """Save blocks (numbers) that leave the cache, before a later step writes to them."""
+        """Save the evicted blocks with these numbers before a later step writes to them."""
 
     def blocks_allocated(self, blocks: Sequence[int]) -> None:
-        """Record that the next step may write to these blocks (numbers): it then waits for copies that read
-        them.
-        """
+        """Record blocks (numbers) that the next step may write to: it waits for copies that read them."""
 
     def before_step(self) -> None:
         """Start the saves that must come before the next step, which may write to their blocks."""
 
     def request_finished(self, names: Sequence[BlockName]) -> None:
-        """Record that the blocks of a request, by name, were used just now, the last one first."""
+        """Record that the blocks with these names were used just now, for least-recently-used eviction.
+
+        names: of a request's blocks in order; its last block is evicted first.
+        """
 
     def held_blocks(self) -> list[int]:
-        """Return the numbers of blocks that loads write to or need, once for each use; they are freed
-        later.
-        """
+        """Return the numbers of blocks that unfinished loads use, once for each use."""
         return []
 
     def poll(self) -> None:
-        """Process the copies that have finished. Called once a step, at its end."""
+        """Process the copies that have finished. Called at the end of each step."""
 
 
 NO_CONNECTOR = ConnectorScheduler()

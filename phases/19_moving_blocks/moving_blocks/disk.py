@@ -1,7 +1,7 @@
-"""The third tier: a file for each block, which any process of this user finds by the block's name.
+"""The third tier, after GPU and host memory: a file for each block, found by the block's name.
 
-A file is believed only if everything in it is right: its size, the names in its header, its tokens, and
-the checksum over all of it. Whatever else is found is a miss: the tokens are computed.
+Any process of this user finds it. A file is used only if everything in it is right: its size, the names in
+its header, its tokens, and the checksum over all of it. Otherwise it is a miss: the tokens are computed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NO_LINKS = os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class DamagedFile(OSError):
-    """Raised for a file whose content is not the block that its name says."""
+    """Raised inside `BlockFiles.read` for a file whose content is not the block that its name says."""
 
 
 class BlockFiles:
@@ -47,10 +47,10 @@ class BlockFiles:
 
     folder: made if it does not exist. It must belong to this user alone, since its files become text.
     budget: most bytes of all files. The least recently used are removed for new ones.
-    block_bytes: keys and values of one block, for which there must be room.
-    used: bytes of all files. known: digests of blocks whose files were seen.
+    block_bytes: bytes of the keys and values of one block; `budget` must have room for them.
+    used: bytes of all files. known: digests (names) of blocks whose files were seen.
     Several processes may use a folder at the same time: files appear under their names only when they are
-    complete, and each process finds out by looking that one was removed.
+    complete, and a process notices a file that another has removed when it opens it.
 
     Raises:
         UserError: the folder cannot be used, or the budget has no room for one block.
@@ -118,7 +118,8 @@ class BlockFiles:
         sees all of it or nothing.
 
         Returns:
-            False if it could not be written; the log has one line about it. Else True.
+            True if the file was written. False if it exists already, or could not be written: the log then
+            has one line about it, and for some seconds nothing is written.
         """
         path = self.path(name.digest)
         header = header_of(name, len(source))
@@ -151,11 +152,10 @@ class BlockFiles:
         return True
 
     def scan(self) -> list[tuple[int, int, Path]]:
-        """Look at all files anew: set `used` to the sum of their bytes, and remove what a dead process left
-        half written.
+        """Read the folder: set `used` and `known` by its files, and remove files left half written long ago.
 
         Returns:
-            Of each file: when it was last used, in ns, its bytes and its path.
+            For each file: when it was last used, in ns since the epoch, its size in bytes, and its path.
         """
         files = []
         for path in list(self.folder.iterdir()):
@@ -172,7 +172,7 @@ class BlockFiles:
         return files
 
     def _make_room(self, size: int) -> None:
-        """Remove the least recently used files until `size` more bytes are within the budget."""
+        """Remove the least recently used files, if need be, until `size` more bytes are within the budget."""
         if self.used + size <= self.budget:
             return
         goal = min(int(ROOM * self.budget), self.budget - size)
@@ -184,9 +184,9 @@ class BlockFiles:
             self.used -= bytes_
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Record that the files of one sequence's blocks, by digest, were used just now, the last one first.
+        """Record that the files of one sequence's blocks were used just now; its last block is evicted first.
 
-        Without the blocks before it, a block is of no use, and so it is evicted before them.
+        digests: of the blocks in order. Without the blocks before it, a block is of no use.
         """
         now = time.time_ns()
         for later, digest in enumerate(reversed(digests)):
@@ -201,7 +201,7 @@ def own_folder(folder: Path) -> None:
     """Make a folder, or check that it belongs to this user alone.
 
     Raises:
-        UserError: it is a link or no folder, of another user, or others may read it.
+        UserError: it is a link, not a folder, another user's, or open to others.
     """
     why = "must be a folder of your own that no other user can read: chmod 700"
     try:
@@ -216,7 +216,10 @@ def own_folder(folder: Path) -> None:
 
 
 def header_of(name: BlockName, size: int) -> bytes:
-    """Return the first bytes of the file of the block `name`. size: bytes of keys and values after them."""
+    """Return the first bytes of the file of the block `name`: magic number, digests, lengths and tokens.
+
+    size: bytes of keys and values after the header.
+    """
     lengths = len(name.key).to_bytes(8, "little") + size.to_bytes(8, "little")
     return MAGIC + name.digest + name.parent + lengths + name.key
 

@@ -29,9 +29,10 @@ STOP_SECONDS = 5.0
 
 @dataclass
 class DiskJob:
-    """The job to read a block of host memory from a file (`reading`), or to write it to one.
+    """The job to read a block of host memory from its file, or to write the block to its file.
 
-    ok: whether that went well. seconds: how long it took. Both count once the job has finished.
+    reading: True for a read. ok: True if it went well. seconds: how long it took. `ok` and `seconds` are set
+        once the job has finished.
     """
 
     block: HostBlock
@@ -67,9 +68,10 @@ class DiskTier:
     def start(
         self, name: BlockName, block: HostBlock, view: memoryview, *, reading: bool
     ) -> None:
-        """Begin to read the block `name` from its file into `view`, or to write it from there to its file.
+        """Begin to read the block `name` from its file into `view`, or to write `view` to the file.
 
-        block: in host memory; `view` are the bytes of its slot, which must not change until the job is done.
+        name: of the block, and so of its file. block: the block in host memory. view: the bytes of its slot,
+            which must not change until the job is done. reading: True to read, False to write.
         """
         # Not `self`, which a queue would keep alive.
         files, finished = self.files, self._finished
@@ -87,21 +89,25 @@ class DiskTier:
         (self._reads if reading else self._writes).put(run)
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Record that blocks of one sequence, by digest, were used just now, after the writes so far; skipped
-        if the disk is slow.
+        """Record that one sequence's blocks, by digest, were used just now, after the writes that are queued.
+
+        Do nothing if too many writes are queued.
         """
         if self._writes.qsize() < MOST_CALLS:
             self._writes.put(partial(self.files.touch, digests))
 
     def take_finished(self) -> list[DiskJob]:
-        """Return the jobs (reads and writes of blocks) that have finished since the last call."""
+        """Return the jobs (reads and writes of blocks) that have finished since the last call; none: `[]`."""
         jobs = [self._finished.popleft() for _ in range(len(self._finished))]
         self.pending -= len(jobs)
         return jobs
 
 
 def work_on(queue: Queue) -> None:
-    """Call one function of the queue after the other, until None comes; a thread's main function."""
+    """Call the functions of the queue one after the other, until it gives None; a thread's main function.
+
+    Exceptions are logged.
+    """
     while (call := queue.get()) is not None:
         try:
             call()

@@ -1,4 +1,4 @@
-"""Moving blocks as a feature of an engine."""
+"""Moving KV blocks to host memory and files, as an engine feature with its options."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RATE = {"low": 0.0, "high": 1e12, "above_low": True}
 
 @dataclass(frozen=True)
 class MovingBlocks(Feature):
-    """Blocks that leave the cache go to host memory and to files, and come back when they are wanted."""
+    """KV blocks are saved to host memory and files, and loaded again when a prompt needs them."""
 
     name = "moving_blocks"
     phase = 19
@@ -64,17 +64,23 @@ class MovingBlocks(Feature):
     )
 
     def __post_init__(self) -> None:
-        """Check the options; raise `UserError` for a value out of its limits."""
+        """Check the options.
+
+        Raises:
+            UserError: a value is out of its limits, or `disk_folder` is empty.
+        """
         super().__post_init__()
         if self.disk_folder is not None and not text("disk_folder", self.disk_folder):
             raise UserError("disk_folder is '', but must name a folder")
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace the builder's cache, grammar manager and loop by those that move blocks, and attach host
-        memory and files when the engine is complete.
+        """Replace the builder's cache, grammar manager and loop by versions that save and load blocks.
+
+        Host memory and files are attached at warm-up, when the engine is complete. Where blocks cannot be
+        moved, nothing is replaced.
 
         Raises:
-            UserError: the engine has parts whose blocks cannot be moved, and an option asks for it.
+            UserError: blocks cannot be moved in this engine, but an option is not at its default.
         """
         if why := self.why_not(builder):
             for item in fields(self):
@@ -107,8 +113,9 @@ class MovingBlocks(Feature):
         return ""
 
     def _attach(self, gate: AdmissionGate, engine: PagedEngine) -> None:
-        """Make host memory, files and their connector for a complete engine, and let its cache and `gate` use
-        them.
+        """Make the connector of a complete engine, with host memory and files; set it in cache and `gate`.
+
+        gate: holds requests back until their blocks are loaded.
         """
         cache, attention = engine.cache, engine.runner.attention
         assert isinstance(cache, OffloadingCache)
@@ -140,10 +147,12 @@ class MovingBlocks(Feature):
         cache.connector = gate.connector = connector
 
     def slots(self, block_bytes: int, device: torch.device) -> int:
-        """Return how many blocks of `block_bytes` host memory has room for. Raises `UserError` if it has room
-        for none, or the option asks for more than is free.
+        """Return how many blocks of `block_bytes` bytes host memory has room for.
 
-        device: of the pool, which decides the default.
+        device: of the GPU pool, whose type decides the default of `host_bytes`.
+
+        Raises:
+            UserError: there is no room for one block, or `host_bytes` is more than is free.
         """
         free = free_memory("cpu")[0]
         wanted = self.host_bytes or min(HOST_BYTES[device.type], free // 4)
@@ -155,10 +164,9 @@ class MovingBlocks(Feature):
         return wanted // block_bytes
 
     def _rule(self, engine: PagedEngine, worker: ConnectorWorker, memory: Tensor) -> LoadRule:
-        """Return the rule for loading or computing, with the options' rates; where one is missing, time a
-        prompt and a copy.
+        """Return the rule for loading or computing, with the options' rates, or else measured ones.
 
-        worker: copies blocks. memory: `[slots, bytes of a block]`, host memory.
+        worker: copies blocks; its gentle rate is set. memory: `[slots, bytes of a block]`, host memory.
         """
         if self.prefill_rate is None or self.load_rate is None:
             rule = measure_rule(engine, worker, memory)

@@ -1,4 +1,4 @@
-"""The second tier: slots of host memory, of which the least recently used are given to other blocks."""
+"""The second tier, after GPU memory: slots of host memory, reused least recently used first."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from paged_cache.pool import zeros
 
 @dataclass(eq=False, slots=True)
 class HostBlock:
-    """A block in host memory.
+    """A KV block in host memory.
 
-    digest: its name. slot: the number of its slot.
-    loadable: False while it is read from a disk. failed: reading it has failed.
+    digest: its name, a digest of its tokens and of all before them. slot: the number of its slot.
+    loadable: False until its bytes have been read from a file. failed: True if reading has failed.
     pins: number of copies and requests that need it to stay.
     """
 
@@ -28,9 +28,9 @@ class HostBlock:
 
 
 class HostTier:
-    """Host memory for `count` blocks, which are found by their digest.
+    """Slots of host memory for `count` blocks, found by digest (the block's name).
 
-    memory: `[count, block_bytes]` uint8, pinned for a GPU: a kernel reads and writes it over the bus.
+    memory: `[count, block_bytes]` uint8, page-locked for a GPU: a kernel reads and writes it over the bus.
     """
 
     def __init__(self, count: int, block_bytes: int, device: torch.device) -> None:
@@ -43,13 +43,13 @@ class HostTier:
         self._unpinned: OrderedDict[bytes, HostBlock] = OrderedDict()  # oldest first
 
     def get(self, digest: bytes) -> HostBlock | None:
-        """Return the block with this digest, or None if host memory does not have it."""
+        """Return the block with this digest (its name), or None if host memory does not have it."""
         return self._blocks.get(digest)
 
     def allocate(self, digest: bytes) -> HostBlock | None:
-        """Return a new block of this digest with a slot and one pin; None if all other blocks are pinned.
+        """Return a new block of this digest with a slot and one pin (one user); None if all slots are pinned.
 
-        A free slot is taken first, then that of the least recently used block without pins.
+        A free slot is taken first, then that of the least recently used block without pins, which is lost.
         """
         if self._free:
             slot = self._free.pop()
@@ -63,16 +63,16 @@ class HostTier:
         return block
 
     def pin(self, blocks: Iterable[HostBlock]) -> None:
-        """Add a pin to each block, so that it stays in its slot until `unpin`."""
+        """Add a pin (a user) to each block, so that it stays in its slot until `unpin`."""
         for block in blocks:
             self._unpinned.pop(block.digest, None)
             block.pins += 1
 
     def unpin(self, blocks: Sequence[HostBlock]) -> None:
-        """Take a pin from each block, the last one first, so that a sequence's end is evicted before its
-        beginning.
+        """Remove a pin (a user) from each block; a block without pins stays until its slot is needed.
 
-        A block that could not be read gives its slot back with its last pin.
+        blocks: of one sequence in order; its last block is evicted first. A block that could not be read
+            gives its slot back with its last pin.
         """
         for block in reversed(blocks):
             block.pins -= 1
@@ -89,11 +89,14 @@ class HostTier:
         del self._blocks[block.digest]
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Record that blocks of one sequence, by digest, were used just now, the last one first."""
+        """Record that one sequence's blocks were used just now; its last block is evicted first.
+
+        digests: of the blocks, in order.
+        """
         for digest in reversed(digests):
             if digest in self._unpinned:
                 self._unpinned.move_to_end(digest)
 
     def view(self, block: HostBlock) -> memoryview:
-        """Return the bytes of a block's slot, to read or to write."""
+        """Return the bytes of a block's slot as a memoryview of host memory, to read or to write."""
         return self.memory[block.slot].numpy().data

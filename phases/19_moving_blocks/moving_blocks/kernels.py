@@ -1,4 +1,4 @@
-"""One launch that copies blocks of all layers between the pool and pinned host memory."""
+"""A Triton kernel that copies blocks of all layers between the GPU's pool and page-locked host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = 4096
 
 @triton.jit
 def nanoseconds():
-    """Return the GPU's clock."""
+    """Return the GPU's global timer in nanoseconds, a 64-bit integer."""
     return tl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
     )
@@ -40,7 +40,8 @@ def move_kernel(
     """Copy `count` blocks, each in `parts` pieces of `width` words that lie apart in the pool.
 
     pool: `[parts, pool_blocks, width]`. host: `[slots, parts, width]`. index: `[2, count]`, the blocks, then
-        their slots. TO_HOST: from the pool to the host, or back. BLOCK: words that are copied at a time.
+        their slots. TO_HOST: from pool to host; else from host to pool. BLOCK: words that are copied at a
+        time.
     GENTLY: let `pause` ns pass from one `BLOCK` of a program to the next.
     """
     due = tl.full((), 0, tl.int64)
@@ -69,13 +70,13 @@ def move_kernel(
 def move(
     pool: Tensor, host: Tensor, index: Tensor, *, to_host: bool, rate: float = math.inf
 ) -> None:
-    """Copy blocks between a pool and host memory on the current stream.
+    """Copy blocks between a pool and host memory on the current stream, without waiting.
 
     Args:
         pool: `[parts, N, width]` of any dtype, contiguous.
-        host: `[slots, parts, width]` of the same dtype, pinned and contiguous.
+        host: `[slots, parts, width]` of the same dtype, page-locked and contiguous.
         index: `[2, count]` int64 on the pool's device: the blocks, then their slots.
-        to_host: from the pool to the host, or back.
+        to_host: True: from the pool to host memory. False: from host memory to the pool.
         rate: bytes a second at most. On a GPU only.
     """
     word = torch.uint8 if pool.shape[2] * pool.element_size() % 8 else torch.int64

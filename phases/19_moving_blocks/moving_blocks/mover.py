@@ -1,4 +1,4 @@
-"""The worker's half of the connector: copies between the pool's blocks and slots of host memory."""
+"""The connector's worker: copies between the pool's KV blocks and slots of host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paged_cache import BlockPool
 
 
 class CopyWorker(ConnectorWorker):
-    """Copies blocks one after the other, and waits for each: for a pool that is in host memory.
+    """A worker that copies blocks on the CPU and waits for each copy: for a pool in host memory.
 
     pool: its tensor is `[L, 2, N, P, KH, D]`.
     host: `[slots, bytes of a block]` uint8.
@@ -32,7 +32,10 @@ class CopyWorker(ConnectorWorker):
         after: Sequence[Transfer] = (),
         gently: bool = False,
     ) -> Transfer:
-        """Copy each block of `blocks` to its slot of `slots`, or back; the returned copy is done."""
+        """Copy each of `blocks` to its slot, or back (not `to_host`); return a finished copy.
+
+        after, gently: not used.
+        """
         for block, slot in zip(blocks, slots, strict=True):
             here, there = self.pool[:, block], self.host[slot]
             if to_host:
@@ -44,23 +47,26 @@ class CopyWorker(ConnectorWorker):
 
 @dataclass
 class StreamTransfer(Transfer):
-    """A copy on a CUDA stream of its own, and the event after it."""
+    """A copy on a CUDA stream of its own.
+
+    event: recorded after the copy.
+    """
 
     event: torch.cuda.Event
 
     def done(self) -> bool:
-        """Return True if the GPU has passed the event, so that the copy is done. Never waits."""
+        """Return True if the GPU has reached the event after the copy: the copy is done. Never waits."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 class StreamWorker(ConnectorWorker):
-    """Copies on two streams beside the steps, one launch for all layers and blocks.
+    """A worker that copies blocks on two CUDA streams (loads, saves) beside the steps, in one launch each.
 
     The *compute stream* is the one that steps run on: the current stream of the caller.
 
     Args:
         pool: on a CUDA device.
-        host: `[slots, bytes of a block]` uint8, pinned.
+        host: `[slots, bytes of a block]` uint8, page-locked.
     """
 
     def __init__(self, pool: BlockPool, host: Tensor) -> None:
@@ -78,8 +84,13 @@ class StreamWorker(ConnectorWorker):
         after: Sequence[Transfer] = (),
         gently: bool = False,
     ) -> Transfer:
-        """See `ConnectorWorker.start_copy`: it runs on the stream of its direction, after the compute
-        stream.
+        """Start to copy blocks to slots of host memory, or back (not `to_host`), on a CUDA stream.
+
+        Saves and loads have a stream each. It first waits for the compute stream and for the copies `after`.
+        gently: at `gentle_rate` bytes a second.
+
+        Returns:
+            The copy, to ask whether it is done.
         """
         from moving_blocks.kernels import move  # Triton comes with it
 
@@ -95,16 +106,16 @@ class StreamWorker(ConnectorWorker):
             return StreamTransfer(stream.record_event())
 
     def wait_for(self, transfer: Transfer) -> None:
-        """Let the current stream wait for the copy `transfer`; the host does not wait."""
+        """Let the current CUDA stream wait for the copy `transfer`; the host does not wait."""
         assert isinstance(transfer, StreamTransfer)
         torch.cuda.current_stream(self.device).wait_event(transfer.event)
 
 
 def views(pool: BlockPool, host: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of the pool, `[layers * 2, N, numbers]`, and of the host's memory, `[slots, layers * 2,
-    numbers]`.
+    """Return pool and host memory as `[layers * 2, N, numbers]` and `[slots, layers * 2, numbers]`.
 
-    A block's keys and values of each layer lie apart in the pool, and side by side in the host's memory.
+    Both are views. host: `[slots, bytes of a block]` uint8. numbers: keys or values of one block and layer.
+    A block's keys and values of each layer lie apart in the pool, and side by side in host memory.
     """
     blocks = pool.data.flatten(0, 1).flatten(2)
     return blocks, host.view(blocks.dtype).view(len(host), blocks.shape[0], blocks.shape[2])

@@ -25,7 +25,9 @@ CHUNK_BYTES = 1 << 26
 
 
 class BlockName(NamedTuple):
-    """The name of a full block of a sequence; it is the same in every engine with the same namespace.
+    """The name of a full block of a sequence, the same in every engine with the same namespace.
+
+    The namespace is a digest of the model and the block format.
 
     digest: of the namespace, the salt and all tokens up to the block's end.
     parent: the digest of the block before, or of the namespace and the salt.
@@ -39,7 +41,7 @@ class BlockName(NamedTuple):
 
 
 def digest_of(*parts: bytes) -> bytes:
-    """Return the digest (bytes) of some byte strings; where one ends and the next begins counts as well."""
+    """Return a digest, as bytes, of byte strings: `(b"ab", b"c")` and `(b"a", b"bc")` have different ones."""
     state = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))
@@ -54,7 +56,7 @@ def chain(
 
     Args:
         namespace: the digest of what all blocks of an engine share, such as the weights.
-        salt: of the request: blocks of another salt have other names.
+        salt: text of the request: blocks of another salt have other names.
         keys: tokens of each block, from the first one after `known`.
         known: names of the blocks before.
     """
@@ -98,7 +100,7 @@ def tensors_of(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def hash_tensor(tensor: Tensor) -> bytes:
-    """Return a digest of a tensor's bytes, on whatever device it is."""
+    """Return a digest of a tensor's bytes, as bytes; the tensor may be on any device."""
     state = xxhash.xxh3_128()
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     for start in range(0, len(flat), CHUNK_BYTES):

@@ -1,7 +1,7 @@
 """Load or recompute: do blocks arrive sooner than they are computed?
 
-Two rates decide, which are measured when the engine starts and corrected by every copy: how fast this engine
-computes a prompt, and how fast blocks come in. The lesson draws them.
+Two rates decide: how fast this engine computes a prompt, and how fast blocks are loaded. Both are measured
+when the engine starts; reads of files correct the disk's rate. The lesson draws them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ out how long the step of the last block reads what was loaded."""
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """Floating-point operations of a prompt.
+    """Floating-point operations that a prompt takes.
 
     per_token: of the products with weights, for a token. per_pair: of attention, for each key that a query
         sees, over all layers.
@@ -47,8 +47,9 @@ class PrefillCost:
 
     @staticmethod
     def of(config: ModelConfig) -> PrefillCost:
-        """Return the operations of a model with this configuration; of experts, those that a token goes
-        through.
+        """Return the operations that tokens cost a model with this configuration.
+
+        Of a mixture's experts only those count that a token goes through.
         """
         heads = config.num_heads + 2 * config.num_kv_heads
         attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
@@ -61,18 +62,16 @@ class PrefillCost:
         )
 
     def between(self, start: int, end: int) -> float:
-        """Return the floating-point operations of the tokens `start .. end - 1`, which see all tokens before
-        them.
-        """
+        """Return the floating-point operations of tokens `start .. end - 1`, which see all before them."""
         return self.per_token * (end - start) + self.per_pair * (end**2 - start**2) / 2
 
 
 @dataclass
 class LoadRule:
-    """Decides whether to load blocks or to compute their tokens.
+    """The rule that decides whether to load blocks or to compute their tokens.
 
-    cost: operations of a prompt. block_bytes: keys and values of a block.
-    compute_rate: operations a second. host_rate, disk_rate: bytes a second.
+    cost: operations of a prompt. block_bytes: bytes of a block's keys and values.
+    compute_rate: operations a second. host_rate, disk_rate: bytes a second, from host memory and from files.
     step_seconds: what a step takes at least, also if it computes one token.
     """
 
@@ -90,7 +89,7 @@ class LoadRule:
     def load_seconds(self, blocks: int, from_disk: int = 0, gently: bool = False) -> float:
         """Return how many seconds `blocks` blocks take to load, `from_disk` of them from files.
 
-        gently: beside other requests, at `GENTLE` of the rate.
+        gently: True: slower, at a part (`GENTLE`) of the rate, because other requests run beside it.
         """
         each = self.block_bytes
         rate = GENTLE * self.host_rate if gently else self.host_rate
@@ -105,27 +104,27 @@ class LoadRule:
         from_disk: int = 0,
         gently: bool = False,
     ) -> bool:
-        """Return True if loading blocks of a prompt, and computing the rest, is faster than computing all.
+        """Return True if loading blocks of a prompt is clearly faster than computing their tokens.
 
         Args:
-            start: tokens of the prompt in the cache. loaded: those after the load. end: all tokens.
+            start: tokens of the prompt in the cache. loaded: tokens in the cache after the load. end: all
+                tokens.
             blocks: number of blocks to load. from_disk: how many of them come from files.
-            gently: while other requests run.
+            gently: other requests run, so the load must be slow.
         """
         saved = self.compute_seconds(start, end) - self.compute_seconds(loaded, end)
         return MARGIN * self.load_seconds(blocks, from_disk, gently) < saved
 
     def on_read(self, blocks: int, seconds: float) -> None:
-        """Correct the disk's rate: `blocks` blocks were read in `seconds`."""
+        """Correct `disk_rate` by a measurement: `blocks` blocks were read from files in `seconds`."""
         measured = blocks * self.block_bytes / max(seconds, 1e-9)
         self.disk_rate = KEEP * self.disk_rate + (1 - KEEP) * measured
 
 
 def measure_rule(engine: PagedEngine, worker: ConnectorWorker, memory: Tensor) -> LoadRule:
-    """Return a rule (load blocks or compute them again) with rates measured by timing a prompt and a copy, on
-    an engine that is idle.
+    """Return a rule (load blocks or compute them again) with rates that are measured now, on an idle engine.
 
-    worker: copies blocks. memory: `[slots, bytes of a block]`, host memory.
+    A prompt and a copy are timed. worker: copies blocks. memory: `[slots, bytes of a block]`, host memory.
     """
     cost = PrefillCost.of(engine.config)
     slots, block_bytes = memory.shape
@@ -151,7 +150,7 @@ def measure_rule(engine: PagedEngine, worker: ConnectorWorker, memory: Tensor) -
 
 
 def prefill(engine: PagedEngine, tokens: int) -> None:
-    """Compute the first token of a new prompt of `tokens` tokens."""
+    """Run an engine until it has computed a new prompt of `tokens` tokens and sampled one token."""
     prompt = [(3 * token) % engine.config.vocab_size for token in range(tokens)]
     salt = str(perf_counter())  # a second prompt must not find the first one's blocks
     engine.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True), salt=salt)
@@ -160,14 +159,14 @@ def prefill(engine: PagedEngine, tokens: int) -> None:
 
 
 def load(worker: ConnectorWorker, blocks: int) -> None:
-    """Load `blocks` blocks from host memory."""
+    """Copy `blocks` blocks from host memory into the pool, and wait until they have arrived."""
     transfer = worker.start_copy(range(blocks), range(blocks), to_host=False)
     while not transfer.done():
         continue
 
 
 def time_of(action: Callable[..., None], *arguments: object) -> float:
-    """Return the seconds that `action(*arguments)` takes, the better of two runs."""
+    """Return the seconds that `action(*arguments)` takes, the shorter of two runs."""
     times = []
     for _ in range(2):
         started = perf_counter()

@@ -1,7 +1,7 @@
-"""The scheduler's half of the connector: host memory as a second tier, and files behind it as a third.
+"""The connector's scheduler half: host memory as a second tier behind the GPU, and files as a third.
 
 Only host memory is copied to and from the GPU. A block on a disk is read into a slot of host memory first,
-by a thread, and nothing in the engine waits for it but the request that wants it.
+by a thread, and only the request that needs it waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moving_blocks.rule import LoadRule
 class TierStats:
     """Counts since the start, in blocks, but for `expired_requests`.
 
-    saved, loaded: copied to and from host memory.
+    saved, loaded: copied from the GPU to host memory, and back.
     read, unread: read from files, or wanted from files but not readable.
     written: to files.
     expired_requests: requests that stopped waiting because computing would have been as fast.
@@ -42,12 +42,12 @@ class TierStats:
 
 @dataclass(eq=False)
 class Load:
-    """Blocks on their way from host memory into the cache.
+    """Blocks that are being loaded from host memory into the cache.
 
-    cursor: position in the prefix index after the cached blocks before them, which it pins.
+    cursor: position in the prefix index after the request's cached blocks, which it pins.
     cached: numbers of these cached blocks. names, blocks, sources: of each loaded block its name, its
         number, and its block in host memory.
-    transfer: the copy. finished: whether the cache has the blocks.
+    transfer: the copy. finished: True once the cache has the blocks.
     """
 
     cursor: object
@@ -61,7 +61,7 @@ class Load:
 
 @dataclass(eq=False)
 class Save:
-    """Blocks on their way to host memory.
+    """Blocks that are being saved to host memory.
 
     names, blocks, targets: of each block its name, its number, and its block in host memory. transfer: the
         copy.
@@ -75,14 +75,15 @@ class Save:
 
 @dataclass(eq=False)
 class WaitingRequest:
-    """A request that waits for its blocks before it enters the waiting line.
+    """A request that waits for its blocks before it enters the scheduler's waiting line.
 
     names: of its full blocks, from the first on, as far as they are in the cache, host memory or files.
-    pinned: its blocks in host memory, those that are still being read included.
-    since: when it began to wait for files, also for those of another process. waited: for how many seconds.
-    deadline: when it stops waiting for files, and then for its load; 0: it waits for room.
-    load: its copy; None: none yet.
-    expected: its last full block, while it waits until another process has written that to a file.
+    pinned: its blocks in host memory, also those that are still being read from files.
+    since: clock time in seconds when it began to wait for files, also for files that another process writes.
+    waited: seconds that it has waited for files.
+    deadline: clock time when it stops waiting for files, and later for its load; 0: it waits for free blocks.
+    load: the copy of its blocks to the GPU; None: not started.
+    expected: its last full block, while it waits until another process has written that block to a file.
     """
 
     request: Request
@@ -97,14 +98,14 @@ class WaitingRequest:
 
 @dataclass(eq=False)
 class TieredConnector(ConnectorScheduler):
-    """Saves blocks to host memory and files, and loads them for requests before they enter the waiting line.
+    """Saves KV blocks to host memory and files, and loads them before a request enters the waiting line.
 
     cache: whose blocks they are. scheduler: says whether a request would be admitted now.
     worker: copies blocks. host: host memory. disk: the files; None: there are none.
     rule: says when loading is faster than computing.
     save_computed: save blocks as soon as they are computed, not only when they are evicted.
     clock: returns the time in seconds.
-    waiting: requests that wait for blocks. loads, saves: copies on their way.
+    stats: counts of blocks. waiting: requests that wait for blocks. loads, saves: unfinished copies.
     """
 
     cache: OffloadingCache
@@ -126,21 +127,21 @@ class TieredConnector(ConnectorScheduler):
 
     @property
     def busy(self) -> bool:
-        """Return True while copies are on their way, or saves have not been started."""
+        """Return True while copies are unfinished, or saves have not been started."""
         return bool(self.loads or self.saves or self._to_save)
 
     @property
     def _shared(self) -> bool:
-        """Return True while requests run, or are about to: copies must not delay their steps then."""
+        """Return True while requests run or wait in line: copies must not delay their steps."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     # Admission.
 
     def ready(self, request: Request) -> bool:
-        """Start or continue a request's load; True once it need not wait.
+        """Start or continue a request's load; return True once the request need not wait, else False.
 
         A request waits for its blocks no longer than they would take to compute. Then it enters the waiting
-        line, and what has not come is computed.
+        line, and tokens whose blocks have not come are computed.
         """
         now = self.clock()
         wait = self.waiting.get(request) or self._begin(request)
@@ -187,8 +188,7 @@ class TieredConnector(ConnectorScheduler):
         return self._enter_line(wait)
 
     def expect(self, request: Request) -> None:
-        """Let a new request wait for files that another process is about to write, until its last full block
-        is there.
+        """Let a new request wait for its last full block, which another process is about to write to a file.
 
         It waits no longer than computing takes, and not at all if loading would be slower.
         """
@@ -201,10 +201,10 @@ class TieredConnector(ConnectorScheduler):
             wait.deadline = wait.since + seconds
 
     def _begin(self, request: Request) -> WaitingRequest:
-        """Find a request's blocks in host memory and files, and begin to read those on a disk if that is
-        faster.
+        """Find a request's blocks in host memory and files, and begin to read files if loading is faster.
 
-        Returns: its entry in `waiting`.
+        Returns:
+            Its entry in `waiting`.
         """
         self._start_saves()  # what is evicted, but not copied yet, is found as well
         found = self._num_cached(request)
@@ -231,9 +231,7 @@ class TieredConnector(ConnectorScheduler):
         return wait
 
     def _enter_line(self, wait: WaitingRequest) -> bool:
-        """Remove a request from those that wait for blocks, and unpin its blocks in host memory. Returns
-        True.
-        """
+        """Remove a request from those that wait for blocks; unpin its blocks in host memory. Return True."""
         self.host.unpin(wait.pinned)
         if wait in self._need_room:
             self._need_room.remove(wait)
@@ -245,10 +243,12 @@ class TieredConnector(ConnectorScheduler):
         return self.cache.lookup(request) // self.cache.block_size
 
     def _find_names(self, request: Request, found: int) -> tuple[list[BlockName], int]:
-        """Return the names of a request's blocks, up to the first that is nowhere, and how many of them are
-        to be read from a disk.
+        """Find a request's full blocks, up to the first that is in no memory and no file.
 
         found: how many blocks the cache has; all others must be in host memory or files.
+
+        Returns:
+            The names of the blocks, and how many of them must still be read from a disk.
         """
         names = []
         from_disk = 0
@@ -265,8 +265,9 @@ class TieredConnector(ConnectorScheduler):
         return self.disk is not None and self.disk.files.contains(name.digest)
 
     def _num_loadable(self, wait: WaitingRequest, found: int) -> int:
-        """Return how many blocks of a waiting request, after the `found` cached ones, to load now from host
-        memory; 0 if computing them is faster.
+        """Return how many blocks of a waiting request to load from host memory now; 0 if computing is faster.
+
+        found: how many of its blocks the cache has; those after them are loaded.
         """
         blocks = (self.host.get(name.digest) for name in wait.names[found:])
         count = len([*takewhile(lambda block: block and block.loadable, blocks)])
@@ -276,8 +277,10 @@ class TieredConnector(ConnectorScheduler):
         return count * self.rule.should_load(start, loaded, end, count, 0, self._shared)
 
     def _has_room(self, request: Request) -> bool:
-        """Return True if the request could be admitted now, after those whose blocks are being loaded and
-        after one that is about to run: the copy goes on beside its step.
+        """Return True if there are a row and blocks for the request, besides those of requests before it.
+
+        Before it come requests whose blocks are being loaded, and at most one in the waiting line, beside
+        whose step the copy would go on; False if more wait there.
         """
         line = self.scheduler.waiting
         if len(line) > 1 or self.scheduler.rows.free <= len(self.loads) + len(line):
@@ -310,7 +313,8 @@ class TieredConnector(ConnectorScheduler):
     def _finish_load(self, load: Load) -> None:
         """Put loaded blocks into the cache's prefix index, where every request finds them.
 
-        The device may be copying still, if later steps wait for the copy: then the slots stay pinned.
+        If later steps wait for the copy on the device, it may be unfinished still: then the host slots stay
+        pinned.
         """
         load.finished = True
         keys = [name.key for name in load.names]
@@ -333,36 +337,41 @@ class TieredConnector(ConnectorScheduler):
     # Saves.
 
     def save_blocks(self, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
-        """Save newly computed blocks before the next step, if the option `save_computed` is on."""
+        """Record newly computed blocks; with `save_computed` on, save them before the next step.
+
+        names, blocks: the name and the number of each.
+        """
         for name, block in zip(names, blocks, strict=True):
             self._name_of[block] = name
             if self.save_computed:
                 self._to_save[block] = name
 
     def blocks_evicted(self, blocks: Sequence[int]) -> None:
-        """Save evicted blocks before the next step, unless `save_computed` has saved them already."""
+        """Save evicted blocks before the next step, unless `save_computed` has saved them already.
+
+        blocks: their numbers, of a sequence from its end on.
+        """
         for block in reversed(blocks):  # from a sequence's beginning on
             name = self._name_of.pop(block, None)
             if name and not self.save_computed:
                 self._to_save[block] = name
 
     def blocks_allocated(self, blocks: Sequence[int]) -> None:
-        """Let the next step wait for saves that read these `blocks` (numbers), because requests now write to
-        them.
-        """
+        """Let the next step, which may write to these blocks (numbers), wait for saves that read them."""
         self._overwritten.update(blocks)
 
     def before_step(self) -> None:
-        """Start the saves that wait for this moment, and let the step wait for those whose blocks it
-        overwrites.
-        """
+        """Start the recorded saves, and let the next step wait for those whose blocks it may overwrite."""
         self._start_saves()
         for save in self._saves_of(self._overwritten):
             self.worker.wait_for(save)
         self._overwritten.clear()
 
     def _saves_of(self, used: Container[int | HostBlock]) -> list[Transfer]:
-        """Return the saves that read a GPU block (its number) in `used`, or write a host block in `used`."""
+        """Return the copies of unfinished saves that read or write a block in `used`.
+
+        used: numbers of GPU blocks (which are read), and host blocks (which are written).
+        """
         return [
             save.transfer
             for save in self.saves
@@ -370,16 +379,17 @@ class TieredConnector(ConnectorScheduler):
         ]
 
     def request_finished(self, names: Sequence[BlockName]) -> None:
-        """Mark the blocks of a finished request as used just now, in host memory and files, so that they
-        stay longest.
-        """
+        """Mark the blocks with these names, of a finished request, as just used in host memory and files."""
         digests = [name.digest for name in names]
         self.host.touch(digests)
         if self.disk and digests:
             self.disk.touch(digests)
 
     def _start_saves(self) -> None:
-        """Copy the blocks in `_to_save` that are neither in host memory nor in files yet, in one launch."""
+        """Start to copy the blocks in `_to_save` that are neither in host memory nor in files, in one launch.
+
+        A block for which host memory has no slot is not saved.
+        """
         if not self._to_save:
             return
         names = []
@@ -407,7 +417,7 @@ class TieredConnector(ConnectorScheduler):
     # What has finished.
 
     def poll(self) -> None:
-        """Start saves, and process copies and file jobs that have finished."""
+        """Start recorded saves, and process the copies and the file jobs that have finished."""
         self._start_saves()
         for load in [each for each in self.loads if each.transfer.done()]:
             self.loads.remove(load)

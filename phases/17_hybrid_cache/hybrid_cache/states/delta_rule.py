@@ -27,9 +27,9 @@ CHUNK = 64
 class DeltaTokens(NamedTuple):
     """The inputs of the gated delta rule for `S` tokens, in float32.
 
-    q, k: `[..., S, H, Dk]`, of length 1 (`q`: times the scale). v: `[..., S, H, Dv]`.
+    q, k: `[..., S, H, Dk]`, of length 1; `q` is then scaled by `Dk ** -0.5`. v: `[..., S, H, Dv]`.
     decay: `[..., S, H]`, the logarithm of the share of the state that stays.
-    beta: `[..., S, H]`, 0 to 1: the share of the error that is written.
+    beta: `[..., S, H]`, 0 to 1: the share of the state's error about `v` that a token corrects.
     """
 
     q: Tensor
@@ -52,7 +52,7 @@ def one_token(state: Tensor, token: DeltaTokens) -> tuple[Tensor, Tensor]:
         token: inputs without the dimension `S`.
 
     Returns:
-        What the token's query reads, `[..., H, Dv]`, and the new state.
+        The output `[..., H, Dv]` that the token's query reads, and the new state.
     """
     q, k, v, decay, beta = token
     state = state * decay.exp()[..., None, None]
@@ -94,7 +94,7 @@ def scan(state: Tensor, tokens: DeltaTokens, chunk: int = CHUNK) -> tuple[Tensor
 def one_chunk(state: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
     """Apply the gated delta rule to `C` tokens at once; return outputs `[..., C, H, Dv]` and the new state.
 
-    state: `[..., H, Dk, Dv]`, before the first token.
+    state: `[..., H, Dk, Dv]`, before the first token. tokens: their inputs, with `S = C`.
     A token writes `beta (v - what the state says of k)`, and the state holds the writes of the chunk's
     tokens before it. So the writes `W [C, Dv]` solve a triangular system, the WY form of the delta rule:
 
@@ -149,6 +149,6 @@ def causal_conv(x: Tensor, weight: Tensor, before: Tensor) -> tuple[Tensor, Tens
 
 
 def unit(x: Tensor) -> Tensor:
-    """Return vectors `x [..., D]` scaled to length 1, in float32; one near 0 stays near 0."""
+    """Return vectors `x [..., D]` scaled to length 1, in float32; a vector near 0 stays near 0."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

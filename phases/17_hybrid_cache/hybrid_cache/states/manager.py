@@ -34,31 +34,30 @@ def slot_count(rows: int) -> int:
 class SlotPool(LruPool):
     """A pool of state slots, which evicts the oldest snapshots of states when it has no free slot.
 
-    Running requests need at most two thirds of the slots, so there is always one to take.
+    Running requests need at most two thirds of the slots, so one is always free or evictable.
     """
 
     def take(self, count: int) -> list[int]:
-        """Return the numbers of `count` slots: free ones, then those of the oldest snapshots, which are
-        lost.
-        """
+        """Allocate `count` slots, if need be those of the oldest snapshots; return their numbers."""
         while self.allocator.free < count:
             self.evict_oldest(self.finished)
         return self.allocator.allocate(count)
 
 
 class StateManager(SingleTypeManager):
-    """The manager of layers that keep a state (Gated DeltaNet): it gives a page (`block_size` tokens) a slot
-    for the state after it.
+    """The manager of state slots for Gated DeltaNet layers: a page may have one, for the state after it.
+
+    A page is a number in block tables for `block_size` tokens.
 
     tables: block tables of all rows. arguments: of the base class, such as `blocks [1, pages]`, here the slot
         of each page.
     tokens_after: `[pages]` int32, for a step of several tokens that ends in a page: how many of them
         come after the position whose state is kept. Negative if these are drafts; 0 if none is kept.
-    slot_offset: blocks in the pool of keys and values; where both are copied, slots are numbered after them.
+    slot_offset: number of KV blocks, added to slot numbers where blocks and slots share one list of copies.
 
-    divergence: by row, how many tokens of its prompt the index knows, with or without a snapshot after them.
+    divergence: by row, how many tokens of its prompt are in the prefix index, with a snapshot or without.
     rollback_to: by row, tokens that the state has seen before drafts that are being verified.
-    last_decode_page: by row, the page that its decodes left last, or -1.
+    last_decode_page: by row, the last page that its decodes have filled, or -1.
     """
 
     def __init__(
@@ -74,17 +73,14 @@ class StateManager(SingleTypeManager):
     # Rules of the type.
 
     def first_needed_page(self, start: int) -> int:
-        """Return the index in a request's table of the page whose state is read by a step from token `start`
-        on.
-        """
+        """Return the index in a request's table of the page whose state a step from token `start` reads."""
         return max(0, start - 1) // self.block_size
 
     def required_pages(self, start: int, upto: int) -> int:
-        """Return how many pages of a request's table must have a slot before a step: up to the page that it
-        reads.
+        """Return how many pages of a request's table must have slots before a step: up to the page it reads.
 
-        start: its number of computed tokens. upto: tokens that it reserves room for. (`assign_slots` gives
-            slots to pages that the step writes.)
+        start: number of the request's computed tokens. upto: not used (`assign_slots` gives slots to the
+            pages that the step writes).
         """
         return self.first_needed_page(start) + 1
 
@@ -105,8 +101,9 @@ class StateManager(SingleTypeManager):
         Returns:
             The end of these tokens minus the number of drafts (`work.drafts` is a tuple of tokens), if there
             are drafts and they may be rejected (`work.drafts_forced` is False). Otherwise the row's
-            `divergence`, if it lies strictly within the work. Otherwise the last page boundary before the
-            work's last token, or `work.start`, which means none, if that boundary is not after the start.
+            `divergence` (prompt tokens in the prefix index), if it lies strictly within the work. Otherwise
+            the last page boundary before the work's last token, or `work.start`, which means no snapshot, if
+            that boundary is not after the start.
         """
         start = work.start
         end = work.start + work.count
@@ -118,12 +115,12 @@ class StateManager(SingleTypeManager):
         return max(start, (end - 1) // self.block_size * self.block_size)
 
     def roll_back(self, request: Request, upto: int) -> int:
-        """Return how many of a request's first `upto` tokens its state has seen.
+        """Return how many of a request's first `upto` tokens its state has seen; set the request back to it.
 
         upto: number of tokens that are computed and accepted.
         If drafts were among the tokens of the request's last step, `rollback_to` has for its row the number
         of tokens that the state has seen. If this is less than `upto`, `request.num_computed_tokens` is set
-        back to it. A rollback happens once, and not for a step before that one.
+        back to it. Each entry is used once. An `upto` below the entry is of an earlier step, and is returned.
         """
         seen = self.rollback_to.get(request.row, upto)
         if upto < seen:  # an earlier chunk, collected when the drafts are launched
@@ -139,8 +136,8 @@ class StateManager(SingleTypeManager):
         works: the step's requests and their tokens.
 
         Returns:
-            The pages that the step reads, each with True if it keeps its state as a snapshot. They go to
-            `release_slots` once the device has the slots.
+            (page, keep) for each page that the step reads; keep: its state stays cached as a snapshot. Pass
+            the list to `release_slots` once the device has the slots.
         """
         read = list[tuple[int, bool]]()
         snapshots = set[int]()
@@ -187,11 +184,12 @@ class StateManager(SingleTypeManager):
             self.last_decode_page[row] = int(self.tables[row, at - 1])
 
     def _set_tail(self, work: Work, boundary: int, drafting: bool) -> None:
-        """Record for the device how many tokens of a step come after the snapshot boundary in the step's
-        last page.
+        """Set `tokens_after` of a step's last page: the step's tokens after its snapshot boundary.
 
-        work: the request and its tokens. boundary: number of tokens before it. drafting: the tokens after it
-            are drafts.
+        The boundary is the position whose state is kept.
+
+        work: the request and its tokens. boundary: number of the request's tokens before it. drafting: True
+            if the tokens after it are drafts; the entry is then negative.
         """
         end = work.start + work.count
         last = int(self.tables[work.row, (end - 1) // self.block_size])
@@ -202,7 +200,7 @@ class StateManager(SingleTypeManager):
     def release_slots(self, read: Sequence[tuple[int, bool]]) -> None:
         """Remove a step's use of the pages whose states it read; slots that keep no snapshot become free.
 
-        read: what `assign_slots` returned.
+        read: (page, keep) pairs, as `assign_slots` returned them; keep: the slot stays cached as a snapshot.
         """
         for page, snapshot in read:
             self._drop(page, self.pool.finished if snapshot else None)
@@ -210,8 +208,9 @@ class StateManager(SingleTypeManager):
     # Requests.
 
     def copy_page(self, source: int, target: int) -> list[tuple[int, int]]:
-        """Let a request use the state slot of a new page `target` in place of the shared page `source`'s
-        (copy on write).
+        """Let a request use the state slot of a new page `target` instead of the shared page `source`'s.
+
+        This is copy on write.
 
         Returns:
             The (source, target) slots that the device must copy, numbered after all KV blocks.

@@ -1,7 +1,8 @@
-"""The second operator that mixes tokens: a seam beside attention, for layers that keep a state.
+"""The interface of Gated DeltaNet layers to their states, as `Attention` is that of layers to the KV cache.
 
 A layer of Gated DeltaNet hands its inputs to a `Mixer`, as a layer of attention hands queries, keys and
-values to an `Attention`. The object of a phase is both, or the model says which phase it needs.
+values to an `Attention`. An engine's attention object is both. If it is not, the model says which phase it
+needs.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from hybrid_cache.states.delta_rule import DeltaTokens, causal_conv, recurrence,
 class DeltaInputs(NamedTuple):
     """Inputs of a Gated DeltaNet layer, computed from each token alone.
 
-    layer: index among all layers. config: sizes of its heads.
+    layer: index among all layers. config: numbers and sizes of the layer's heads.
     conv: `[C, W]`, the weights of the convolution.
     mixed: `[..., C]`, queries, keys and values before the convolution.
     decay: `[..., H]` float32, the logarithm of the share of the state that stays.
-    beta: `[..., H]`, 0 to 1: the share of the error that is written.
+    beta: `[..., H]`, 0 to 1: the share of the state's error about a token's value that the token corrects.
     """
 
     layer: int
@@ -38,15 +39,16 @@ class DeltaInputs(NamedTuple):
     def take(self, tokens: slice | Tensor) -> DeltaInputs:
         """Return the inputs of some tokens of a ragged batch (requests' tokens end to end).
 
-        tokens: a slice, or indices of any shape.
+        tokens: a slice of the batch, or indices of any shape, which becomes the inputs' leading shape.
         """
         mixed, decay, beta = (part[tokens] for part in self[3:])
         return self._replace(mixed=mixed, decay=decay, beta=beta)
 
     def tokens(self, mixed: Tensor) -> DeltaTokens:
-        """Return the inputs of the delta rule in float32. mixed: `[..., C]`, the convolution's output.
+        """Return the inputs of the delta rule in float32, with queries, keys and values taken from `mixed`.
 
-        Value head `h` has the query and the key of key head `h // groups`.
+        mixed: `[..., C]`, the convolution's output. Value head `h` gets the query and key of key head `h //
+            groups`: each key head has `groups` value heads.
         """
         shape, leading = self.config, mixed.shape[:-1]
         keys, values = shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim
@@ -59,9 +61,7 @@ class DeltaInputs(NamedTuple):
 
 
 class Mixer(ABC):
-    """Interface of an object that combines tokens in Gated DeltaNet layers, and keeps their states between
-    steps.
-    """
+    """Interface of what computes Gated DeltaNet layers over a batch, and keeps states between steps."""
 
     @abstractmethod
     def mix(self, inputs: DeltaInputs) -> Tensor:
@@ -69,12 +69,10 @@ class Mixer(ABC):
 
 
 class WholeSequence(Mixer):
-    """A `Mixer` that computes the whole sequence at every call and keeps no state between calls."""
+    """A `Mixer` that computes whole sequences from an empty state at every call and keeps no state."""
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """Return a layer's outputs `[..., S, H, Dv]`, for inputs whose last dimension but one is the
-        sequence.
-        """
+        """Return a layer's outputs `[..., S, H, Dv]` in the dtype of `inputs.mixed [..., S, C]`."""
         x, config = inputs.mixed, inputs.config
         mixed, _ = causal_conv(x, inputs.conv, x.new_zeros(*x.shape[:-2], *config.conv_shape))
         empty = torch.zeros(*x.shape[:-2], *config.state_shape, device=x.device)

@@ -1,4 +1,4 @@
-"""The tensors that states lie in, and the mixer over them in plain torch."""
+"""The device's tensors of Gated DeltaNet states, and a `Mixer` over them in plain torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ class StatePool:
     config: sizes of the layers' heads. dtype: of the convolution's inputs; states are float32.
     slots: number of slots. There are two more: `null` is always zeros, the state before a text; the
         last one takes states that no request reads, those after draft tokens.
-    pages, block_size: number of pages, and tokens of each.
+    pages, block_size: number of pages (ranges of tokens that block tables name), and tokens of each.
     recurrent: `[layers, slots + 2, H, Dk, Dv]` float32, in the order of the layers that have states.
-    conv: `[layers, slots + 2, W - 1, C]`.
+    conv: `[layers, slots + 2, W - 1, C]`, the last inputs of the convolution.
     page_slots, page_tokens_after: `[pages]` int32, of each page its slot, and how many tokens of a step
-        that ends there come after its snapshot boundary (negative: they are drafts).
+        that ends there come after its snapshot boundary, the position whose state is kept (negative: these
+        tokens are drafts).
     step: `[4, B]` int32, for this step's requests: the slot that is read; the slot that the state at the
         snapshot boundary goes to (-1: none); the slot that the last state goes to (-1: padding); and the
-        tokens before the boundary.
+        number of the step's tokens before the boundary.
     """
 
     step: Tensor
@@ -57,7 +58,7 @@ class StatePool:
 
     @staticmethod
     def bytes_per_slot(config: DeltaConfig, dtype: torch.dtype) -> int:
-        """Return the bytes of one slot: a state of every layer, and the inputs that its convolution keeps."""
+        """Return the bytes of one slot: each layer's state, and the inputs that its convolution keeps."""
         each = 4 * np.prod(config.state_shape) + dtype.itemsize * np.prod(config.conv_shape)
         return int(sum(config.layers) * each)
 
@@ -67,8 +68,9 @@ class StatePool:
         self.conv[:, targets] = self.conv[:, sources]
 
     def begin(self, batch: PagedBatch) -> None:
-        """Start a step: write the slots of its batch's requests to `step`, by the device alone, as CUDA
-        graphs need it.
+        """Start a step: compute `step`, the slots that its requests read and write, on the device.
+
+        Nothing waits for the host, so a CUDA graph can hold it.
         """
         ends, counts = batch.context_lens.long(), batch.query_starts.diff()
         starts = ends - counts
@@ -95,7 +97,7 @@ class StatePool:
         follow.
 
         step: `[4, B]` int32, for each request: the slot to read (`null` at a text's beginning), the slot that
-            keeps the state at the last block boundary (-1: none), the slot of the state after the step (-1:
+            keeps the state at the snapshot boundary (-1: none), the slot of the state after the step (-1:
             none), and how many of the step's tokens lie before that boundary.
         """
         self.step = step
@@ -112,7 +114,7 @@ class StatePool:
     def mix(self, inputs: DeltaInputs) -> Tensor:
         """Return a layer's outputs `[T, H, Dv]` for a ragged batch, and store the new states in their slots.
 
-        Requests of one token are computed at once, each longer one by itself.
+        All requests with one token are computed together, each longer request by itself.
         """
         if self._on_host is None:
             self._on_host = self.step.tolist()
@@ -143,7 +145,8 @@ class StatePool:
     ) -> Tensor:
         """Compute tokens from the states in slots `source`, and store the states after them in slots `into`.
 
-        inputs: of the tokens, of one request or of several with one token each.
+        inputs: of one request's tokens `[tokens, ...]` (with one slot number), or of several requests with
+            one token each `[requests, 1, ...]` (with a list of slots).
 
         Returns:
             The outputs `[..., H, Dv]`.

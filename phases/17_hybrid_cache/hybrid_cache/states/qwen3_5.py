@@ -63,10 +63,9 @@ class GatedAttention(nn.Module):
 
 
 def rotate_first_dimensions(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Return `x [..., H, D]` with the first dimensions of every head rotated, as many as there are angles
-    for.
+    """Apply RoPE to the first dimensions of every head of `x [..., H, D]`; the others stay as they are.
 
-    cos_sin: RoPE's cosines and sines of each token.
+    cos_sin: RoPE's cosines and sines of each token; their last dimension says how many are rotated.
     """
     turned = cos_sin[0].shape[-1]
     return torch.cat((apply_rope(x[..., :turned], cos_sin), x[..., turned:]), -1)
@@ -97,7 +96,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, mixer: Mixer) -> Tensor:
         """Map hidden states `[..., hidden]` to the layer's output, same shape.
 
-        mixer: combines different tokens and keeps the layer's states; nothing else here does.
+        mixer: computes the convolution and the delta rule over each request's tokens, and keeps the states.
         """
         decay = -self.A_log.float().exp() * F.softplus(
             self.in_proj_a(x).float() + self.dt_bias.float()

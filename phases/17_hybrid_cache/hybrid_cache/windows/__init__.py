@@ -1,1 +1,1 @@
-"""Layers with keys and values: which pages they need, and the blocks behind them."""
+"""Attention layers, full or sliding window: which pages (ranges of tokens) need KV blocks."""

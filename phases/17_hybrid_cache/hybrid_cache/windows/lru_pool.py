@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LruPool:
-    """The free list of blocks `0 .. count - 1`, shared by all managers that take from this pool.
+    """The free list of blocks `0 .. count - 1`, shared by the managers of several types of layers.
 
     A block is free, pinned (a running request needs it), or idle (cached for a prefix hit until its memory
     is needed).
@@ -20,7 +20,7 @@ class LruPool:
     allocator: the free list.
     null: number of the null block, which is all zeros and stands for a block that was freed.
     pinned: number of pinned blocks.
-    skipped: pages with idle blocks that windows have skipped, oldest first.
+    skipped: pages (ranges of tokens) whose idle blocks lie before a sliding window, oldest first.
     finished: pages with idle blocks whose last request has ended, oldest first.
     fresh: blocks that got a new owner since the runner asked last.
     """
@@ -40,14 +40,14 @@ class LruPool:
 
     @property
     def admissible(self) -> int:
-        """Return the number of blocks that a new request may pin; the watermark's share is left out."""
+        """Return how many blocks a new request may take: the available ones, less 1 % if others run."""
         return self.available - (self._reserve if self.pinned else 0)
 
     def take(self, count: int) -> list[int]:
         """Take `count` free blocks and return their numbers.
 
         Raises:
-            AssertionError: there are fewer.
+            AssertionError: fewer blocks are free.
         """
         blocks = self.allocator.allocate(count)
         self.fresh += blocks
@@ -55,6 +55,9 @@ class LruPool:
 
     @staticmethod
     def evict_oldest(idle: dict[tuple[SingleTypeManager, int], None]) -> None:
-        """Free the blocks of the oldest page in `idle`, which is this pool's `skipped` or `finished`."""
+        """Free the blocks of the oldest page in `idle`, which is this pool's `skipped` or `finished`.
+
+        idle: (manager, page number) of pages whose blocks no running request needs, oldest first.
+        """
         manager, page = next(iter(idle))
         manager.evict(page)

@@ -21,8 +21,10 @@ Table = NDArray[np.int32]
 
 
 class ManagerSizes(NamedTuple):
-    """Sizes of an engine: most running requests, tokens of a page, and most tokens of one request in a
-    step.
+    """Sizes of an engine for its managers of blocks.
+
+    rows: most running requests. block_size: tokens of a page. step_tokens: most tokens of one request in a
+        step.
     """
 
     rows: int
@@ -36,13 +38,13 @@ class SingleTypeManager(ABC):
     groups: layers of each KV cache group. pool: where blocks come from. sizes: of the engine.
     blocks: `[groups, pages]` int32, the block of each page; `pool.null` where there is none. A page is a
         number in block tables for `block_size` tokens; each group has a block for it, or none.
-    changed: collects pages whose blocks changed, for the device's copy.
+    changed: collects pages whose blocks changed; the device's table of blocks is updated from it.
     users: by page, how many running requests need its blocks.
-    ranges: by row of the block tables, first and end of the range of pages that its request needs.
+    ranges: by row of the block tables, the first page and the end of the range that its request needs.
 
     A type says which pages of a request it needs: a range of its table, from the first page that its next
-    query reads to the last page that it may write. Its pages there have a block in each group. A page that
-    no running request needs keeps its blocks for prefix hits, and loses them when the pool needs room.
+    query reads to the last page that it may write. Each page of the range has a block in each group. A page
+    that no running request needs keeps its blocks for prefix hits, and loses them when the pool needs room.
     """
 
     def __init__(
@@ -74,30 +76,33 @@ class SingleTypeManager(ABC):
     def required_pages(self, start: int, upto: int) -> int:
         """Return how many pages from the start of a request's block table must have blocks before a step.
 
-        start: its number of computed tokens. upto: tokens that the scheduler reserves room for.
+        start: number of the request's computed tokens. upto: tokens that the scheduler reserves room for.
         """
 
     @abstractmethod
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
-        """Return the largest `n` such that a request can begin after the first `n` of these cached pages."""
+        """Return the largest `n` such that a request can begin after the first `n` of these cached pages.
+
+        pages: page numbers of a cached prefix, some of whose blocks may have been freed.
+        """
 
     def max_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request of `tokens` tokens needs at the same time."""
+        """Return the most blocks that a request of `tokens` tokens has at once, in all groups together."""
         return len(self.groups) * -(-tokens // self.block_size)
 
     # Requests. `table` is the request's row of the block tables.
 
     def num_blocks_to_admit(self, pages: Sequence[int], start: int, upto: int) -> int:
-        """Return how many blocks a new request would pin that begins after these cached pages.
+        """Return how many free or idle blocks a new request needs that begins after these cached pages.
 
-        start: tokens of its prefix hit. upto: tokens that it reserves room for.
+        pages: page numbers of its prefix hit. start: tokens of the hit. upto: tokens to reserve room for.
         """
         first, end = self.first_needed_page(start), self.required_pages(start, upto)
         pinned = sum(self.users[page] > 0 for page in pages[first:])
         return len(self.groups) * (max(0, end - first) - pinned)
 
     def attach(self, row: int, table: Table, tokens: int) -> None:
-        """Count a request as a user of the pages that it needs of the first `tokens` tokens.
+        """Add a request to the users of the pages, of its first `tokens` tokens, that its next query reads.
 
         row: of the request in the block tables. table: the pages of its prefix hit, or those of its parent.
         """
@@ -118,7 +123,7 @@ class SingleTypeManager(ABC):
         return len(self.groups) * (max(0, self.required_pages(start, upto) - end) + shared)
 
     def allocate_blocks(self, row: int, table: Table, start: int, upto: int) -> int:
-        """Allocate blocks for all pages that a request requires; return for how many tokens there is room.
+        """Allocate blocks for all pages that a request needs; return how many tokens these pages hold.
 
         row: of the request in the block tables. table: its page numbers. start: its number of computed
             tokens.
@@ -136,10 +141,10 @@ class SingleTypeManager(ABC):
     ) -> None:
         """Free the blocks of pages that no query of this request at position `start` or later reads.
 
-        row: of the request in the block tables. table: its page numbers. The blocks of the first `committed`
-            pages, which are in the prefix index, become idle in the pool's `skipped`; others become free
-            (`_drop` does both).
-            The row's range then begins with the first page that is still needed, at most with its end.
+        row: of the request in the block tables. table: its page numbers. committed: how many of them the
+            prefix index has; the blocks of these stay cached, in the pool's `skipped`, and those of others
+            become free.
+        Afterwards the row's range begins with the first page that is still needed, or is empty.
         """
         first, end = self.ranges[row]
         now = min(max(first, self.first_needed_page(start)), end)
@@ -150,8 +155,10 @@ class SingleTypeManager(ABC):
     def copy_page(self, source: int, target: int) -> list[tuple[int, int]]:
         """Let a request use the new page `target` in place of the shared page `source` (copy on write).
 
+        Both are page numbers; `target` gets new blocks.
+
         Returns:
-            The (source, target) blocks that the device must copy.
+            The (source, target) pairs of block numbers that the device must copy.
         """
         self._drop(source, None)
         self._change(target, users=1, blocks=self.pool.take(len(self.groups)))
@@ -162,7 +169,7 @@ class SingleTypeManager(ABC):
         """Let the request in row `row` use the page `shared` in place of its page `own`, which holds the same
         tokens.
 
-        at: index of the page in its table. If the shared page has lost its blocks, it gets the request's.
+        at: index of the page in the request's table. If `shared` has lost its blocks, it gets those of `own`.
         """
         if self.has_blocks(own) and not self.has_blocks(shared):
             blocks = self.blocks[:, own].tolist()
@@ -178,8 +185,8 @@ class SingleTypeManager(ABC):
     def release_row(self, row: int, table: Table, committed: int) -> None:
         """Remove an ended request's use of its pages.
 
-        row: of the request in the block tables. table: its page numbers. Blocks of the first `committed`
-            pages stay for prefix hits.
+        row: of the request in the block tables. table: its page numbers. committed: how many of them the
+            prefix index has; the blocks of these stay cached, those of others become free.
         """
         first, end = self.ranges[row]
         for at, page in enumerate(table[first:end].tolist(), first):
@@ -200,10 +207,10 @@ class SingleTypeManager(ABC):
             self._change(page, blocks=[self.pool.null] * len(self.groups))
 
     def check(self) -> list[int]:
-        """Return every block that this type of layers has in use.
+        """Return every block that this type of layers has in use or cached.
 
         Raises:
-            AssertionError: a page needs blocks that it does not have.
+            AssertionError: a running request needs a page that has no blocks.
         """
         for page, users in enumerate(self.users):
             if users and not self.has_blocks(page):
@@ -216,8 +223,9 @@ class SingleTypeManager(ABC):
         self._change(page, users=1)
 
     def _drop(self, page: int, idle: dict[tuple[SingleTypeManager, int], None] | None) -> None:
-        """Remove one user of a page. After the last one its blocks become idle in the list `idle` (the pool's
-        `skipped` or `finished`), or free (None).
+        """Remove one user of a page; after the last user its blocks go to the list `idle`, or become free.
+
+        idle: the pool's `skipped` or `finished`, whose blocks stay cached; None: the blocks become free.
         """
         self._change(page, users=-1)
         if self.users[page] == 0 and self.has_blocks(page):
@@ -227,7 +235,10 @@ class SingleTypeManager(ABC):
                 idle[self, page] = None
 
     def _unlist(self, page: int) -> None:
-        """Remove a page from the lists of idle pages, because a request uses it again or it is evicted."""
+        """Remove a page from the pool's lists of idle pages: a request uses it again, or it is evicted.
+
+        Idle pages are those whose blocks are cached, but needed by no running request.
+        """
         self.pool.skipped.pop((self, page), None)
         self.pool.finished.pop((self, page), None)
 
@@ -266,7 +277,7 @@ class FullAttentionManager(SingleTypeManager):
 
 
 class SlidingWindowManager(SingleTypeManager):
-    """The manager of layers whose queries see the last `window` keys, their own included.
+    """The manager of blocks for layers whose queries see the last `window` keys, their own included.
 
     arguments: those of `SingleTypeManager`.
     """
@@ -282,18 +293,19 @@ class SlidingWindowManager(SingleTypeManager):
         return max(0, start - self.window + 1) // self.block_size
 
     def required_pages(self, start: int, upto: int) -> int:
-        """Return how many pages must have blocks before a step: up to the end of a window and a step from
-        `start`, and not beyond `upto` tokens.
+        """Return how many pages from the start of a request's block table must have blocks before a step.
 
-        So a long prompt takes no blocks for what comes later. A request gets as many at once as it will
-        ever need, so it never stops half way for want of blocks.
+        They hold `max(start, window - 1)` tokens and those of one step, but not more than `upto`. So a long
+        prompt takes no blocks for what comes later. A request gets as many at once as it will ever need, so
+        it never stops half way for want of blocks.
         """
         tokens = min(upto, max(start, self.window - 1) + self.step_tokens)
         return -(-tokens // self.block_size)
 
     def max_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request of `tokens` tokens needs at once: of all pages that a window
-        and a step touch.
+        """Return the most blocks that a request of `tokens` tokens has at once, in all groups together.
+
+        They are those of the pages that a window and a step touch.
         """
         span = self.window - 1 + self.step_tokens
         pages = (span + self.block_size - 2) // self.block_size + 1
@@ -302,8 +314,8 @@ class SlidingWindowManager(SingleTypeManager):
     def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
         """Return the largest `n` such that all pages in the window after the first `n` have blocks.
 
-        pages: the cached ones. It searches from the right: only the pages before a hit's end that the next
-            query sees need blocks.
+        pages: page numbers of a cached prefix. The search goes from the longest hit down: only the pages that
+            the query after a hit sees need blocks.
         """
         length = len(pages)
         while length:

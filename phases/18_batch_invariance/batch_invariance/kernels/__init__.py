@@ -1,1 +1,1 @@
-"""The phase's Triton kernels: a product, and attention over chunks of keys."""
+"""Triton kernels whose bits no batch changes: a matrix product, and attention over chunks of keys."""

@@ -1,8 +1,9 @@
 """Attention over chunks of keys that end at fixed positions: one kernel for one query token and for many.
 
-Three things are free here, since no bit depends on them: the rows of a tile, the warps, and how many programs
-share a request's chunks. Three are fixed: the keys of a tile, the keys of a chunk, and the order in which
-chunks are combined. Weights of a tile are summed up as integers, whose sum is the same in any order.
+Three things may differ between launches, since no bit depends on them: the rows of a tile, the warps, and
+how many programs share a request's chunks. Three are fixed: the keys of a tile, the keys of a chunk, and
+the order in which chunks are combined. Weights of a tile are summed up as integers, whose sum is the same in
+any order.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def sum_weights(p):
 def fold_tile(s, values, m, total, acc, factor):
     """Return the online softmax (m, total, acc), extended by raw scores `s [M, N]` and `values [N, D]`.
 
-    m: `[M]`, the largest score. total: `[M]`, sum of weights. acc: `[M, D]`, weighted values. factor: makes
-        exponents of two from raw scores.
+    m: `[M]`, the largest score. total: `[M]`, sum of weights. acc: `[M, D]`, weighted values. factor: turns
+        raw scores into exponents of two (the attention scale times log2(e)).
     """
     largest = tl.maximum(m, tl.max(s, axis=1) * factor)
     weights = tl.exp2(s * factor - largest[:, None])
@@ -60,10 +61,10 @@ def fold_tile(s, values, m, total, acc, factor):
 
 @triton.jit
 def combine_chunk(m, total, acc, chunk_m, chunk_total, chunk_acc):
-    """Return the online softmax (m, total, acc), extended by the softmax of the chunk after it, `chunk_m`,
-    `chunk_total` and `chunk_acc`.
+    """Return the online softmax (m, total, acc), extended by that of the chunk after it.
 
-    m, total: `[M]`, largest score and sum of weights. acc: `[M, D]`. A chunk without keys changes no bit.
+    m, total, acc: largest score `[M]`, sum of weights `[M]`, weighted values `[M, D]`. A name with `chunk_`
+        is the same of the chunk. A chunk without keys changes no bit.
     """
     new_m = tl.maximum(m, chunk_m)
     mine, theirs = tl.exp2(m - new_m), tl.exp2(chunk_m - new_m)
@@ -73,11 +74,12 @@ def combine_chunk(m, total, acc, chunk_m, chunk_total, chunk_acc):
 
 @triton.jit
 def share_of_chunks(begin, end, split, splits, CHUNK: tl.constexpr):
-    """Return the keys `low .. high - 1` of the program `split` of `splits`, and how many programs have any.
+    """Return the keys `low .. high - 1` that a program computes, and how many programs have any keys.
 
-    begin, end: all keys of the tile are `begin .. end - 1`.
+    begin, end: all keys of the tile are `begin .. end - 1`. split, splits: index of the program, and number
+        of programs that share the tile.
     A program gets whole chunks, which end at multiples of CHUNK wherever `begin` and `end` are. How many it
-    gets depends on `splits`, and so on the batch; no bit does, since each chunk is kept apart.
+    gets depends on `splits`, and so on the batch; no bit does, since each chunk's softmax is stored apart.
     """
     first_chunk = begin // CHUNK
     chunks = tl.maximum(tl.cdiv(end, CHUNK) - first_chunk, 0)
@@ -107,11 +109,11 @@ def chunked_attention_kernel(
     keys.
 
     q, out: `[T, H, D]`. k_cache, v_cache: paged blocks of `P` tokens. block_tables: of each request.
-    TILED: tiles come from `tiles`; else each request is one. One program per key/value head, share of the
+    TILED: tiles come from `tiles`; else each request is a tile. One program per key/value head, share of the
     chunks, and tile. With SPLIT it stores the softmax of each chunk (`chunk_acc`, `chunk_m`, `chunk_total`),
     and the last program of a tile to finish (`arrived` counts) combines them; else one program does all
     chunks.
-    WINDOW: sliding window, 0: none. SCALED: keys are quantized. ROWS: of a tile.
+    WINDOW: keys of a sliding window, 0: none. SCALED: keys and values are quantized. ROWS: of a tile.
     """
     kv_head = tl.program_id(0)
     item = tl.program_id(2)
@@ -209,9 +211,10 @@ def chunked_attention_kernel(
 
 
 class Scratch:
-    """Memory for the softmax of chunks that several programs compute: allocated once, as a graph needs it.
+    """Memory for softmaxes of chunks, where several programs share a tile's chunks; allocated once.
 
-    rows: the largest product of tiles, key/value heads, chunks and rows of a tile that is split.
+    So CUDA graphs find it at a fixed address.
+    rows: the largest product of tiles, key/value heads, chunks and rows of a tile for which there is memory.
     d_pad: numbers of a head, rounded up to a power of two.
     """
 
@@ -225,7 +228,8 @@ class Scratch:
 class Launch(NamedTuple):
     """Settings of a kernel launch, on which no bit of the result depends.
 
-    block_m: rows of a tile. splits: programs that share the chunks of a tile.
+    block_m: rows of a tile. num_warps, num_stages: of Triton. splits: programs that share the chunks of a
+        tile.
     maxnreg: most registers of a thread; None: as many as the compiler wants.
     """
 
@@ -258,10 +262,13 @@ def chunked_attention(
     Args:
         cache, block_tables, layer: the layer's blocks, each request's block numbers, the layer's sizes.
         chunk, block_n: keys of a chunk and of a tile, which decide the bits.
-        launch: settings that decide no bit. It is not split where the scratch memory lacks rows.
+        launch: settings that decide no bit. Its `splits` count as 1 where the scratch memory lacks rows.
         tiles: `[n, 4]` int32, see `query_tiles`; None: each request, or each of `requests`, is one tile of
-            at most `max_queries` tokens, at `query_starts` and `context_lens`.
-        scratch: for launches that are split; None: none is.
+            at most `max_queries` tokens.
+        context_lens, query_starts: without tiles, each request's number of keys, and where its tokens begin
+            in `q`; no `query_starts`: each request has one token.
+        requests: indices of the requests to compute; None: all.
+        scratch: memory for launches whose tiles several programs share; None: one program computes a tile.
         out: result; allocated if None. Rows in no tile are not written.
     """
     arguments = attention_arguments(layer, cache, block_tables)

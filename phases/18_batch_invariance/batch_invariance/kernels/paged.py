@@ -1,4 +1,4 @@
-"""`chunked_attention` as the attention object of an engine."""
+"""The Triton kernel `chunked_attention` as the attention object of an engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ PROMPT_LAUNCH = {64: (2, 128), 128: (3, None)}
 
 
 class ChunkedTriton(GroupedAttention, TritonPagedAttention):
-    """`TritonPagedAttention` with one kernel for decodes and prompts; the batch does not change a request's
-    bits.
+    """Paged attention by one Triton kernel for decodes and prompts; no batch changes a request's bits.
 
-    pool: keys and values. num_heads: query heads. block_n: keys of a tile.
+    pool: blocks of keys and values. num_heads: number of query heads. block_n: keys of a tile.
     """
 
     def __init__(self, pool: BlockPool, num_heads: int) -> None:
@@ -36,29 +35,32 @@ class ChunkedTriton(GroupedAttention, TritonPagedAttention):
         self._scratch = Scratch(SCRATCH_ROWS, d_pad, pool.data.device)
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
-        """Start a step whose requests the caller has sorted, as `TritonPagedAttention.begin_sorted` does."""
+        """Start a step whose requests the caller has sorted into decodes and prefills.
+
+        members: indices of the requests with one token or a small number, each of which is one tile; None:
+            none. tiles: query tiles of the others.
+        """
         super().begin_sorted(batch, members, tiles)
         self.look_up()
 
     def decode_launch(self, items: int) -> Launch:
-        """Return launch settings for `items` requests of one token or a small number: programs that fill the
-        device.
-        """
+        """Return launch settings for `items` requests of one token or a small number: enough for the GPU."""
         data = self.pool.data
         splits = max(1, 2 * multiprocessors(data.device) // (items * data.shape[-2]))
         rows = triton.next_power_of_2(self._max_queries) * self._group
         return Launch(max(TILE_ROWS, triton.next_power_of_2(rows)), 4, 3, splits)
 
     def prompt_launch(self) -> Launch:
-        """Return launch settings for tiles of prompts."""
+        """Return launch settings for prompts' query tiles: one program for a tile and key/value head."""
         stages, registers = PROMPT_LAUNCH.get(self._scratch.d_pad, (2, None))
         return Launch(self._prefill_config.block_m, 8, stages, maxnreg=registers)
 
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """Return the attention `[T, H, D]` of the step's tokens over the paged cache, computed in chunks of
-        keys.
+        """Return the attention `[T, H, D]` of the step's tokens over the paged cache, chunk by chunk of keys.
+
+        q: `[T, H, D]`. k, v: not used; `cache`, the layer's blocks, has them already.
         """
         batch, q = self.batch, q.contiguous()
         out = torch.empty_like(q)

@@ -62,8 +62,8 @@ def descriptor_kernel(
     """Compute `out = x W^T + bias`, `[rows, N]`: each program several tiles, copied by hardware (TMA).
 
     out, x, weight: descriptors of `[rows, N]`, `[rows, K]` and `[N, K]`. bias: `[N]`, read if BIAS.
-    programs: how many there are. GROUP: neighbours share the weights of so many tiles of rows, so that
-        a wave of programs finds both operands in the cache.
+    programs: number of programs. GROUP: number of row tiles that neighbouring programs compute with the same
+        weights, so that both operands stay in the GPU's cache.
     """
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, programs):
@@ -83,7 +83,7 @@ def descriptor_kernel(
 class ProductTile(NamedTuple):
     """Block sizes and launch options of a product's kernel.
 
-    descriptors: `descriptor_kernel` computes it, otherwise `product_kernel`.
+    descriptors: True: `descriptor_kernel` (copies by TMA) computes the product; False: `product_kernel`.
     """
 
     block_m: int
@@ -111,7 +111,7 @@ def product(
 ) -> None:
     """Write `x W^T + bias` of `x [T, K]`, `weight [N, K]` and `bias [N]` (None: 0) to `out [T, N]`.
 
-    tile: block sizes of the Triton kernel. One with descriptors needs rows of whole 16 bytes.
+    tile: block sizes of the Triton kernel. With descriptors, rows must have a multiple of 16 bytes.
     """
     rows, inputs = x.shape
     outputs = len(weight)
@@ -143,7 +143,7 @@ def tiled_products(
 ) -> list[Product]:
     """Return product functions for weights of one shape: of the first tile, and of those with equal bits.
 
-    weight: one of this shape, `[N, K]`. tiles: those to try; None: the module's.
+    weight: any weight of this shape, `[N, K]`. tiles: block sizes to try; None: those of this module.
     """
     first, *others = tiles or (FLOAT32_TILES if weight.dtype == torch.float32 else TILES)
     x = random_rows(weight, 256)
