@@ -39,14 +39,16 @@ def load(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Engine:
-    """Return this phase's engine for a model's name or a loaded model.
+    """Return this phase's engine (continuous batching) for a model's name or a loaded model.
 
     Args:
-        model: a name, a folder, or a loaded `Model`. device, dtype: where and how to load it.
+        model: a model's name, its folder, or a loaded `Model`.
+        device, dtype: where and how to load the model; "auto" chooses.
         tokenizer: needed for stop strings only.
-        options: those of `Sizes`. By default 16 rows, each of the model's context but at most 2,048
-            tokens, and 2,048 tokens a step (or `max_len` if that is more), which the longest prompt must
-            fit. With `cache_bytes`, as many rows as fit into so many bytes.
+        options: fields of `Sizes`. By default at most 16 requests run at a time (`max_rows`), each of at
+            most 2,048 tokens or the model's context (`max_len`), and a step computes at most 2,048 tokens,
+            or `max_len` if that is more (`step_tokens`). No prompt may be longer than `step_tokens`. With
+            `cache_bytes`, as many requests run as fit into this many bytes of KV cache.
 
     Raises:
         UserError: an option is unknown or out of its limits.
@@ -64,10 +66,15 @@ def load(
 
 
 def _rows(sizes: Sizes, row_bytes: int, length: int, free: int) -> int:
-    """Return the number of rows (running requests): as many as `sizes` asks for, else as fit. Allocates
-    nothing.
+    """Return the number of cache rows, one for each request that may run at a time.
 
-    row_bytes: cache memory of a row. length: tokens of a row. free: bytes of free memory.
+    It is `max_rows`, by default 16; with `cache_bytes`, as many as fit into that memory, at most
+    `max_rows`.
+    sizes: the engine's options. row_bytes: cache memory of a row. length: tokens of a row. free: bytes of
+    free memory.
+
+    Raises:
+        UserError: there is not enough free memory, or `cache_bytes` does not hold one row.
     """
     if sizes.cache_bytes is None:
         count = sizes.max_rows or DEFAULT_ROWS

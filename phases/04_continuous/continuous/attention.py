@@ -1,4 +1,4 @@
-"""Attention of a ragged batch: its interface, and the simplest one, over keys and values in rows."""
+"""Attention of a ragged batch: its interface, and the simplest one, for a KV cache of one row a request."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ from forward.attention import LayerSpec, causal_mask
 
 
 class BatchAttention(Protocol):
-    """Interface of the attention that a model calls once a layer; it is given the batch once a step."""
+    """Interface of the attention that a model calls once in every layer, for all requests of a step."""
 
     def begin(self, batch: Batch) -> None:
-        """Prepare masks and indices for a step; all layers' calls then use `batch`."""
+        """Prepare masks and indices for a step; the calls of all its layers then use `batch`."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store `k` and `v [T, KH, D]`, and return attention of `q [T, H, D]`: `[T, H, D]`."""
+        """Store `k` and `v [T, KH, D]` in the cache, and return the attention of `q [T, H, D]`: `[T, H, D]`.
+
+        `T`: tokens of the batch. `H`, `KH`: heads of queries, and of keys and values. `D`: size of a head.
+        """
 
     def wipe(self, row: int) -> None:
-        """Overwrite a row's keys and values, which may be NaN: no later request may read them."""
+        """Overwrite the cached keys and values of a request's row, so that no later request reads NaN."""
 
 
 def avoid_plans_per_shape() -> None:
     """Keep PyTorch from choosing cuDNN's attention on CUDA, for the whole process.
 
-    It compiles a plan for every new shape, for tens of milliseconds, and here almost every step has a context
-    length that no step had before. (Measured on an H200: 40 ms a step instead of 14.)
+    cuDNN compiles a plan for every new shape, which takes tens of milliseconds, and with continuous
+    batching almost every step has a context length that no step had before. (Measured on an H200: 40 ms a
+    step instead of 14.)
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -46,9 +50,10 @@ def avoid_plans_per_shape() -> None:
 def prompt_attention(
     plan: Group, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> None:
-    """Write the attention of one group of prompts to `out [T, H, D]`, from this step's keys and values.
+    """Write the attention of one group of prompts to their tokens of `out [T, H, D]`.
 
-    plan: a group of `prompt_groups`. q: `[T, H, D]`; k and v: `[T, KH, D]`, of the whole batch.
+    The prompts have no cached tokens: each attends to its own keys and values of this step.
+    plan: the group, made by `prompt_groups`. q: `[T, H, D]`; k and v: `[T, KH, D]`, of the whole batch.
     """
     q = plan.take(q)
     k = plan.take(k)
@@ -67,10 +72,10 @@ def prompt_attention(
 
 
 class RowAttention:
-    """The attention of this phase's engine, over keys and values in rows (`RowStore`).
+    """Attention for a KV cache in which each request has a row (`RowStore`).
 
-    Prompts attend to themselves, decodes to views of their rows. A prompt is computed whole, so a request
-    either has no past or has one query.
+    A prompt attends to its own keys and values of this step, a decode to those in its row. A prompt is
+    always computed whole: each request of a batch has either no cached tokens or just one new token.
     """
 
     def __init__(self, store: RowStore) -> None:
@@ -81,7 +86,7 @@ class RowAttention:
         self._decodes: list[tuple[Group, slice]] = []
 
     def begin(self, batch: Batch) -> None:
-        """Start a step: group the requests of its batch for attention."""
+        """Start a step: group its prompts, and its decodes, by length; attention is called once a group."""
         self.batch = batch
         host, device = batch.host, batch.positions.device
         self._prompts, decoding = prompt_groups(host, device)
@@ -100,7 +105,7 @@ class RowAttention:
             self._decodes.append((plan, slice(first, end)))
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store `k` and `v [T, KH, D]` in the rows, and return attention of `q [T, H, D]`: `[T, H, D]`."""
+        """Store `k` and `v [T, KH, D]` in the requests' rows; return the attention `[T, H, D]` of `q`."""
         keys, values = self.store.layers[layer.index]  # [R, KH, max_len, D]
         keys[self.batch.token_rows, :, self.batch.positions] = k
         values[self.batch.token_rows, :, self.batch.positions] = v
@@ -114,5 +119,5 @@ class RowAttention:
         return out
 
     def wipe(self, row: int) -> None:
-        """Fill a row with zeros, as at the start: NaN in it would reach the next request there."""
+        """Fill a cache row with zeros, as at the start: NaN in it would reach the row's next request."""
         self.store.data[:, :, row] = 0

@@ -1,4 +1,4 @@
-"""The cache as the scheduler sees it, and the simplest one: a row a request."""
+"""The cache as the scheduler sees it, and the simplest one, which has a row for each request."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class CacheManager(Protocol):
         return 0
 
     def reserve(self, request: Request, upto: int) -> bool:
-        """Reserve cache memory for the request's first `upto` tokens, and attach those that `lookup` found.
+        """Reserve cache memory for a request's first `upto` tokens; share the cached ones `lookup` found.
 
         What was reserved before stays, also if `upto` is less.
 
         Returns:
-            False, with nothing changed, if there is no room.
+            True if the memory is reserved. False, with nothing changed, if there is no room.
         """
         return True
 
     def commit(self, request: Request, upto: int) -> None:
-        """Record that the request's first `upto` tokens are known and computed: others may share them now."""
+        """Record that a request's first `upto` tokens are computed: other requests may share them now."""
         return None
 
     def release(self, request: Request) -> None:

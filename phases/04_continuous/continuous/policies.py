@@ -1,7 +1,7 @@
-"""Scheduling policies: each computes a request's rank, once, when it arrives. Smaller goes first.
+"""Scheduling policies: each computes a request's rank once, when the request arrives. Smaller goes first.
 
-Waiting requests are sorted by rank, and the running one of the largest is preempted. A preempted request
-keeps its rank, so it returns to its old position in line and not to the end.
+Waiting requests are sorted by rank. If cache memory runs out, the running request of the largest rank is
+preempted. It keeps its rank, so it returns to its old position in the queue and not to the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rows: each running request has one in arrays that live as long as the engine.
+"""Rows: each running request has one row in the engine's arrays, which live as long as the engine.
 
-A step's inputs are read from these arrays by index, for all requests at once. The alternative, to build them
-from every request's lists at every step, costs the host more than the GPU needs for the step itself.
+A step's inputs are read from these arrays by index, for all requests at once. The alternative, to build
+them from every request's lists at every step, costs the host more than the GPU needs for the step itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from continuous.batch import upload
 
 
 class RequestRows:
-    """The slots of running requests: `count` rows, each with room for the tokens of one request.
+    """The slots of running requests: `R = count` rows, each with room for the tokens of one request.
 
     tokens: `[R, max_len]` int64 on the device. A sampled token is written here by the device, so the next
         step can read it before the host has seen it.
-    prompt_lens: `[R]` int64 on the host.
-    fresh: by row, requests whose tokens are not on the device yet.
+    prompt_lens: `[R]` int64 on the host, prompt tokens of each row's request.
+    fresh: requests, by row, whose tokens are not on the device yet.
     """
 
     def __init__(self, count: int, max_len: int, device: torch.device | str = "cpu") -> None:
@@ -41,7 +41,7 @@ class RequestRows:
         return len(self._free)
 
     def acquire(self, request: Request) -> None:
-        """Give `request` the lowest free row."""
+        """Give `request` the lowest free row (`request.row`); its tokens are not on the device yet."""
         request.row = heapq.heappop(self._free)
         self.prompt_lens[request.row] = request.prompt_len
         self.fresh[request.row] = request
@@ -53,7 +53,7 @@ class RequestRows:
         request.row = NO_ROW
 
     def upload(self) -> list[Request]:
-        """Copy the tokens of requests that are new in their rows to the device; return these requests."""
+        """Copy the tokens of requests with a new row to the device; return these requests."""
         fresh = list(self.fresh.values())
         if fresh:
             write(self.tokens, [(one.row, 0, one.ids(0, len(one.tokens))) for one in fresh])
@@ -64,7 +64,7 @@ class RequestRows:
 def write(
     rows: Tensor, lines: Sequence[tuple[int, int, Sequence[int] | NDArray[np.int64]]]
 ) -> None:
-    """Write token ids into `rows [R, max_len]` on the device.
+    """Write pieces of token ids into `rows [R, max_len]` on the device, all in one transfer.
 
     lines: for each piece its row, the position of its first token, and the tokens.
     """

@@ -1,4 +1,4 @@
-"""The runner: turns the works of one step into tensors, runs the model, and samples."""
+"""The runner: turns a step's works (each: one request's tokens) into tensors, runs the model, samples."""
 
 from __future__ import annotations
 
@@ -33,13 +33,22 @@ Results = Sequence[Sequence[Token]]
 
 
 class OutputVerifier:
-    """Decides which sampled tokens each request gets: here one each. Phase 11's verifies draft tokens."""
+    """Decides which of a step's sampled tokens each request keeps: one each, since this class has no drafts.
+
+    Phase 11's subclass verifies draft tokens.
+    """
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write the drafts of a step's works into their requests' rows, before it runs; here are none."""
+        """Write a step's draft tokens into their requests' rows on the device before the step runs.
+
+        works: each the tokens of one request. This base class has no drafts, and writes none.
+        """
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return, for each sampled request of the works, those of the step's tokens that it keeps."""
+        """Return, for each sampled request of the works, those of the step's sampled tokens that it keeps.
+
+        tokens: one for each sampled position of the batch, in order. Returns one sequence for each request.
+        """
         return list(zip(tokens))  # tuples of one token
 
 
@@ -48,10 +57,11 @@ ONE_TOKEN_EACH = OutputVerifier()
 
 @dataclass
 class Pending:
-    """The results of a step that the device may still be computing. Only `get` waits for it.
+    """The results of a step that the device may still be computing. Only `get` waits for them.
 
     works: what the step computed for each request, in the order of the results.
-    arriving: its tokens, whose copy to the host is under way; None: nothing was sampled.
+    arriving: the sampled tokens, whose copy to the host is under way; None: nothing was sampled.
+    verifier: decides which of these tokens each request keeps.
     """
 
     works: Sequence[Work]
@@ -59,7 +69,10 @@ class Pending:
     verifier: OutputVerifier = ONE_TOKEN_EACH
 
     def get(self) -> Results:
-        """Wait for the step, and return for each sampled request the list of its tokens."""
+        """Wait for the step; return a sequence of tokens for each sampled request, in order.
+
+        Returns an empty sequence if the step has sampled no request.
+        """
         if self.arriving is None:
             return ()
         return self.verifier.accepted(self.works, self.arriving.get())
@@ -69,9 +82,10 @@ class Pending:
 class Forwarded:
     """The first half of a step: the forward pass is launched, and nothing is sampled yet.
 
-    works: what the step computes for each request, in the order of the batch. batch: its inputs.
-    hidden: `[T, hidden]`.
-    rest: computes the second half by a CUDA graph, given the bit masks; None: `Runner` computes it.
+    works: what the step computes for each request, in the order of the batch. batch: the step's inputs.
+    hidden: `[T, hidden]`, the last layer's hidden states of all tokens.
+    rest: a function from bit masks of allowed tokens to the step's results, for steps whose sampling is in
+        a CUDA graph; None: `Runner.sample` does it.
     logits: `[S, V]` float32 of the samples, if they are computed already; else None.
     """
 
@@ -87,10 +101,10 @@ class Runner:
 
     Args:
         model: computes hidden states and logits.
-        attention: over this engine's cache.
-        rows: where the tokens are.
-        sampler_backend: computes the sampler's choices.
-        verifier: decides which sampled tokens each request gets.
+        attention: stores keys and values in the engine's cache, and attends to them.
+        rows: the running requests' token ids on the device.
+        sampler_backend: chooses a token from each row of logits, by torch or by kernels.
+        verifier: decides which sampled tokens each request keeps.
     """
 
     def __init__(
@@ -111,9 +125,10 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """Run the first half of a step of these works, from tokens to hidden states, and return these.
+        """Run the forward pass of a step, the half before sampling, and return its hidden states.
 
-        masked: True if the second half will be given bit masks.
+        works: each the tokens of one request. masked: True if `sample` will be given bit masks of allowed
+            tokens.
         """
         # In the order of their rows, so that neighbours in the cache are neighbours in the batch.
         works = sorted(works, key=_by_row)
@@ -125,8 +140,9 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, allowed: TokenBitmask | None = None) -> Pending:
-        """Sample the next tokens from the last hidden states of every request; return the pending results.
+        """Sample each request's next tokens from its hidden states, and return the results without waiting.
 
+        The tokens are also written into the requests' rows on the device, for the next step.
         step: what `forward` returned. allowed: bit masks of tokens that may be sampled; None: every token.
         """
         if step.rest is not None:
@@ -146,11 +162,17 @@ class Runner:
         return Pending(step.works, HostSampled(sampled), self.verifier)
 
     def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
-        """Return the logits of hidden states `[S, hidden]` to be sampled by `plan`: `[S, V]` float32."""
+        """Return the float32 logits `[S, V]` of the hidden states `[S, hidden]` that are to be sampled.
+
+        plan: how these rows are sampled, for a subclass whose logits depend on it.
+        """
         return self.model.logits(hidden)
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Upload the tokens and settings of requests with new rows, and the drafts of this step's works."""
+        """Upload the tokens and sampling parameters of requests that got a row since the last step.
+
+        The draft tokens of this step's works are written to their rows, too.
+        """
         for request in self.rows.upload():
             self.sampler.set_row(
                 request.row,
@@ -163,5 +185,5 @@ class Runner:
         self.verifier.write(works)
 
     def prepare(self, works: Sequence[Work]) -> Batch:
-        """Return the inputs on the device of a step of these works."""
+        """Return a step's inputs on the device. works: each the tokens of one request, in batch order."""
         return Batch.of(HostBatch.of(works, self.rows.prompt_lens), self.rows)

@@ -1,4 +1,4 @@
-"""Interfaces by which later phases take part in a step, each with a default that does nothing."""
+"""Interfaces by which later phases take part in a step, each with a default that changes nothing."""
 
 from __future__ import annotations
 
@@ -17,47 +17,45 @@ if TYPE_CHECKING:
 
 
 class Drafter:
-    """Guesses the next tokens of a request, which the step that computes its newest token verifies.
+    """Guesses the next tokens of requests (speculative decoding); the step that computes them verifies them.
 
     This base class guesses nothing; phase 11's drafters override `begin` and `propose`.
     """
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Prepare for a step that is about to be scheduled, given the requests that run. Returns True if
-        `propose` may be called in it.
+        """Prepare for a step that is about to be scheduled, given all running requests.
+
+        Returns True if `propose` is to be called for requests of this step, False if it has no drafts.
         """
         return False
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Return at most `most` token ids that may follow the tokens of a request; an empty list is allowed.
 
-        Where the newest token is still on its way (`Request.placeholders`), drafts follow that token and
-        must be certain to be accepted.
+        If the newest token is still being sampled (`request.placeholders`), the drafts follow that unknown
+        token, and must be certain to be accepted.
         """
         return ()
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Record that a step completed. work: one request's tokens in it. accepted: its drafts that the
-        model confirmed.
+        """Record that a step completed for one request.
+
+        work: the request's tokens in the step. accepted: number of its drafts that the model confirmed.
         """
 
     def leave(self, request: Request) -> None:
-        """Drop a request's data, because it frees its row: it has ended, or it is preempted."""
+        """Drop what is stored for a request that frees its row, because it has ended or is preempted."""
 
 
 class Loop(Protocol):
-    """Interface of a loop that runs an engine's steps, and holds those that are launched and not
-    collected.
-    """
+    """Interface of a loop that runs an engine's steps, and keeps those launched but not collected."""
 
     @property
     def idle(self) -> bool:
         """Return True if no step is in flight."""
 
     def advance(self, engine: Engine) -> None:
-        """Launch the engine's next step, and append the tokens of a step launched before to their
-        requests.
-        """
+        """Launch the engine's next step, and append the tokens of an earlier one to their requests."""
 
 
 class SequentialLoop:
@@ -73,12 +71,12 @@ class SequentialLoop:
 
 
 class GrammarManager:
-    """Makes the masks of tokens that a grammar allows, between the halves of a step; here there are none.
+    """Makes bit masks of the tokens that a request's grammar allows, for the sampling half of a step.
 
-    A request whose grammar is still being compiled stays outside the waiting queue, so that no other waits
-    for it.
+    This base class has no grammars. A request whose grammar is still being compiled stays outside the
+    waiting queue, so that no other request waits for it.
 
-    active: False until a request may have to wait, or needs masks; `check` alone is called until then.
+    active: False until a request with a grammar has come; until then the engine calls `check` alone.
     """
 
     active = False
@@ -87,12 +85,12 @@ class GrammarManager:
         """Start to compile a request's grammar. Any thread may call this.
 
         Raises:
-            UserError: the grammar cannot be used here.
+            UserError: the grammar cannot be used; always in this base class.
         """
         raise UserError(NO_GRAMMARS)
 
     def ready(self, request: Request) -> bool:
-        """Return True if the grammar of a request is compiled; else the engine asks again at every step.
+        """Return True if the grammar of a request is compiled; False: the engine asks again at the next step.
 
         Raises:
             UserError: the grammar cannot be compiled.
@@ -103,26 +101,25 @@ class GrammarManager:
         """Wait until a grammar is compiled, or raise `UserError` if it cannot be used."""
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
-        """Start to compute the masks of a step, whose earlier tokens are all known now.
+        """Start to compute the masks of a step whose earlier tokens are all known now.
 
-        works: the step's requests and tokens. sampled: by request, the newest tokens, which are not
+        works: each the tokens of one request. sampled: for each request, its newest tokens, which are not
             appended to it yet.
 
         Returns:
-            True if `fill_bitmask` will not have to wait.
+            True if `fill_bitmask` will not have to wait for the masks.
         """
         return True
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """Return the bit masks of allowed tokens for the samples of a step, in order; None: all tokens are
-        allowed.
+        """Return the bit masks of allowed tokens for the samples of a step, in order.
 
-        works: the step's requests and tokens.
+        works: each the tokens of one request. Returns None if all tokens are allowed for all samples.
         """
         return None
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
-        """Return the requests whose grammar has failed since the last call, each with its error."""
+        """Return the requests whose grammar raised an error since the last call, each with the error."""
         return []
 
 

@@ -15,7 +15,7 @@ MOST_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of an engine, as options; None is the default of its phase.
+    """Options of an engine that limit requests, tokens and cache memory; None: the phase's own default.
 
     Raises:
         UserError: a value is out of its limits.
@@ -40,8 +40,9 @@ class Sizes:
         check_options(self)
 
     def context(self, model: Model, default: int | None = None) -> int:
-        """Return the most tokens of a request: `max_len`, else the smaller of `default` and the model's
-        context.
+        """Return the most tokens that a request may have, prompt and output.
+
+        This is `max_len`, or without it the model's context, but at most `default` (None: no such limit).
 
         Raises:
             UserError: `max_len` is larger than the model's context.

@@ -1,4 +1,4 @@
-"""Counters of an engine's steps, and marks around them for a profile."""
+"""Counters of an engine's steps, and named ranges around the steps in a profile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from continuous.work import Work
 
 @dataclass
 class Stats:
-    """Counters of an engine. A step that computes more than one token for any request is a prefill step."""
+    """Counters of an engine.
+
+    steps: all steps. decode_steps: those that compute one token for each of their requests.
+    computed_tokens: tokens of all steps, drafts included. most_running: most requests that ran at a time.
+    """
 
     steps: int = 0
     decode_steps: int = 0
@@ -22,7 +26,10 @@ class Stats:
     most_running: int = 0
 
     def begin(self, works: Sequence[Work], running: int) -> None:
-        """Add a step to the counters. works: its requests and tokens. running: how many requests run."""
+        """Add a step to the counters.
+
+        works: each the tokens of one request in the step. running: number of running requests.
+        """
         tokens = sum(work.count for work in works)
         self.steps += 1
         self.decode_steps += tokens == len(works)
@@ -35,7 +42,10 @@ STEP = "step: "
 
 
 def marked(works: Sequence[Work]) -> AbstractContextManager[object]:
-    """Return a context that names the step of these works in PyTorch's profiler, if one runs."""
+    """Return a context manager that marks a step as "prefill" or "decode" in PyTorch's profiler.
+
+    works: each the tokens of one request. It does nothing if no profiler runs or the step is empty.
+    """
     if not works or not torch._C._autograd._profiler_enabled():
         return nullcontext()
     return record_function(

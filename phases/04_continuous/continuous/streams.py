@@ -1,7 +1,7 @@
-"""Streams: the tokens of several prompts as they come, for a caller that has nothing else to do.
+"""Streams: the tokens of several prompts as they come, for a caller that only waits for them.
 
-A server runs the engine's steps itself, for requests that come at any time. Here the steps are run by who
-asks for the next token.
+A server runs the engine's steps in a loop of its own, for requests that come at any time. A stream runs a
+step when its consumer asks for the next token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def stream(engine: Engine, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
     """Generate for all prompts at once, and yield each token as it comes, with its prompt's index.
 
-    A consumer that leaves early aborts what is left of its requests. Streams may be interleaved, also by
-    several threads.
-    params: for all prompts, or one for each.
+    The consumer runs the engine's steps by asking for the next token. If it leaves early, the requests that
+    have not ended are aborted. Several streams of one engine may be read in turn, also by several threads.
+    prompts: lists of token ids. params: one for all prompts, or one for each.
 
     Raises:
         UserError: a prompt or its parameters cannot be served; before anything is computed.
@@ -39,7 +39,10 @@ def stream(engine: Engine, prompts: list[list[int]], params: Params) -> Iterator
 
 
 def _events(engine: Engine, groups: list[list[Request]]) -> Iterator[TokenEvent]:
-    """Add the samples of each prompt to the engine, run steps until they have ended; yield their tokens."""
+    """Add the requests to the engine, run steps until all have ended, and yield their tokens.
+
+    groups: for each prompt its requests, one for each sample.
+    """
     mine: deque[Output] = deque()
     requests = [request for group in groups for request in group]
     left = len(requests)

@@ -1,4 +1,4 @@
-"""Phase 05: the paged cache. Requests grow a block at a time, in blocks from one pool."""
+"""Phase 05: the paged cache. A request's KV cache grows by blocks of one pool that all requests share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block allocator: which blocks of the pool are free, and how many users each of the others has."""
+"""The block allocator: which KV cache blocks are free, and how many users each of the others has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class BlockAllocator:
-    """A free list of blocks `0 .. count - 1` with reference counts: a block is free after its last user."""
+    """A free list of block numbers `0 .. count - 1` with reference counts; a block without users is free."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -19,10 +19,10 @@ class BlockAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, with the caller as their one user, and return their numbers.
+        """Take `count` free blocks, each with the caller as its one user, and return their numbers.
 
         Raises:
-            AssertionError: there are fewer; the caller should have looked.
+            AssertionError: fewer blocks are free; the caller should have checked.
         """
         if count > len(self._free):
             raise AssertionError(f"{count} blocks wanted, {len(self._free)} free")
@@ -38,7 +38,7 @@ class BlockAllocator:
         """Add one user to each of these blocks.
 
         Raises:
-            AssertionError: one is free.
+            AssertionError: a block has no user: it is free.
         """
         for block in blocks:
             if self.refs[block] < 1:
@@ -46,10 +46,10 @@ class BlockAllocator:
             self.refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one user from each of these blocks; without users they are free.
+        """Remove one user from each of these blocks; a block without users is free.
 
         Raises:
-            AssertionError: one is free already.
+            AssertionError: a block was free already.
         """
         for block in blocks:
             refs = self.refs[block] = self.refs[block] - 1
@@ -59,7 +59,10 @@ class BlockAllocator:
                 raise AssertionError(f"block {block} was released once too often")
 
     def check(self, users: Iterable[int]) -> None:
-        """Raise `AssertionError` unless `users` has each block's number once for each of its users."""
+        """Raise `AssertionError` unless the reference counts are right.
+
+        users: block numbers, each as often as the block has users.
+        """
         counted = [0] * self.count
         for block in users:
             counted[block] += 1

@@ -1,4 +1,4 @@
-"""Attention over the paged pool: the interface for every backend, and the one in plain torch."""
+"""Attention over a paged KV cache: the interface of every backend, and the one in plain torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from paged_cache.pool import BlockPool, LayerBlocks, largest, scaled
 
 
 def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return keys or values `x [..., KH, D]` as stored: divided by `scale [KH]`, in the range of `dtype`.
+    """Return keys or values `x [..., KH, D]` as the cache stores them, in `dtype`.
 
-    scale: None: only the dtype changes.
+    scale: `[KH]`, by which each head's numbers are divided; then they are clamped to the range of `dtype`,
+        and rounded if it is an integer type. None: only the dtype changes.
     """
     if scale is None:
         return x.to(dtype)
@@ -41,7 +42,7 @@ class PagedBatch(Batch):
 
     block_tables: `[B, max_blocks]` int32, with as many columns as the longest context has blocks; entries
         past a request's last block may hold anything.
-    slots: `[T]` int64, `block * P + offset` of each new token.
+    slots: `[T]` int64, where each new token's key and value go: `block * P + offset`.
     """
 
     block_tables: Tensor
@@ -51,7 +52,7 @@ class PagedBatch(Batch):
 class PagedAttention(ABC):
     """Attention over the paged KV cache: write the new keys and values to their slots, then attend.
 
-    A backend implements `attend`, and `plan` if it prepares something once a step for all layers.
+    A backend implements `attend`, and `plan` if it prepares something for all layers of a step.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -59,7 +60,7 @@ class PagedAttention(ABC):
         self.batch: PagedBatch
 
     def begin(self, batch: Batch) -> None:
-        """Start a step, whose batch every layer's call then uses."""
+        """Start a step: keep `batch` for the calls of all layers, and call `plan`."""
         assert isinstance(batch, PagedBatch)
         self.batch = batch
         self.plan()
@@ -71,42 +72,43 @@ class PagedAttention(ABC):
         return self.attend(layer, q, k, v, cache)
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """Return a layer's blocks, and the slot where each of the step's tokens stores its key and value."""
+        """Return a layer's blocks, and the slots `[T]` in them for the step's new keys and values."""
         return self.pool.layers[layer.index], self.batch.slots
 
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
         """Write every token's key and value to its slot in a layer's blocks, in the cache's format.
 
-        cache: the layer's blocks. k, v: `[T, KH, D]`. A slot of the pool is `block * P + offset`.
+        cache: the layer's blocks. k, v: `[T, KH, D]`. The slots are those of `self.batch`:
+            `block * P + offset`.
         """
         cache.k.flatten(0, 1)[self.batch.slots] = encode(k, cache.k_scale, cache.k.dtype)
         cache.v.flatten(0, 1)[self.batch.slots] = encode(v, cache.v_scale, cache.v.dtype)
 
     def wipe(self, row: int) -> None:
-        """From now on, fill blocks with zeros whenever they get a new owner: some block may hold NaN.
+        """From now on, fill every block with zeros when a request gets it, because some block may hold NaN.
 
         row: the row of the request that made NaN; not read here, since a row's blocks may be shared.
         """
         self.pool.stained = True
 
     def plan(self) -> None:  # noqa: B027  # many backends need nothing
-        """Prepare what all layers share for the step `self.batch`; called once a step."""
+        """Prepare what all layers share in the step `self.batch`; called once a step. Default: nothing."""
 
     @abstractmethod
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """Return attention `[T, H, D]` of `q [T, H, D]` over a layer's blocks, `cache`.
+        """Return the attention `[T, H, D]` of `q [T, H, D]` over a layer's blocks.
 
-        This step's `k` and `v [T, KH, D]` are in the blocks already.
+        cache: the layer's blocks. They hold this step's `k` and `v [T, KH, D]` already.
         """
 
 
 class TorchPagedAttention(PagedAttention):
     """Paged attention in plain torch: gather a group's blocks into one padded tensor, attend with a mask.
 
-    The gather copies every key and value of every context at every step: the price of paging without a
-    kernel that can read through a block table.
+    A group: requests of similar length. The gather copies every key and value of every context at every
+    step: the price of paging without a kernel that can read through a block table.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -114,7 +116,7 @@ class TorchPagedAttention(PagedAttention):
         super().__init__(pool)
 
     def plan(self) -> None:
-        """Group the step's requests by length, and find each group's blocks."""
+        """Group the step's requests by length, and look up each group's blocks."""
         host, device = self.batch.host, self.batch.positions.device
         if self.pool.exact:
             self._prompts, others = prompt_groups(host, device)
@@ -129,14 +131,14 @@ class TorchPagedAttention(PagedAttention):
         ]
 
     def _blocks(self, members: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        """Return the blocks of a group's requests: `[G * blocks]`, of each as many as the longest context.
+        """Return a group's block numbers, `[G * blocks]`: of each request as many as the longest context has.
 
-        members: `[G]`, indices into the batch.
+        members: `[G]`, the group's requests as indices into the batch.
 
         A context of n tokens has n / P blocks, rounded up; the pool's tensor `self.pool.data`
         `[layers, 2, N, P, KH, D]` tells P. Lengths are in `self.batch.host.context_lens`, blocks in
-        `self.batch.block_tables`. Padding is a request's own first block: it is masked, but 0 times a NaN in
-        another's block would be NaN.
+        `self.batch.block_tables`. A shorter request is padded with its own first block: padding is masked,
+        but 0 times a NaN in another request's block would be NaN.
         """
         size = self.pool.data.shape[3]
         counts = -(-self.batch.host.context_lens[members] // size)
@@ -150,7 +152,10 @@ class TorchPagedAttention(PagedAttention):
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """Return attention `[T, H, D]` of `q [T, H, D]` over a layer's blocks, group by group."""
+        """Return the attention `[T, H, D]` of `q [T, H, D]` over a layer's blocks, group by group.
+
+        cache: the layer's blocks, which hold this step's `k` and `v [T, KH, D]` already.
+        """
         out = torch.empty_like(q)
         for plan in self._prompts:
             prompt_attention(plan, layer, q, k, v, out)
@@ -172,7 +177,8 @@ class TorchPagedAttention(PagedAttention):
     def _gather(numbers: Tensor, blocks: Tensor, plan: Group) -> Tensor:
         """Return the keys or values of a group's contexts, heads first: `[G, KH, blocks * P, D]`.
 
-        numbers: `[N, P, KH, D]`. blocks: `[G * blocks]`, equally many of each request. plan: the requests.
+        numbers: `[N, P, KH, D]`, a layer's keys or its values. blocks: `[G * blocks]`, as many block
+            numbers of each request. plan: the group.
         """
         taken = numbers.index_select(0, blocks)  # [G * blocks, P, KH, D], a copy
         return taken.view(len(plan.members), -1, *numbers.shape[2:]).transpose(1, 2)

@@ -1,7 +1,8 @@
-"""From a recipe to an engine: slots that hold the parts, and the order in which they are made.
+"""From a recipe (model, sizes, features) to an engine: the engine's parts, and the order of making them.
 
-Every part of an engine has a slot, with a type and this phase's part in it. A feature's `install` replaces
-the part in a slot, or decorates it. What there may be several of is a list or, for executors, one of a kind.
+Every exchangeable part of an engine (scheduler, cache, attention, ...) has a slot, which holds this phase's
+part at first. A feature's `install` replaces or decorates it. Parts of which an engine may have several are
+in lists; executors, which run certain steps faster, are in a dict, one of each class.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ T = TypeVar("T")
 class Slot(Generic[T]):
     """One exchangeable part of an engine that is being built, such as the factory of its scheduler.
 
-    name: for error messages. part: what will be used.
-    owner: the name of the first feature that changed it; empty while it is this phase's part.
+    name: for error messages. part: what the engine will use.
+    owner: the name of the first feature that changed the part; empty while it is this phase's own.
     """
 
     def __init__(self, name: str, part: T) -> None:
@@ -60,10 +61,10 @@ class Slot(Generic[T]):
         self.owner = ""
 
     def replace(self, feature: Feature, part: T) -> None:
-        """Store `part` instead, on behalf of `feature`.
+        """Store `part` in place of this phase's part, on behalf of `feature`.
 
         Raises:
-            UserError: another feature has replaced the part already.
+            UserError: another feature has replaced or decorated the part already.
         """
         if self.owner:
             raise UserError(
@@ -80,22 +81,26 @@ class Slot(Generic[T]):
 class EngineBuilder:
     """The parts of an engine that is being built; features replace and decorate them.
 
-    assemble: makes the engine. load: the model. weight_loader: how linear layers keep their weights while
-        it is loaded. memory_plan: how many blocks there are.
-    kv: how keys and values are stored.
+    Slots, of one part each:
+    assemble: function that makes the engine. load: function that loads the model. weight_loader: how linear
+        layers keep their weights while the model is loaded; None: as phase 01's layers do.
+    memory_plan: function that divides the memory, and so sets the number of KV cache blocks.
+    kv: the format in which keys and values are stored.
     pool, cache, attention, runner, scheduler: called to make each of them.
-    verifier: makes the `OutputVerifier`, which decides which sampled tokens a request gets.
-    sampler_backend, drafter, grammar_manager, loop, on_step_failed: see `Engine`.
+    verifier: makes the `OutputVerifier`, which decides which sampled tokens a request keeps.
+    sampler_backend, drafter, grammar_manager, loop, on_step_failed: arguments of `Engine` and its parts.
 
-    surgeries: changes of a model's layers before any feature is installed.
+    Lists, and a dict of executors, to which features add:
+    surgeries: functions that change the model's layers before any feature is installed.
     executors: by class, a function from the runner to a `StepExecutor`, which runs certain steps faster, or
-        to None if there is none here. They are asked in the order of their classes' `order`.
-    reservations: asked after all features are installed how many bytes to leave free.
-    prefetchers: called with the works of the next step while the host waits for masks.
+        to None if this engine has none. They are asked in the order of their classes' `order`.
+    reservations: functions that return how many bytes to leave free; called when all features are in.
+    prefetchers: called with the works of the next step (each: one request's tokens) while the host waits
+        for the masks of grammars.
     warmups: called with the finished engine.
-    default_block_size, default_step_tokens: sizes where the caller says nothing.
 
-    model: there when features are installed; see `own_model`.
+    default_block_size, default_step_tokens: sizes where the caller asks for none.
+    model: the loaded model; exists when features are installed. See `own_model`.
     """
 
     model: Model
@@ -146,8 +151,9 @@ class EngineBuilder:
         return find(self.recipe.features, kind)
 
     def own_model(self) -> Model:
-        """Return a model whose layers a feature may replace; a caller's model is copied first, with the
-        same weights.
+        """Return the engine's model for a feature that will replace its layers.
+
+        A model that the caller loaded is first copied, with the weights shared, so that it stays as it is.
         """
         if self.model is self.recipe.model:
             self.model = clone(self.model)
@@ -157,17 +163,17 @@ class EngineBuilder:
 
     @property
     def max_rows(self) -> int:
-        """Return how many requests run at a time, at most."""
+        """Return the most requests that run at a time."""
         return self.recipe.sizes.max_rows or MAX_ROWS
 
     @property
     def max_len(self) -> int:
-        """Return the most tokens of a request."""
+        """Return the most tokens of a request, prompt and output."""
         return self.recipe.sizes.context(self.model)
 
     @property
     def block_size(self) -> int:
-        """Return the tokens in a block."""
+        """Return how many tokens a KV cache block holds."""
         return self.recipe.sizes.block_size or self.default_block_size
 
     @property
@@ -178,8 +184,7 @@ class EngineBuilder:
 
 
 def build(recipe: Recipe) -> PagedEngine:
-    """Return an engine with the model, sizes and features of a recipe, installed in the order of their
-    phases.
+    """Return an engine with the model, sizes and features of a recipe; earlier phases' features come first.
 
     Raises:
         UserError: features that do not go together, or sizes that do not fit.
@@ -194,7 +199,10 @@ def build(recipe: Recipe) -> PagedEngine:
 
 
 def assemble(builder: EngineBuilder) -> PagedEngine:
-    """Load the model, install the features, divide the memory, and return the engine made of the parts."""
+    """Load the model, install the features, divide the memory, and return the engine made of the parts.
+
+    builder: the parts, which the features have not changed yet.
+    """
     builder.model = builder.load.part(builder)
     for surgery in builder.surgeries:
         surgery(builder)
@@ -247,7 +255,7 @@ def assemble(builder: EngineBuilder) -> PagedEngine:
 
 
 def load(builder: EngineBuilder) -> Model:
-    """Return the recipe's model, loaded from its files unless the caller has loaded it."""
+    """Return the recipe's model, loaded from its files unless the recipe has a loaded one."""
     asked = builder.recipe
     return load_model(
         asked.model,
@@ -258,7 +266,7 @@ def load(builder: EngineBuilder) -> Model:
 
 
 def plan_memory(builder: EngineBuilder) -> MemoryPlan:
-    """Return the division of the memory: as many KV cache blocks as fit beside weights and activations."""
+    """Return how the memory is divided: as many KV cache blocks as fit beside weights and activations."""
     sizes = builder.recipe.sizes
     return plan_cache(
         builder.model,

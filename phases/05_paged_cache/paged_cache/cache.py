@@ -1,8 +1,8 @@
 """The paged cache: a request's tokens live in blocks anywhere in a pool, found through its block table.
 
 Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023
-(arXiv 2309.06180). A row of phase 04 holds memory for the longest request; a block table grows a block at a
-time, so at most the last block of a request is partly empty.
+(arXiv 2309.06180). Phase 04's cache has memory for the longest request in every row; a block table grows a
+block at a time, so at most the last block of a request is partly empty.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from paged_cache.allocator import BlockAllocator
 
 
 class PagedCache:
-    """The host's side of a paged KV cache: block tables over a free list; no block outlives its request.
+    """The host's side of a paged KV cache: block tables and a free list. It caches nothing between requests.
 
     Args:
-        rows: running requests at most.
+        rows: most requests that run at a time.
         max_len: most tokens of a request.
         blocks: blocks in the pool, `N`.
         block_size: tokens in a block, `P`.
         watermark: share of the pool that admission leaves free for the requests that run already, so that
-            a newcomer is not the reason for the next preemption.
+            a new request is not the reason for the next preemption.
 
     tables: `[rows, max_blocks]` int32. Token `p` of the request in row `r` is in block `tables[r, p // P]`.
     """
@@ -47,17 +47,17 @@ class PagedCache:
         self._fresh: list[int] = []
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks that `tokens` tokens take."""
+        """Return the number of blocks that `tokens` tokens fill, the last one perhaps in part."""
         return -(-tokens // self.block_size)
 
     def blocks_of(self, row: int) -> list[int]:
-        """Return the blocks that the request in `row` uses, in order."""
+        """Return the numbers of the blocks that the request in `row` uses, in the order of its tokens."""
         blocks: list[int] = self.tables[row, : self._owned[row]].tolist()
         return blocks
 
     @property
     def free(self) -> int:
-        """Return the number of blocks that can be taken."""
+        """Return the number of free blocks."""
         return self.allocator.free
 
     def holds(self, tokens: int) -> bool:
@@ -65,15 +65,19 @@ class PagedCache:
         return self.blocks_for(tokens) <= min(self.allocator.count, self.tables.shape[1])
 
     def fits(self, request: Request) -> bool:
-        """Return True if there are blocks to admit a waiting request with all the tokens it has.
+        """Return True if enough blocks are free to admit a waiting request with all the tokens it has.
 
-        Blocks reserved for others in this step are not free any more.
+        Blocks reserved for other requests in this step are not free any more. Unless all blocks are free,
+        those of the watermark stay free, too.
         """
         kept = 0 if self.free == self.allocator.count else self.reserve_blocks
         return self.blocks_for(len(request.tokens)) <= self.free - kept
 
     def reserve(self, request: Request, upto: int) -> bool:
-        """Grow the request's block table to `upto` tokens; return False without enough blocks."""
+        """Grow a request's block table to hold its first `upto` tokens.
+
+        Returns False, with nothing changed, if there are not enough free blocks; else True.
+        """
         if upto <= self._writable[request.row]:
             return True
         return self.grow(request, upto)
@@ -84,7 +88,7 @@ class PagedCache:
         The device makes the copy before the step's writes.
 
         Returns:
-            False, with nothing changed, if there are not enough blocks.
+            False, with nothing changed, if there are not enough free blocks; else True.
         """
         row = request.row
         owned = self._owned[row]
@@ -107,17 +111,17 @@ class PagedCache:
         return True
 
     def take_blocks(self, count: int) -> list[int]:
-        """Take `count` free blocks and return their numbers; the caller has seen that there are as many."""
+        """Take `count` free blocks and return their numbers; the caller has checked that as many are free."""
         blocks = self.allocator.allocate(count)
         self._fresh += blocks
         return blocks
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """Let `child`, which has a row and no blocks, share those of its parent's first `tokens` tokens.
+        """Let `child`, which has no blocks yet, share those of its parent's first `tokens` tokens.
 
-        A full block is shared for good. The last, partial one is shared until one of them writes to it: the
-        first to do so takes a copy, and the last user keeps the original (copy on write). So from here on
-        neither may write without asking `reserve` again. Blocks of the parent beyond `tokens` stay its own.
+        A full block is shared for good. The last, partial one is shared until a request writes to it, which
+        then gets a copy; its last user keeps the original (copy on write). So from here on neither request
+        may write without calling `reserve` again. Blocks of the parent beyond `tokens` stay its own.
         """
         blocks = self.blocks_of(parent.row)[: self.blocks_for(tokens)]
         self.allocator.retain(blocks)
@@ -127,36 +131,40 @@ class PagedCache:
         self._writable[child.row] = self._writable[parent.row] = full
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the (source, target) blocks to copy before the next step writes anything; each target once.
+        """Return the (source, target) block numbers to copy before the next step writes; each target once.
 
-        All sources are to be read before any target is written.
+        The list is emptied. All sources must be read before any target is written.
         """
         copies, self._copies = self._copies, []
         return copies
 
     def take_fresh(self) -> list[int]:
-        """Return the blocks that have got a new owner since the last call, before a step and its copies."""
+        """Return the numbers of the blocks that requests have taken since the last call.
+
+        Called before a step and before its copies.
+        """
         fresh, self._fresh = self._fresh, []
         return fresh
 
     def take_moves(self, works: Sequence[Work]) -> Any:
-        """Return which blocks move between groups of layers before a step of these works: here none.
+        """Return which blocks move between groups of layers before a step; None: no block does.
 
-        Phase 17 overrides it.
+        works: the step's requests and tokens. Always None here, where all layers share one block table;
+        phase 17 overrides it.
         """
 
     def lookup(self, request: Request) -> int:
-        """Return 0: no token is cached before its request computes it."""
+        """Return how many of the request's first tokens are cached: 0, since this cache keeps no blocks."""
         return 0
 
     def commit(self, request: Request, upto: int) -> None:
-        """Do nothing: no block is shared by content here."""
+        """Do nothing: this cache does not share blocks by their tokens."""
 
     def release(self, request: Request) -> None:
-        """Free the request's blocks, the last one first, so that its first block is the next to be taken.
+        """Free a request's blocks, the last one first, so that its first block is the next to be taken.
 
-        Copies into them that were never made, since the step was not launched, are dropped: the next owner
-        may want to copy there as well.
+        Copies into these blocks that were not made, because their step was not launched, are dropped: the
+        next request may want to copy into the same block.
         """
         row, blocks = request.row, self.blocks_of(request.row)
         self.allocator.release(reversed(blocks))
@@ -164,12 +172,12 @@ class PagedCache:
         self._owned[row] = self._writable[row] = 0
 
     def forget(self) -> None:
-        """Free the cached blocks that no request uses: here there are none."""
+        """Free the cached blocks that no request uses: this cache keeps none."""
 
     def users(self) -> list[int]:
         """Return the numbers of all blocks in use, each once for each request that uses it."""
         return [block for row in range(len(self._owned)) for block in self.blocks_of(row)]
 
     def check(self) -> None:
-        """Raise `AssertionError` unless every block has as many users as block tables contain it."""
+        """Raise `AssertionError` unless the users counted for each block are those in the block tables."""
         self.allocator.check(self.users())

@@ -1,4 +1,4 @@
-"""The memory ledger, made once at the start: the number of blocks that fit."""
+"""The division of the device's memory, made once at the start: how many KV cache blocks fit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ MOST_CPU_CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The division of an engine's memory, in bytes, and the blocks that fit in the cache's part.
+    """The division of an engine's memory, in bytes, and the number of KV cache blocks that fit.
 
     weights: parameters and buffers of the model.
-    rows: what is kept for every row: tokens, block tables, and the sampler's settings and counts.
+    rows: what every running request needs: its tokens, block table, and the sampler's settings and counts.
     activations: most temporary memory of a step.
-    reserved: what features have asked for, such as graphs.
+    cache: the KV cache: `blocks` blocks of `block_size` tokens.
+    reserved: what features have asked for, such as CUDA graphs.
     """
 
     weights: int
@@ -58,7 +59,7 @@ class MemoryPlan:
 
 
 def weight_bytes(model: Model) -> int:
-    """Return the bytes of all parameters and buffers; memory that several of them share is counted once."""
+    """Return the bytes of a model's parameters and buffers; memory that several of them share counts once."""
     storages = {
         tensor.untyped_storage() for tensor in chain(model.parameters(), model.buffers())
     }
@@ -66,12 +67,12 @@ def weight_bytes(model: Model) -> int:
 
 
 def activation_bytes(model: Model, step_tokens: int, rows: int) -> int:
-    """Return an upper estimate of the bytes that one step needs beside weights and cache.
+    """Return an upper estimate of the bytes that one step needs beside weights and KV cache.
 
-    step_tokens: most tokens of a step. rows: most running requests, each with logits. The widest moment of
-        a layer holds the residual stream and its normalized float32 copy, the gate and up projections and
-        their product, and queries, keys and values. The logits are there in the model's dtype and in
-        float32 for every row, and then what sampling needs.
+    step_tokens: most tokens of a step. rows: most running requests, each with logits.
+    The estimate adds up, for every token, what a layer holds at its peak: the residual stream and its
+    normalized float32 copy, the gate and up projections and their product, and queries, keys and values;
+    for every row, its logits in the model's dtype and in float32; and what sampling needs.
     """
     config, size = model.config, model.dtype.itemsize
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -98,12 +99,13 @@ def plan_cache(
 ) -> MemoryPlan:
     """Return how an engine's memory is divided, and so the number of blocks of its KV cache.
 
-    model: loaded, so that what its weights leave free is known. block_size: tokens in a block.
+    model: the loaded model, whose weights have left less memory free. block_size: tokens in a block.
     step_tokens: most tokens that a step computes. max_len: most tokens of a request.
-    rows: requests that run at most; the cache is never larger than they can fill.
-    kv: how keys and values are stored; None: in the model's dtype. reserved: bytes set aside, as for graphs.
-    cache_bytes: what the caller grants the cache, if that much is free; None: as much as there is room for.
-    gpu_memory_utilization: share of the device's memory that everything together may fill.
+    rows: most requests that run at a time; the cache is never larger than these can fill.
+    kv: how keys and values are stored; None: in the model's dtype.
+    cache_bytes: size of the cache, if as much is free; None: as large as there is room for.
+    gpu_memory_utilization: share of a GPU's memory that weights, cache and all else may fill, from 0 to 1.
+    reserved: bytes to leave free, as for CUDA graphs.
 
     Raises:
         UserError: not even one block fits, or more is asked for than is free.

@@ -1,4 +1,4 @@
-"""The tensors that keys and values lie in, and the format that they are stored in."""
+"""The tensors that hold the KV cache's blocks, and the format in which keys and values are stored."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from common.models.config import ModelConfig
 
 
 class LayerBlocks(NamedTuple):
-    """A layer's blocks of keys and values, `[N, P, KH, D]` each, and their scales.
+    """A layer's KV cache: `N` blocks of `P` tokens, keys and values `[N, P, KH, D]` each, and their scales.
 
     k_scale, v_scale: `[KH]` float32, by which stored numbers are multiplied, or None if the stored numbers
         are the keys and values themselves.
-    layout: another order of values in a block, which only some kernels know; None: as above.
+    layout: another order of the values (not the keys) in a block, which only certain kernels know; None: as
+        above.
     """
 
     k: Tensor
@@ -29,7 +30,7 @@ class LayerBlocks(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Return True if keys and values have scales."""
+        """Return True if stored keys and values must be multiplied by scales."""
         return self.k_scale is not None
 
 
@@ -39,8 +40,9 @@ class KVFormat:
 
     dtype: of the stored numbers; None: the model's.
     scales: `[L, 2, KH]` float32 on any device, for the keys and the values of each layer's heads; a key is
-        the number that is stored for it times its scale. None: there are none.
-    layout: another order of values in a block, which a later phase's kernels know; None: `[N, P, KH, D]`.
+        its stored number times the scale. None: stored numbers are the keys and values.
+    layout: another order of the values (not the keys) in a block, which a later phase's kernels know; None:
+        `[N, P, KH, D]`.
     """
 
     dtype: torch.dtype | None = None
@@ -48,7 +50,7 @@ class KVFormat:
     layout: Any = None
 
     def dtype_for(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the stored numbers, for a model of `model_dtype`."""
+        """Return the dtype of the stored numbers; `model_dtype`, if the format has none of its own."""
         return model_dtype if self.dtype is None else self.dtype
 
     def exact(self, model_dtype: torch.dtype) -> bool:
@@ -58,27 +60,32 @@ class KVFormat:
     def bytes_per_block(
         self, config: ModelConfig, block_size: int, model_dtype: torch.dtype
     ) -> int:
-        """Return the bytes that one block of `block_size` tokens takes, over all layers of a model of
-        `model_dtype`.
+        """Return the bytes that one block of `block_size` tokens takes, over all layers.
+
+        config: the model's sizes. model_dtype: the model's dtype.
         """
         return block_size * config.kv_bytes_per_token(self.dtype_for(model_dtype))
 
 
 def largest(dtype: torch.dtype) -> float:
-    """Return the largest number of `dtype` that a scaled key or value is stored as; the smallest is its
-    negative.
+    """Return the largest number to which keys and values are scaled for storage in `dtype`: its maximum.
+
+    The smallest is its negative.
     """
     return float((torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max)
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """Return `x [G, H, queries, D]` times its key/value head's `scale [KH]`."""
+    """Return `x [G, H, queries, D]` with each head multiplied by the scale of its key/value head.
+
+    scale: `[KH]`. The result has the dtype of `x`.
+    """
     per_head = scale.repeat_interleave(x.shape[1] // len(scale))
     return (x * per_head[:, None, None]).to(x.dtype)
 
 
 def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros; on a CPU its memory is taken page by page, as it is written."""
+    """Return a tensor of zeros; on a CPU the system allocates its memory page by page, when it is written."""
     size = prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.zeros(shape, device=device, dtype=dtype)
@@ -86,9 +93,12 @@ def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
 
 
 class BlockPool:
-    """The device's KV cache: one tensor `[L, 2, N, P, KH, D]`, and each layer's part of it.
+    """The device's KV cache: one tensor `data [L, 2, N, P, KH, D]`, and each layer's part of it.
 
-    stained: True if some block may hold NaN, so blocks are wiped when they get a new owner.
+    `L` layers, keys and values, `N` blocks of `P` tokens, `KH` heads of size `D`.
+    layers: a `LayerBlocks` for each layer.
+    exact: True if keys and values are stored as the model computes them, not rounded.
+    stained: True if some block may hold NaN, so that blocks are set to zero when a request takes them.
     """
 
     stained = False
@@ -103,9 +113,9 @@ class BlockPool:
         dtype: torch.dtype,
         kv: KVFormat | None = None,
     ) -> None:
-        """Allocate `blocks` blocks of `block_size` tokens for every layer; `dtype` is the model's.
+        """Allocate `blocks` blocks of `block_size` tokens for every layer.
 
-        kv: the format of keys and values; None: the model's dtype.
+        config: the model's sizes. dtype: the model's. kv: the format of keys and values; None: that dtype.
         """
         config.check_keys_only()
         kv = kv or KVFormat()
@@ -137,21 +147,19 @@ class BlockPool:
         return KVFormat().bytes_per_block(config, block_size, dtype)
 
     def regroup(self, moves: Any) -> None:
-        """Update which blocks each group of layers uses: nothing here, where all layers share one block
-        table.
+        """Update which blocks each group of layers uses.
 
-        Phase 17 overrides it. moves: what `PagedCache.take_moves` returned, if that is not None.
+        moves: what `PagedCache.take_moves` returned, if that is not None. Does nothing here, where all
+        layers share one block table; phase 17 overrides it.
         """
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, from source to target of each of the `pairs` of block numbers, in every
-        layer.
-        """
+        """Copy whole blocks in every layer. pairs: block numbers, (source, target) for each copy."""
         sources, targets = (
             torch.tensor(side, device=self.data.device) for side in zip(*pairs, strict=True)
         )
         self.data[:, :, targets] = self.data[:, :, sources]
 
     def wipe(self, blocks: list[int]) -> None:
-        """Set whole blocks to zero, in every layer."""
+        """Set whole blocks to zero in every layer. blocks: their numbers."""
         self.data[:, :, torch.tensor(blocks, device=self.data.device)] = 0

@@ -1,4 +1,4 @@
-"""A phase's choice of features, and what options make of it."""
+"""Presets: a phase's choice of features, and the sizes and features that a caller's options make of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paged_cache.recipe import Feature, PagedSizes, Recipe
 
 
 class Chosen(NamedTuple):
-    """The sizes and features that a set of options asks for."""
+    """The sizes and the features (each: one optimization) that a caller's options ask for."""
 
     sizes: PagedSizes
     features: tuple[Feature, ...]
@@ -30,13 +30,13 @@ class Preset:
     """A phase's engine: its features, and which of them are on unless the caller says otherwise.
 
     Args:
-        on: features that are on.
-        fitting: features that are on where they are faster (`Feature.enabled_by_default`), decided in this
-            order.
-        defaults: sizes that this phase prefers on a kind of device.
+        on: features that are on by default.
+        fitting: features that are on by default where they are faster (`Feature.enabled_by_default`); each
+            decision sees the features before it.
+        defaults: values of `PagedSizes` options by device type, such as "cuda".
 
-    As an option a feature is a switch, `prefix_cache=False`, and each of its fields an option by itself,
-    `index="hash"`, which may be given while the feature is on.
+    Each feature is an option that switches it on or off, such as `prefix_cache=False`. Each of its fields
+    is an option, too, such as `index="hash"`, which may be given while the feature is on.
     """
 
     def __init__(
@@ -51,7 +51,10 @@ class Preset:
     def plus(
         self, on: Sequence[type[Feature]] = (), fitting: Sequence[type[Feature]] = ()
     ) -> Preset:
-        """Return the next phase's preset: this one with more features, on always or where they are faster."""
+        """Return a preset with more features, as the next phase needs it; this one stays as it is.
+
+        on: features that are on by default. fitting: features that are on by default where they are faster.
+        """
         return Preset([*self.on, *on], [*self.fitting, *fitting], self.defaults)
 
     def load(
@@ -63,9 +66,9 @@ class Preset:
         tokenizer: Tokenizer | None = None,
         **options: Any,
     ) -> PagedEngine:
-        """Return an engine for a model's name or a loaded model, with these options.
+        """Return an engine for a model's name, its folder or a loaded model, with these options.
 
-        tokenizer: needed for stop strings only.
+        tokenizer: needed for stop strings only. options: sizes, switches of features, and their fields.
 
         Raises:
             UserError: an option is unknown, out of its limits, or of a feature that is off.
@@ -87,7 +90,7 @@ class Preset:
     ) -> Chosen:
         """Return the sizes and features that `options` (values by name) ask for on a device.
 
-        more: features beyond this preset's; they are off unless an option switches them on.
+        more: features that this preset does not have; they are off unless an option switches them on.
 
         Raises:
             UserError: an option is unknown, out of its limits, or of a feature that is off.
@@ -114,9 +117,9 @@ class Preset:
 def _refuse_options_of(
     kind: type[Feature], given: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Raise `UserError` for options of the feature `kind`, which is off, unless their values mean "off".
+    """Raise `UserError` for an option of the feature `kind`, which is off, unless its value means "off", too.
 
-    given: the options by name, with their values.
+    given: the feature's options that the caller has set, by name.
     """
     for name, value in given.items():
         if name not in kind.without or kind.without[name] != value:

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PagedSizes(Sizes):
-    """Sizes of an engine with a paged KV cache, as options: those of `Sizes`, and of blocks and memory."""
+    """Options of an engine with a paged KV cache that limit requests, tokens and memory.
+
+    Those of `Sizes` (running requests, tokens of a request and of a step, policy, cache bytes), and the
+    ones below. None: the phase's own default.
+    """
 
     block_size: int | None = option(
         None, "tokens in a block of the cache", low=1, high=1 << 16
@@ -46,10 +50,10 @@ class Feature:
     phase: the number of the phase that introduces it; features are installed in this order.
     without: options of this feature, with the values that mean the same as leaving the feature off. Only
         these values may be given while it is off.
-    for_draft_models: a smaller model that drafts for an engine with this feature has it as well.
+    for_draft_models: True if a smaller model that drafts for an engine with this feature has it as well.
     needs: features without which it cannot be on.
-    on_with, on_device: by default it is on with all of these features, and on this kind of device ("cpu" or
-        "cuda"; None: on any).
+    on_with, on_device: it is on by default if all of these features are on, and the device is of this type
+        ("cpu" or "cuda"; None: any).
     """
 
     name: ClassVar[str]
@@ -65,10 +69,10 @@ class Feature:
         check_options(self)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Change how the model is loaded; `builder.model` is not there yet."""
+        """Change how the model will be loaded; `builder.model` is not there yet. Default: no change."""
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace or decorate parts of the engine that is being built.
+        """Replace or decorate parts of the engine that is being built, whose model is loaded.
 
         Raises:
             UserError: the feature makes no sense with these parts, or not on this device.
@@ -76,7 +80,7 @@ class Feature:
 
     @classmethod
     def switched_on(cls, value: Any) -> bool:
-        """Return True if this value of the feature's option turns it on.
+        """Return True if this value of the option `name` turns the feature on, False if it turns it off.
 
         Raises:
             UserError: the value has the wrong type.
@@ -85,7 +89,10 @@ class Feature:
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True if the feature is on by default on this device, with the `others` that are on."""
+        """Return True if the feature is on by default on this device.
+
+        others: the features that are on already; `on_with` must be among them.
+        """
         here = cls.on_device in (None, device.type)
         return here and all(find(others, kind) is not None for kind in cls.on_with)
 
@@ -102,9 +109,10 @@ def find(features: Iterable[Feature], kind: type[F]) -> F | None:
 class Recipe:
     """All that an engine is built from: model, sizes and features.
 
-    model: a name, whose model then belongs to the engine, so that a feature may replace layers in place;
-        or a loaded model, which stays as it is.
-    features: in any order; those of `EngineBuilder.recipe` are in the order of their phases.
+    model: a name or folder: the model that is loaded belongs to the engine, and features may replace its
+        layers in place; or a loaded model, which stays as it is.
+    features: in any order; `EngineBuilder` sorts them by phase.
+    device, dtype: where and how to load the model. tokenizer: needed for stop strings only.
     """
 
     model: str | Path | Model

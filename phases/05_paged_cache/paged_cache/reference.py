@@ -1,7 +1,7 @@
-"""Paged attention written for reading, in float32: what every kernel is compared with.
+"""Paged attention written for reading, in float32: every kernel is compared with it.
 
-One request at a time: gather its keys and values through the block table, build the mask, softmax, multiply.
-Nothing here is fast, and nothing here should become fast.
+One request at a time: gather its keys and values through the block table, build the mask, softmax,
+multiply. Nothing here is fast, and nothing here should become fast.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from paged_cache.pool import LayerBlocks
 
 
 def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """Return the first `length` tokens of one request, `[length, KH, D]`, from keys or values `[N, P, KH,
-    D]`.
+    """Return the keys or values of a request's first `length` tokens: `[length, KH, D]`.
 
-    block_table: `[max_blocks]`, the request's blocks.
+    cache: a layer's keys or values, `[N, P, KH, D]`. block_table: `[max_blocks]`, the request's blocks.
     """
     block_size = cache.shape[1]
     blocks = block_table[: -(-length // block_size)].long()
@@ -33,11 +32,12 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """Return attention of ragged queries over a paged cache in the plainest way, for tests: `[T, H, D]`
-    float32.
+    """Return the attention `[T, H, D]` of ragged queries over a paged cache, in float32; for tests.
 
-    q: `[T, H, D]`. cache: a layer's blocks. block_tables: `[B, max_blocks]`. query_starts: `[B + 1]`.
-    context_lens: `[B]`. scale: of scores. sliding_window: keys that a query sees; None: all before it.
+    q: `[T, H, D]`. cache: a layer's blocks. block_tables: `[B, max_blocks]`. query_starts: `[B + 1]`, where
+        each request's queries begin and end.
+    context_lens: `[B]`, keys of each request, the new ones included. scale: by which scores are multiplied.
+    sliding_window: number of keys that a query sees, its own included; None: all up to its own.
 
     Query `i` of a request with `n` queries and `c` keys stands at position `c - n + i` and sees the keys up
     to its own position, and with a sliding window `w` only the last `w` of them.

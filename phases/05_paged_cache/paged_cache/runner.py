@@ -1,4 +1,4 @@
-"""The runner over pages: block tables and slots in the batch, and copies before the step."""
+"""The runner over a paged cache: block tables and slots in the batch, and block copies before the step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def run_by_first(
     masked: bool,
     eager: Callable[[Sequence[Work]], Forwarded],
 ) -> Forwarded:
-    """Return the hidden states of a step's works, by the first executor that supports it, or by `eager`.
+    """Run a step's forward pass by the first executor that supports the step, else by `eager`.
 
-    masked: True if its samples get bit masks.
+    works: the step's requests and tokens. masked: True if its samples get bit masks of allowed tokens.
+    Returns its hidden states, not sampled yet.
     """
     for executor in executors:
         if (ticket := executor.supports(works, masked)) is not None:
@@ -40,14 +41,15 @@ class PagedRunner(Runner):
 
     Args:
         model: computes hidden states and logits.
-        attention: any backend over the pool.
-        rows: where the tokens are.
-        cache: whose tables say where keys and values are.
-        executors: factories of executors, called with this runner in the order of asking; None is left out.
-        options: those of `continuous.Runner`.
+        attention: a backend over the block pool.
+        rows: the running requests' token ids on the device.
+        cache: the block tables.
+        executors: functions from this runner to an executor (a faster way to run certain steps), in the
+            order in which these are asked; if one returns None, there is no such executor.
+        options: further arguments of `continuous.Runner`.
 
-    executors: asked for each step in this order; `eager` runs what none supports.
-    last: the first half of the newest step; its hidden states are valid until the next step.
+    executors: the executors, asked for each step in this order; `eager` runs a step that none supports.
+    last: the newest step's forward pass; its hidden states are valid until the next step.
     """
 
     attention: PagedAttention
@@ -74,24 +76,34 @@ class PagedRunner(Runner):
                 self.ask_first(executor)
 
     def ask_first(self, executor: StepExecutor) -> None:
-        """Add an executor (a faster way to run certain steps) that is asked before those that are there."""
+        """Add an executor (a faster way to run certain steps), which is asked before the others."""
         self.executors = [executor, *self.executors]
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """Compute a step's hidden states (see `Runner.forward`) by the first executor that supports it."""
+        """Run a step's forward pass by the first executor that supports it; return its hidden states.
+
+        works: the step's requests and tokens. masked: True if its sampling will be masked.
+        """
         self.last = run_by_first(self.executors, works, masked, self.eager)
         return self.last
 
     def eager(self, works: Sequence[Work]) -> Forwarded:
-        """Run the first half of a step's works, one operation after the other; return its hidden states."""
+        """Run a step's forward pass one operation after the other; return its hidden states, not sampled yet.
+
+        works: the step's requests and tokens.
+        """
         return super().forward(works)
 
     def release(self) -> None:
-        """Destroy CUDA graphs, after the last step; this runner has none."""
+        """Destroy the executors' CUDA graphs after the last step; this class has no executors with graphs."""
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Upload new requests, copy blocks, and zero those that may hold NaN, before a step (`works`)."""
+        """Update the device before a step: new requests' tokens, zeros in blocks, copies of blocks.
+
+        works: the step's requests and tokens. Blocks that a request has just taken are set to zero if some
+        block may hold NaN; blocks that two requests shared are copied before one of them writes.
+        """
         super().refresh(works)
         if (moves := self.cache.take_moves(works)) is not None:
             self.attention.pool.regroup(moves)
@@ -101,19 +113,22 @@ class PagedRunner(Runner):
             self.attention.pool.copy(copies)
 
     def prepare(self, works: Sequence[Work]) -> Batch:
-        """Return the inputs on the device of a step of these works, with block tables and slots."""
+        """Return a step's inputs on the device, with block tables and slots.
+
+        works: the step's requests and tokens, in batch order.
+        """
         host = HostBatch.of(works, self.rows.prompt_lens)
         return PagedBatch.of(
             host, self.rows, block_tables=self.block_tables(host), slots=self.slots(host)
         )
 
     def block_tables(self, host: HostBatch) -> NDArray[np.int32]:
-        """Return the block tables `[B, max_blocks]` of a batch; its longest context needs that many."""
+        """Return a batch's block tables on the host: `[B, max_blocks]`, as the longest context needs."""
         width = self.cache.blocks_for(int(host.context_lens.max()))
         return self.cache.tables[host.rows, :width]
 
     def slots(self, host: HostBatch) -> Ints:
-        """Return where the key and value of each new token of a batch go: `[T]`, `block * P + offset`."""
+        """Return where each new token's key and value go, `[T]` int64 on the host: `block * P + offset`."""
         size = self.cache.block_size
         blocks = self.cache.tables[host.token_rows, host.positions // size]
         return blocks.astype(np.int64) * size + host.positions % size

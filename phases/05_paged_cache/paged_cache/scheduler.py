@@ -1,4 +1,4 @@
-"""The scheduler over blocks: preemption when they run out, and samples that share their prompt's."""
+"""The scheduler over a paged cache: it preempts when blocks run out, and samples share a prompt's blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paged_cache.cache import PagedCache
 
 
 class PagedScheduler(Scheduler):
-    """A scheduler that admits a request if the blocks it needs now are free, not all it may need.
+    """A scheduler that admits a request if its tokens so far fit into the free blocks, not all it may get.
 
     If blocks run out later, it preempts requests.
     """
@@ -20,9 +20,10 @@ class PagedScheduler(Scheduler):
     cache: PagedCache
 
     def check_step(self, prompt_len: int, limit: int) -> None:
-        """Raise `UserError` if a request's prompt and output could exceed the tokens of one step.
+        """Raise `UserError` if a request may need more tokens in one step than `step_tokens`.
 
-        A preempted request computes its prompt and its output so far in one step.
+        prompt_len: tokens of its prompt. limit: most tokens that it may have, prompt and output. A
+        preempted request computes its prompt and its output so far in one step.
         """
         if limit - 1 > self.step_tokens:
             raise UserError(
@@ -31,9 +32,10 @@ class PagedScheduler(Scheduler):
             )
 
     def add(self, requests: list[Request]) -> None:
-        """Add the samples of one prompt to the waiting queue together; the first computes the prompt for all.
+        """Add the samples of one prompt to the waiting queue as one; the first computes the prompt for all.
 
-        If there are more samples than rows, they are added in parts of as many as there are rows.
+        The others are its `siblings`. If there are more samples than rows (requests that may run), they are
+        added in parts of as many as there are rows.
         """
         for request in requests:
             request.rank = self.policy(request)
@@ -42,13 +44,14 @@ class PagedScheduler(Scheduler):
             self._push(first)
 
     def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
-        """Preempt the last request by rank until `request` has room; it may be `request` itself.
+        """Preempt the requests of the largest ranks until `request` has cache for its first `upto` tokens.
 
-        upto: tokens that it needs room for. queue, at: only the requests `queue[at:]`, not yet served in this
-            step, can lose their blocks; they leave `queue`. They are not always in the order of ranks.
+        queue: the running requests in the order of this step. Only `request` and `queue[at:]`, which this
+            step has not served yet, can be preempted; a preempted one is removed. `queue` is not always
+            sorted by rank.
 
         Returns:
-            False if there is still no room.
+            True if the cache is reserved. False if `request` had the largest rank and was preempted itself.
         """
         while True:
             victim = max((request, *queue[at:]), key=by_rank)
@@ -62,7 +65,7 @@ class PagedScheduler(Scheduler):
     def preempt(self, request: Request) -> None:
         """Preempt a running request: free its blocks and row, and put it back in the waiting queue.
 
-        All its tokens will be computed again, the output included. It keeps its tokens and its rank. The
+        It keeps its tokens and its rank; all its tokens, the output included, will be computed again. The
         preemption is counted for the request and for the scheduler.
         """
         self.leave(request)
@@ -72,17 +75,21 @@ class PagedScheduler(Scheduler):
         self._push(request)
 
     def start_request(self, request: Request) -> None:
-        """Allocate rows for all samples of a prompt, and blocks for the first; drop aborted samples."""
+        """Allocate rows for all samples of a prompt, and blocks for the first one, `request`.
+
+        The other samples, its `siblings`, wait for it to compute the prompt; aborted ones are dropped.
+        """
         super().start_request(request)
         request.siblings = [each for each in request.siblings if each.finish_reason is None]
         for sibling in request.siblings:
             self.rows.acquire(sibling)
 
     def fork(self, request: Request) -> tuple[Request, ...]:
-        """Start the siblings of `request`, whose prompt this step completes, on its blocks; return all.
+        """Start the samples that wait for `request` to compute their prompt, which this step completes.
 
-        Its last logits are sampled once for each. All earlier chunks of the prompt have finished: if one
-        failed after the fork, the siblings would go on with what was never computed.
+        They share the prompt's blocks. Returns `request` and these siblings, but for those that have ended:
+        the prompt's last logits are sampled once for each. All earlier chunks of the prompt have finished:
+        if one failed after the fork, the siblings would go on with keys that were never computed.
         """
         siblings = [sibling for sibling in request.siblings if sibling.finish_reason is None]
         request.siblings = []
@@ -95,7 +102,8 @@ class PagedScheduler(Scheduler):
     def leave(self, request: Request) -> None:
         """Free the blocks and the row of a request that has ended or is preempted.
 
-        Before the fork, siblings have rows but do not run; they leave with the first sample, or alone.
+        Samples that wait for the request to compute their prompt have rows and do not run: their rows are
+        freed with it. If one of these ends by itself, only its row is freed.
         """
         if request.row >= 0 and request.num_computed_tokens == 0:
             self.rows.release(request)
@@ -106,7 +114,7 @@ class PagedScheduler(Scheduler):
         super().leave(request)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if a block's count of users is wrong, or not 0 while idle."""
+        """Raise `AssertionError` if a block's users are miscounted, or one is in use with no request left."""
         super().check_integrity()
         held = self.cache.allocator.count - self.cache.free
         if self.idle and held:

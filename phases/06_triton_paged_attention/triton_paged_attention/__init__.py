@@ -1,4 +1,4 @@
-"""Phase 06: attention over the paged pool in one kernel, and the small operators around it, in Triton.
+"""Phase 06: attention over the paged KV cache, and the small operators around it, as Triton kernels.
 
 Without a CUDA GPU the kernels run in Triton's interpreter: the same programs, one after the other, in
 numpy. It is slow and good for lessons and tests. The choice is made when Triton is first imported.

@@ -1,4 +1,4 @@
-"""Attention over the paged pool by kernels that read the blocks where they lie."""
+"""Attention over the paged KV cache by kernels that read its blocks in place, through the block tables."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ the number is rounded up to a power of two, for which the kernel is compiled in 
 class TritonPagedAttention(PagedAttention):
     """Attention over the paged KV cache by two Triton kernels, one for decode steps and one for prefill.
 
-    Requests with at most `most_queries` new tokens take the decode kernel, all others the prefill kernel.
-    A step of decodes alone allocates and uploads nothing in `begin`, so that a CUDA graph can capture it.
-    CUDA graphs of other steps begin by `begin_sorted`.
+    Requests with at most `most_queries` new tokens are computed by the decode kernel, all others by the
+    prefill kernel. For a step of decodes alone, `begin` allocates and uploads nothing, so that a CUDA graph
+    can capture the step. CUDA graphs of other steps call `begin_sorted` instead.
 
     Args:
         pool: the paged KV cache.
@@ -51,8 +51,10 @@ class TritonPagedAttention(PagedAttention):
         self._workspace = Workspace(pairs * self.most_queries * self._group, d_pad, device)
 
     def plan(self) -> None:
-        """Prepare the step `self.batch`: sort requests by kernel, decode or prefill; split the latter into
-        query tiles.
+        """Prepare the step `self.batch`: choose each request's kernel, decode or prefill.
+
+        The requests for the prefill kernel are split into query tiles: pieces of their new tokens, of which
+        each is computed by one program.
         """
         host = self.batch.host
         decodes = host.query_lens <= self.most_queries
@@ -73,11 +75,13 @@ class TritonPagedAttention(PagedAttention):
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return the requests for the decode kernel, and the query tiles for the prefill kernel.
 
-        host: the step's lengths, as numpy arrays. tokens: of the step, or most of its CUDA graph.
+        host: the step's lengths, as numpy arrays. tokens: number of tokens in the step; for a CUDA graph,
+            the most that it computes.
 
         Returns:
             requests: int64, indices in the batch.
-            tiles: `[n, 4]` int32: request, row of the first query token, query tokens, first position.
+            tiles: `[n, 4]` int32, pieces of the other requests' new tokens: request, row of the first query
+                token in the batch, number of query tokens, position of the first.
         """
         short = host.query_lens <= self.most_queries
         tiles = query_tiles(
@@ -86,17 +90,20 @@ class TritonPagedAttention(PagedAttention):
         return np.flatnonzero(short), tiles
 
     def tile_tokens(self, tokens: int) -> int:
-        """Return the most query tokens that a query tile has in a step of so many tokens."""
+        """Return the most query tokens of a tile (a piece of a prompt) in a step of `tokens` tokens.
+
+        With a small batch of tokens, tiles are smaller, so that all multiprocessors get one.
+        """
         default = self._prefill_config.block_m
         return (SMALL if tokens <= self._small_batch else default) // self._group
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
-        """Start a step whose requests the caller has sorted; CUDA graphs call this instead of `begin`.
+        """Start a step whose requests are sorted by kernel; CUDA graphs call this instead of `begin`.
 
-        members: int32, requests for the decode kernel, padded with requests without tokens and context; None:
-            all are in tiles.
-        tiles: `[n, 4]` int32, query tiles of the others, padded with tiles of no tokens. Graphs refill both
-            tensors before each replay.
+        members: int32, indices of the requests for the decode kernel, padded with requests without tokens
+            and context; None: no request is for that kernel.
+        tiles: `[n, 4]` int32, query tiles of the other requests, as `sort` returns them, padded with tiles
+            of no tokens. A graph's owner refills both tensors before each replay.
         """
         self.batch = batch
         self._prefill_keys = 0
@@ -104,15 +111,15 @@ class TritonPagedAttention(PagedAttention):
         self._only, self._tiles = members, tiles
 
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
-        """Write keys and values `[T, KH, D]` of new tokens to their slots in the layer's blocks, `cache`."""
+        """Write the new tokens' keys and values `[T, KH, D]` to their slots in a layer's blocks, `cache`."""
         kv_store(k, v, cache, self.batch.slots)
 
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """Return attention's output `[T, H, D]` for queries `q [T, H, D]` over the layer's blocks.
+        """Return the attention `[T, H, D]` of the queries `q [T, H, D]` over a layer's blocks.
 
-        k, v: not read, for `store` has written them to the blocks. cache: the layer's blocks.
+        k, v: not read, since their numbers are in the blocks already. cache: the layer's blocks.
         """
         batch, q = self.batch, q.contiguous()
         out = torch.empty_like(q)

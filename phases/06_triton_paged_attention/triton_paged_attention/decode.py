@@ -1,15 +1,15 @@
-"""Paged decode attention, version 4, the one the engine runs.
+"""Paged decode attention, version 4, the one that the engine runs.
 
 What it adds to version 3:
 
-- The block ids of the next tile are loaded while this tile is computed and carried through the loop.
-  Otherwise every load of keys waits for a load of block ids in the same iteration, and three stages buffer
-  like two.
+- The block ids of the next tile (a run of keys) are loaded while this tile is computed, and carried through
+  the loop. Otherwise every load of keys waits for a load of block ids in the same iteration, and three
+  pipeline stages buffer as little as two.
 - When a tile never crosses a block (`P % BLOCK_N == 0`) one block id serves the whole tile.
-- Splits without work return at once, a request that needs one split writes its result directly, and of
-  several splits the last to finish combines them: one launch instead of two.
-- A request may have several query tokens (a short chunk, or drafts to verify): row `r` of the tile is query
-  token `r // GROUP` and query head `r % GROUP` of this key/value head.
+- Splits of the keys that have no work return at once, a request that needs one split writes its result
+  directly, and of several splits the last to finish combines them: one launch instead of two.
+- A request may have several query tokens (a short chunk, or drafts to verify): row `r` of the query tile is
+  query token `r // GROUP` and query head `r % GROUP` of this key/value head.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def combine_rows(
     D_PAD: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Combine a request's splits in the workspace, and write attention's output to `out [T, H, D]`.
+    """Combine the outputs of a request's splits (shares of its keys); write the result to `out [T, H, D]`.
 
     partial, lse: float32 outputs and log2 of the softmax sums, by split, query token and head of the group.
-    first_split: row of the request's first split. used: how many splits have been written.
+    first_split: row of the request's first split in these. used: how many splits have been written.
     first_token: row of the request's first query token in `out`. count: its query tokens, at most QUERIES.
     kv_head: the key/value head; its GROUP query heads are written.
     """
@@ -80,14 +80,20 @@ def decode_kernel(
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of a request's keys for one key/value head; the last split to finish combines all.
+    """Compute one split (share) of a request's keys for one key/value head; the last to finish combines all.
 
-    One program per key/value head, split and request. out, q: `[T, H, D]`. k_cache, v_cache: `[N, P, KH, D]`.
-    block_tables: `[B, max_blocks]`. context_lens: `[B]`. sinks: `[H]` or None. Strides are in numbers.
-    partial, lse, arrived: workspace: outputs, log2 of softmax sums, and counters of finished splits.
-    k_scale, v_scale: `[KH]`, one scale for the keys and values of a head, or None.
-    query_starts: `[B + 1]`: requests have up to QUERIES query tokens each; None: one.
-    requests: the only ones to compute; None: all. ATTEND: the loop over tiles, such as `tiles.attend`.
+    One program per key/value head, split and request.
+    out, q: `[T, H, D]`. k_cache, v_cache: `[N, P, KH, D]`.
+    block_tables: `[B, max_blocks]`. context_lens: `[B]`. sinks: `[H]`, extra scores in the softmax's sum,
+        or None. scale: of scores. Strides are in numbers, not bytes.
+    partial, lse, arrived: workspace: float32 outputs of splits, log2 of their softmax sums, and counters of
+        finished splits, which are 0 before and after the launch.
+    k_scale, v_scale: `[KH]`, by which a head's stored keys and values are multiplied, or None.
+    query_starts: `[B + 1]`, where requests' query tokens begin, up to QUERIES each; None: one token each.
+    requests: indices of the only requests to compute; None: all.
+    ATTEND: the device function that loops over tiles of keys, such as `tiles.attend`.
+    GROUP: query heads of a key/value head. BLOCK_M: rows of the query tile. SPLITS_PAD, D_PAD: the
+        number of splits, and D, rounded up to a power of two.
     MIN_TILES: fewest tiles of BLOCK_N keys in a split. WINDOW: keys that a query sees; 0: all.
     """
     kv_head = tl.program_id(0)
@@ -165,14 +171,15 @@ def decode_kernel(
 
 
 class Workspace:
-    """Memory for the partial results of splits: allocated once, reused by every layer and step.
+    """Memory for partial results of the decode kernel, whose programs split a request's keys among them.
 
-    Launches that share a workspace must run on one stream. A captured graph must keep its workspace alive.
+    It is allocated once, and used by every layer and step. Launches that share a workspace must run on one
+    stream. A captured CUDA graph must keep its workspace alive.
 
     Args:
-        rows: the largest product of (request, key/value head) pairs, splits and tile rows that a launch may
-            have.
-        d_pad: a head's padded size.
+        rows: the most that a launch may have of (request, key/value head) pairs, times splits, times rows
+            of a query tile.
+        d_pad: a head's size, rounded up to a power of two.
         device: a GPU, or the CPU for the interpreter.
     """
 
@@ -201,9 +208,10 @@ def paged_decode(
 
     layer: its scale, window and sinks. q: `[T, H, D]`. cache: the layer's blocks.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32; a request with 0 (padding) gets zeros.
-    query_starts: `[B + 1]` int32; None: each request has one token. max_queries: a power of two.
-    requests: int32, which requests to compute; None: all. Rows of the others are not written.
-    out: result; workspace: for partial results; None: allocated here.
+    query_starts: `[B + 1]` int32, where each request's tokens begin and end; None: each has one token.
+    max_queries: most new tokens of a request, a power of two.
+    requests: int32, indices of the requests to compute; None: all. Rows of the others are not written.
+    out: tensor for the result; workspace: memory for partial results; None: allocated by this call.
     config: block sizes; None: the default.
     """
     kv_heads = layer.num_kv_heads

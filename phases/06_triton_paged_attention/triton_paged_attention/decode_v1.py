@@ -1,4 +1,4 @@
-"""Paged decode attention, version 1: one program per request and query head, one block at a time.
+"""Paged decode attention, version 1: one program per request and query head, one KV cache block at a time.
 
 The whole algorithm is here. A program owns one query vector and walks the request's block table. For each
 block it loads the keys, computes their scores, and folds them into a running softmax (Milakov and
@@ -7,8 +7,8 @@ weighted by the values. When a larger score appears, what was summed so far shri
 No score is ever written to memory.
 
 What is slow: the query heads that share a key/value head each read it from memory again; a block of 16
-tokens is too little work between two dependent loads (the block id, then the keys); a batch of one fills
-only H of the GPU's multiprocessors. Versions 2, 3 and 4 repair these in turn.
+tokens is too little work between two dependent loads (the block id, then the keys); a batch of one request
+fills only H of the GPU's multiprocessors. Versions 2, 3 and 4 repair these in turn.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def decode_v1_kernel(
     """Compute attention of one request's query head, block by block. One program per request and query head.
 
     out, q: `[B, H, D]`. k_cache, v_cache: `[N, P, KH, D]`. block_tables: `[B, max_blocks]`. context_lens:
-    `[B]`. table_stride: numbers from one request's block table to the next. block_stride, slot_stride,
-    head_stride: numbers from a block, token or head of the cache to the next.
-    GROUP: query heads of a key/value head. P: tokens of a block. `_PAD`: rounded up to a power of two. scale:
-        of scores.
+        `[B]`, the new token included.
+    table_stride: numbers from one request's block table to the next. block_stride, slot_stride,
+        head_stride: numbers from a block, token or head of the cache to the next.
+    GROUP: query heads of a key/value head. P: tokens of a block. D_PAD, P_PAD: D and P rounded up to a
+        power of two. scale: by which scores are multiplied.
     WINDOW: tokens that a query sees; 0: all.
     """
     request, head = tl.program_id(0), tl.program_id(1)
@@ -103,7 +104,7 @@ def paged_decode_v1(
 ) -> Tensor:
     """Return attention of one new token per request over the paged cache: `[B, H, D]`.
 
-    layer: its scale and window count. q: `[B, H, D]`.
+    layer: its score scale and sliding window are used. q: `[B, H, D]`.
     cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
     """

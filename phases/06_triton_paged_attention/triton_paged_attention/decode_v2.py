@@ -1,11 +1,10 @@
-"""Paged decode attention, version 2: the query heads of one key/value head share a tile, and tiles span
-blocks.
+"""Paged decode attention, version 2: query heads of one key/value head share a tile, and tiles span blocks.
 
 Two changes to version 1. A program now owns a *key/value head* and all the query heads that read it, so
 each key is loaded once instead of `H / KH` times; the tile of queries is padded to 16 rows, the smallest a
-tensor core takes. And a step handles `BLOCK_N` tokens whatever the block size is: each token of the tile
-looks up its own block. With several tiles in flight (`num_stages`) the loop no longer waits for memory at
-every step.
+tensor core takes. And an iteration computes a tile of `BLOCK_N` tokens whatever the size of a block is:
+each token of the tile looks up its own block. With several tiles in flight (`num_stages`) the loop no
+longer waits for memory in every iteration.
 """
 
 from __future__ import annotations
@@ -32,9 +31,11 @@ def decode_v2_kernel(
     """Compute attention of all query heads of one key/value head. One program per request and key/value head.
 
     out, q: `[B, H, D]`. k_cache, v_cache: `[N, P, KH, D]`. block_tables: `[B, max_blocks]`. context_lens:
-    `[B]`. table_stride: numbers from one request's block table to the next. block_stride, slot_stride,
-    head_stride: numbers from a block, token or head of the cache to the next.
-    GROUP: query heads of a key/value head, padded to BLOCK_M rows. P: tokens of a block. BLOCK_N: of a tile.
+        `[B]`, the new token included. scale: by which scores are multiplied.
+    table_stride: numbers from one request's block table to the next. block_stride, slot_stride,
+        head_stride: numbers from a block, token or head of the cache to the next.
+    GROUP: query heads of a key/value head, padded to BLOCK_M rows. P: tokens of a block. BLOCK_N: tokens of
+        a tile. D_PAD: D rounded up to a power of two.
     WINDOW: tokens that a query sees; 0: all.
     """
     request, kv_head = tl.program_id(0), tl.program_id(1)
@@ -79,10 +80,10 @@ def paged_decode_v2(
 ) -> Tensor:
     """Return attention of one new token per request over the paged cache: `[B, H, D]`.
 
-    layer: its scale and window count. q: `[B, H, D]`.
+    layer: its score scale and sliding window are used. q: `[B, H, D]`.
     cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    block_n: tokens of a tile.
+    block_n: tokens of a tile, which one iteration computes.
     """
     shared = attention_arguments(layer, cache, block_tables)
     out = torch.empty_like(q)

@@ -1,14 +1,14 @@
 """Paged decode attention, version 3: split the keys of one request over several programs (flash-decoding).
 
-With 8 key/value heads, a batch of one gives version 2 eight programs for 132 multiprocessors. Here `splits`
-programs share the keys of one request and head. Each writes its own softmax, normalized, and the base-2
-logarithm of its sum; a second kernel combines them (Dao et al. 2023, "Flash-Decoding for long-context
-inference"):
+With 8 key/value heads and one request, version 2 has eight programs for 132 multiprocessors. In version 3,
+`splits` programs share the keys of one request and head. Each writes the softmax over its keys, normalized,
+and the base-2 logarithm of its sum; a second kernel combines them (Dao et al. 2023, "Flash-Decoding for
+long-context inference"):
 
     out = sum_s 2**lse_s out_s / sum_s 2**lse_s
 
-The number of splits is part of the launch; how many keys that makes per split is worked out on the device
-from the context length, so that a captured graph stays right while contexts grow.
+The number of splits is part of the launch; the number of keys in a split is computed on the device from the
+context length, so that a captured CUDA graph stays right while contexts grow.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ def decode_v3_kernel(
     WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of a request's keys. One program per request, key/value head and split.
+    """Compute attention over one split (share) of a request's keys, for one key/value head.
 
+    One program per request, key/value head and split.
     partial: output `[B, H, SPLITS, D]` float32, attention over the split's keys alone.
     lse: output `[B, H, SPLITS]` float32, log2 of the split's softmax sum, the weight of `partial`.
     q: `[B, H, D]`. k_cache, v_cache: `[N, P, KH, D]`. block_tables: `[B, max_blocks]`. context_lens: `[B]`.
-    Strides: numbers from a block table, block, token or head to the next.
+    scale: by which scores are multiplied. Strides: numbers from a block table, block, token or head to the
+        next.
     GROUP: query heads of a key/value head, padded to BLOCK_M rows. BLOCK_N: keys of a tile.
     WINDOW: tokens that a query sees; 0: all.
     """
@@ -96,10 +98,11 @@ def combine_kernel(
     partial, lse,
     D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of one query head. One program per request and query head.
+    """Combine the outputs of all splits of the keys. One program per request and query head.
 
-    out: `[B, H, D]`. partial: `[B, H, SPLITS, D]` float32, attention of each split's keys.
-    lse: `[B, H, SPLITS]` float32, log2 of each split's softmax sum. `_PAD`: rounded up to a power of two.
+    out: `[B, H, D]`. partial: `[B, H, SPLITS, D]` float32, attention over each split's keys alone.
+    lse: `[B, H, SPLITS]` float32, log2 of each split's softmax sum. D_PAD, SPLITS_PAD: D and SPLITS rounded
+        up to a power of two.
     """
     head = tl.program_id(0)  # request * H + query head
     s = tl.arange(0, SPLITS_PAD)
@@ -126,10 +129,11 @@ def paged_decode_v3(
 ) -> Tensor:
     """Return attention of one new token per request over the paged cache: `[B, H, D]`.
 
-    layer: its scale and window count. q: `[B, H, D]`.
+    layer: its score scale and sliding window are used. q: `[B, H, D]`.
     cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    splits: programs that share the keys of a request and head. block_n: tokens of a tile.
+    splits: programs that share the keys of a request and head. block_n: tokens of a tile, which one
+        iteration computes.
     """
     shared = attention_arguments(layer, cache, block_tables)
     batch, heads, d = q.shape

@@ -1,4 +1,4 @@
-"""Triton kernels as a feature of an engine. Triton itself is imported when it is installed in one."""
+"""The Triton kernels as a feature of an engine. Triton is imported when the feature is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ CUDA_BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Kernels(Feature):
-    """Compute attention, norms, RoPE and gates by "triton" or by "torch"; the tokens are the same."""
+    """Compute attention, norms, RoPE and gated activations by Triton kernels instead of by torch.
+
+    The tokens are the same. As an option: `kernels="triton"` or `kernels="torch"`.
+    """
 
     name = "kernels"
     phase = 6
@@ -29,8 +32,10 @@ class Kernels(Feature):
 
     @classmethod
     def switched_on(cls, value: Any) -> bool:
-        """Return whether a value of the option `kernels` asks for Triton: True for "triton", False for
-        "torch".
+        """Return True if a value of the option `kernels` asks for Triton ("triton", True), False for "torch".
+
+        Raises:
+            UserError: the value is none of these.
         """
         if not isinstance(value, bool):
             choice(cls.name, value, get_args(Backend))
@@ -38,11 +43,17 @@ class Kernels(Feature):
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True on a GPU; elsewhere Triton's interpreter would run the kernels, slowly."""
+        """Return True on a CUDA GPU, else False: a CPU would run the kernels in a slow interpreter."""
         return device.type == "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace the model's layers by fused ones, and attention in torch by Triton kernels."""
+        """Replace the model's layers by fused ones, and attention in torch by Triton kernels.
+
+        On a GPU, KV cache blocks have 64 tokens by default.
+
+        Raises:
+            UserError: Triton cannot run on the model's device.
+        """
         device = builder.model.device.type
         check_triton(device)
         from triton_paged_attention.attention import TritonPagedAttention
@@ -57,9 +68,7 @@ class Kernels(Feature):
 
 
 def check_triton(device: str) -> None:
-    """Raise `UserError` unless Triton kernels can run on a kind of device ("cuda", or "cpu" in the
-    interpreter).
-    """
+    """Raise `UserError` unless Triton kernels can run. device: "cuda", or "cpu" for Triton's interpreter."""
     if device not in ("cuda", "cpu"):
         raise UserError(
             f"device is {device!r}, but Triton kernels need 'cuda', or 'cpu' for the interpreter"

@@ -12,15 +12,15 @@ HOPPER = (9, 0)
 
 @cache
 def at_least(device: torch.device, capability: tuple[int, int]) -> bool:
-    """Return True if `device` is a GPU of this compute capability or a later one."""
+    """Return True if `device` is a CUDA GPU of this compute capability, such as (9, 0), or a later one."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= capability
 
 
 def dependent_launch(device: torch.device, wanted: bool = True) -> dict[str, bool]:
-    """Return the launch options of a kernel that starts while the one before it runs (programmatic dependent
-    launch), if that is `wanted` and the device can; else the same options with False.
+    """Return launch options that let a kernel start while the one before it runs, if the device can do so.
 
-    Returns: the kernel's constant `PDL`, and Triton's own `launch_pdl`.
+    That is programmatic dependent launch (Hopper and later). The options are the kernel's constant `PDL`
+    and Triton's own `launch_pdl`: both True, or both False if the device cannot or `wanted` is False.
     """
     early = wanted and at_least(device, HOPPER)
     return {"PDL": early, "launch_pdl": early}
@@ -28,9 +28,7 @@ def dependent_launch(device: torch.device, wanted: bool = True) -> dict[str, boo
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 4 for the CPU, where the interpreter runs programs one
-    by one.
-    """
+    """Return the number of multiprocessors of a GPU; 4 for a CPU, where an interpreter runs programs."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"

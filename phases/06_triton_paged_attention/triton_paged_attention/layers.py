@@ -1,4 +1,4 @@
-"""Phase 01's layers, fused; each is built from the layers that it replaces, and shares their weights.
+"""Fused layers of a transformer, built from phase 01's plain layers, whose weights they share.
 
 `optimize` puts them into a loaded model. The model's own code stays as phase 01 wrote it.
 """
@@ -24,7 +24,7 @@ from triton_paged_attention.linear import KINDS, Concatenable, join
 
 
 class Stream(NamedTuple):
-    """The residual stream between two blocks, as a sum that the next norm still has to compute.
+    """The residual stream between two transformer blocks, as a sum that the next norm still has to compute.
 
     total, delta: `[..., hidden]`; the stream is `total + delta`.
     """
@@ -34,14 +34,14 @@ class Stream(NamedTuple):
 
 
 def factors(norm: RMSNorm | Gemma3RMSNorm) -> Tensor:
-    """Return by what an RMSNorm multiplies, `[size]`: its weight, or Gemma's `1 + weight` in float32."""
+    """Return the factors of an RMSNorm, `[size]`: its weight, or Gemma's `1 + weight` in float32."""
     return norm.weight.float() + 1 if isinstance(norm, Gemma3RMSNorm) else norm.weight
 
 
 class FusedRMSNorm(nn.Module):
-    """`RMSNorm` or `Gemma3RMSNorm` in one kernel, with the pending addition of a `Stream` if there is one.
+    """`RMSNorm` or `Gemma3RMSNorm` in one kernel, which also computes the pending addition of a `Stream`.
 
-    weights: those of the norm, for a kernel that normalizes its own input.
+    weights: the norm's factors and epsilon, for another kernel that normalizes its own input.
     """
 
     def __init__(self, norm: RMSNorm | Gemma3RMSNorm) -> None:
@@ -50,21 +50,22 @@ class FusedRMSNorm(nn.Module):
         self.weights = NormWeights(factors(norm), norm.eps)
 
     def forward(self, x: Tensor | Stream) -> Tensor:
-        """Return `x [..., size]` normalized, in the same shape; of a `Stream`, its sum is normalized."""
+        """Return `x [..., size]`, or the sum of the `Stream` `x`, normalized: `[..., size]`."""
         return self.add_and_normalize(x)[1]
 
     def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
-        """Return the residual stream with its pending addition done, and the same normalized: `[...,
-        size]` each.
+        """Return the residual stream with its pending addition computed, and the normalized stream.
+
+        x: a `Stream`, or a tensor, to which nothing is added. Both results are `[..., size]`.
         """
         total, delta = x if isinstance(x, Stream) else (x, None)
         return add_rms_norm(total, delta, self.weights)
 
 
 class FusedAttention(nn.Module):
-    """`LlamaAttention` and its subclasses with one QKV projection, and one kernel from there to attention.
+    """`LlamaAttention` or a subclass, with one QKV projection, and one kernel from its output to attention.
 
-    norms: of query and key heads; None: the family has none.
+    norms: RMSNorms of query and key heads; None: the model has none.
     """
 
     def __init__(self, old: LlamaAttention) -> None:
@@ -82,7 +83,7 @@ class FusedAttention(nn.Module):
     ) -> Tensor:
         """Map `x [..., hidden]` to the attention layer's output `[..., hidden]`.
 
-        cos_sin: RoPE's cosines and sines `[T, D]`. attention: this phase's, with the KV cache.
+        cos_sin: RoPE's cosines and sines, `T D` numbers each. attention: a `TritonPagedAttention`.
         """
         return self.o_proj(self.attend(self.qkv_proj(x), cos_sin, attention))
 
@@ -93,10 +94,11 @@ class FusedAttention(nn.Module):
         attention: Attention,
         pending: ProductScales | None = None,
     ) -> Tensor:
-        """Return attention's output for the projections' output: `qkv [T, (H + 2 KH) D]` -> `[T, H D]`.
+        """Return attention's output `[T, H D]` for the projection's output `qkv [T, (H + 2 KH) D]`.
 
-        Norms, RoPE and the storing of keys and values are included. cos_sin: RoPE's cosines and sines
-        `[T, D]`. attention: this phase's. pending: scales by which `qkv` is to be multiplied first.
+        Head norms, RoPE and the storing of keys and values are included. cos_sin: RoPE's cosines and sines,
+        `T D` numbers each. attention: the engine's `TritonPagedAttention`. pending: scales by which `qkv`
+        is to be multiplied first; None: it is scaled already.
         """
         assert isinstance(attention, TritonPagedAttention)
         spec = self.spec
@@ -106,9 +108,7 @@ class FusedAttention(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """A `GatedMLP` whose gate and up projections are one matrix product, and whose activation is one
-    kernel.
-    """
+    """A `GatedMLP` whose gate and up projections are one matrix product, and its activation one kernel."""
 
     def __init__(self, old: GatedMLP, kind: str) -> None:
         super().__init__()
@@ -122,12 +122,10 @@ class FusedMLP(nn.Module):
 
 
 class BlockKernel(Protocol):
-    """Interface of a function that computes a whole transformer block faster, for the steps that it
-    supports.
-    """
+    """Interface of a function that computes a whole transformer block faster, for steps that it supports."""
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """Return True if this kernel computes a step with this input `x [T, hidden]` and this attention."""
+        """Return True if this kernel can compute a step with the input `x [T, hidden]` and this attention."""
 
     def __call__(
         self,
@@ -136,17 +134,19 @@ class BlockKernel(Protocol):
         cos_sin: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> Tensor | Stream:
-        """Return the block's output for `x [T, hidden]`; the weights are those of `block`.
+        """Return a transformer block's output `[T, hidden]`, or a `Stream` whose sum it is.
 
-        cos_sin: RoPE's cosines and sines `[T, D]`. attention: the engine's, with the KV cache.
+        x: the input, `[T, hidden]` or a `Stream`.
+        block: the layers with the weights. cos_sin: RoPE's cosines and sines, `T D` numbers each.
+        attention: the engine's, with the KV cache.
         """
 
 
 class FusedBlock(nn.Module):
     """A transformer block (`LlamaBlock`) that leaves its last residual addition to the next norm.
 
-    kernels: each step takes the first `BlockKernel` that supports it, the block's own layers if none does;
-        empty in this phase.
+    kernels: functions that compute the whole block; each step uses the first `BlockKernel` that supports
+        it, or the block's own layers if none does. Empty in this phase.
     """
 
     input_layernorm: FusedRMSNorm
@@ -177,9 +177,9 @@ class FusedBlock(nn.Module):
 
 
 def optimize(model: Model) -> Model:
-    """Replace the plain layers of a model by the fused layers of this phase, and return the same model.
+    """Replace the plain layers of a model by the fused layers of this phase, in place; return the same model.
 
-    Projections are concatenated layer by layer; the old ones of a layer are released before the next is
+    Projections are concatenated layer by layer; a layer's old ones are released before the next layer's are
     made. A caller that still needs the plain model passes a `clone`. GPT-2 has LayerNorm, no RoPE and no
     gate: it keeps its layers, and only its attention becomes faster.
     """

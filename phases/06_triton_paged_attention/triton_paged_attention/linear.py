@@ -1,4 +1,4 @@
-"""A linear layer fused with the norm before it and the gate and residual behind it, and its kernels."""
+"""A linear layer fused with the norm before it and the gated activation and residual addition after it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def activate(gate, KIND: tl.constexpr):
 
 @triton.jit
 def gated_kernel(out, gate_up, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Write `act(gate) * up` of part of a row. One program per row and BLOCK outputs.
+    """Write `act(gate) * up` for BLOCK numbers of a row. One program per row and part of BLOCK numbers.
 
-    gate_up: `[rows, 2 SIZE]`, gates and then ups. out: `[rows, SIZE]`.
+    gate_up: `[rows, 2 SIZE]`, each row's gates and then its ups. out: `[rows, SIZE]`.
     KIND: the activation: 0 SiLU, 1 GELU (tanh form), 2 GELU (erf).
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -67,27 +67,29 @@ class LinearKernel(Protocol):
     """Interface of a function that computes a linear layer faster, for the numbers of tokens it supports."""
 
     def supports(self, tokens: int, gate: str | None) -> bool:
-        """Return True if this kernel computes this many tokens with this gate (a key of `KINDS`, or None: no
-        gate).
+        """Return True if this kernel can compute `tokens` tokens with this activation after the product.
+
+        gate: a key of `KINDS`, such as "silu"; None: no activation.
         """
 
     def __call__(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
     ) -> Tensor:
-        """Return `residual + act(linear(norm(x)))`; None leaves a step out. `[..., in]` -> `[..., out]`.
+        """Return `residual + act(linear(norm(x)))`: `[..., in]` -> `[..., out]`.
 
-        gate: an activation, a key of `KINDS`; the outputs are gates and as many ups, the result
-            `[..., out / 2]`.
+        norm, residual: None leaves this step out.
+        gate: the activation, a key of `KINDS`: the linear outputs are then gates and as many ups, and
+            `act(gates) * ups [..., out / 2]` takes the place of `act(...)`. None: no activation.
         """
 
 
 class FusedLinear(nn.Module):
-    """A linear layer that computes each call by the first of its kernels that supports it, or by the library.
+    """A linear layer that computes each call by the first of its kernels that supports it, or by torch.
 
-    linear: the product, `[..., in] -> [..., out]`, in any format of weights.
-    kernels: asked in this order; empty in this phase.
-    total: sums a product over ranks, each of which has a part of it, and adds the residual; None: there is
-        one rank.
+    linear: the layer itself, `[..., in] -> [..., out]`, in any format of weights.
+    kernels: faster functions, asked in this order; empty in this phase.
+    total: function that sums a product over ranks, each of which has a part, and adds the residual; None:
+        there is one rank.
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -104,12 +106,11 @@ class FusedLinear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Return `residual + act(linear(norm(x)))`: `[..., in]` -> `[..., out]`. Each of the three may be
-        None.
+        """Return `residual + act(linear(norm(x)))`: `[..., in]` -> `[..., out]`.
 
-        norm: of the input.
-        gate: an activation, a key of `KINDS`; the outputs are then gates and as many ups, and the result is
-            `act(gates) * ups [..., out / 2]`.
+        norm: RMSNorm of the input; None: not normalized. residual: `[..., out]`; None: nothing is added.
+        gate: the activation, a key of `KINDS`: the linear outputs are then gates and as many ups, and
+            `act(gates) * ups [..., out / 2]` takes the place of `act(...)`. None: no activation.
         """
         kernel = self.kernel(x, gate) or self._library
         if self.total is None:
@@ -117,8 +118,9 @@ class FusedLinear(nn.Module):
         return self.total(kernel(x, norm=norm, gate=gate, residual=None), residual)
 
     def kernel(self, x: Tensor, gate: str | None = None) -> LinearKernel | None:
-        """Return the first kernel that supports the tokens of `x` and the activation `gate`; None if none
-        does.
+        """Return the first kernel that supports the tokens of `x [..., in]` and the activation `gate`.
+
+        Returns None if no kernel does.
         """
         tokens = x.numel() // x.shape[-1]
         for kernel in self.kernels:
@@ -129,11 +131,11 @@ class FusedLinear(nn.Module):
     def _library(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
     ) -> Tensor:
-        """Return `residual + act(linear(norm(x)))` by separate operators of the library; None leaves a step
-        out.
+        """Return `residual + act(linear(norm(x)))` by separate operators: `[..., in]` -> `[..., out]`.
 
-        gate: an activation, a key of `KINDS`; the outputs are gates and as many ups, the result
-            `[..., out / 2]`.
+        norm, residual: None leaves this step out.
+        gate: the activation, a key of `KINDS`: the linear outputs are then gates and as many ups, and
+            `act(gates) * ups [..., out / 2]` takes the place of `act(...)`. None: no activation.
         """
         out: Tensor = self.linear(x if norm is None else add_rms_norm(x, None, norm)[1])
         out = out if gate is None else gated(out, gate)
@@ -142,14 +144,17 @@ class FusedLinear(nn.Module):
 
 @runtime_checkable
 class Concatenable(Protocol):
-    """Interface of a quantized linear layer that can be joined with layers that read the same input."""
+    """Interface of a quantized linear layer that can be concatenated with layers that read the same input."""
 
     def joined(self, *parts: nn.Module) -> nn.Module | None:
-        """Return `parts`, linear layers of one input, as one layer; None: they cannot be joined."""
+        """Return `parts`, linear layers of the same input, as one layer; None if they cannot be one."""
 
 
 def join(*parts: nn.Module) -> FusedLinear:
-    """Return linear layers that read the same input as one layer, whose output is theirs end to end."""
+    """Return linear layers that read the same input as one layer, whose output is theirs end to end.
+
+    Layers whose formats of weights differ stay separate inside it, and are computed one by one.
+    """
     for part in parts:
         if isinstance(part, Concatenable):
             found = part.joined(*parts) or FusedProjection(*parts)
@@ -159,7 +164,7 @@ def join(*parts: nn.Module) -> FusedLinear:
 
 
 def concatenated(parts: Sequence[nn.Linear]) -> nn.Linear:
-    """Return `nn.Linear` layers as one, with copied weights."""
+    """Return `nn.Linear` layers that read the same input as one `nn.Linear`, with copied weights."""
     biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts)), "some parts have a bias, and some have none"
     weight = torch.cat([part.weight for part in parts])
@@ -167,7 +172,7 @@ def concatenated(parts: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return an `nn.Linear` that has these tensors: `[out, in]`, and `[out]` or None."""
+    """Return an `nn.Linear` with this weight `[out, in]` and bias `[out]` (None: no bias), not copied."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -176,7 +181,7 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 class FusedProjection(nn.Module):
-    """Linear layers of the same input, computed one by one since their weights have different formats."""
+    """Linear layers that read the same input, computed one by one since their weights' formats differ."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()

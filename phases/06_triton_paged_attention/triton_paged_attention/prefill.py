@@ -1,12 +1,12 @@
 """Paged prefill attention: any mix of chunk lengths and cached prefixes in one launch.
 
 The unit of work is a *query tile*: up to `BLOCK_M` rows, which are `BLOCK_M // GROUP` consecutive query
-tokens of one request times the query heads that share one key/value head. The host lists the tiles (it
-knows the query lengths), longest first, so that the short ones fill the gaps at the end: under a causal
-mask the last tile of a prompt reads everything and the first almost nothing.
+tokens of one request times the `GROUP` query heads that share one key/value head. The host, which knows the
+query lengths, lists the tiles, longest first, so that the short ones fill the gaps at the end: under a
+causal mask the last tile of a prompt reads all its keys and the first almost none.
 
-Of the keys a tile reads, all but the last tiles are visible to every row. They need no mask: only tiles on
-the diagonal pay for one, and keys after the diagonal are never touched (early exit).
+Keys are read in tiles as well. All but the last of these are visible to every row and need no mask: only
+those on the diagonal are masked, and keys after the diagonal are never read (early exit).
 """
 
 from __future__ import annotations
@@ -38,13 +38,18 @@ def prefill_kernel(
     WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
-    """Compute causal attention of one query tile. One program per query tile and key/value head.
+    """Compute causal attention of one query tile (a piece of a prompt) for one key/value head.
 
-    out, q: `[T, H, D]`. k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, or with TMA their descriptors.
-    tiles: `[n, 4]` int32 of `query_tiles`: request, first row of `q`, tokens, first position.
-    k_scale, v_scale: `[KH]` or None. sinks: `[H]`, extra scores in the softmax's sum, or None.
+    One program per query tile and key/value head.
+    out, q: `[T, H, D]`. k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, with TMA their descriptors.
+    block_tables: `[B, max_blocks]`.
+    tiles: `[n, 4]` int32 of `query_tiles`: request, row of the first query token in `q`, number of tokens,
+        position of the first.
+    k_scale, v_scale: `[KH]`, by which stored keys and values are multiplied, or None. sinks: `[H]`, extra
+        scores in the softmax's sum, or None. scale: by which scores are multiplied.
     Strides: numbers from a block table, block, token or head to the next. WINDOW: tokens seen; 0: all.
-    BLOCK_M: query tokens times GROUP heads. BLOCK_N: keys of a tile. ATTEND: such as `tiles.attend`.
+    BLOCK_M: rows of a query tile: its tokens times GROUP heads. BLOCK_N: keys of a tile.
+    ATTEND: the device function that loops over tiles of keys, such as `tiles.attend`.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     request = tl.load(tiles + 4 * tile)
@@ -105,14 +110,14 @@ def query_tiles(
     tokens: int,
     only: NDArray[np.bool_] | bool = True,
 ) -> NDArray[np.int32]:
-    """Return the query tiles (parts of prompts) of a batch, `[n, 4]` int32, those that read most keys first.
+    """Return the query tiles (pieces of prompts) of a batch, `[n, 4]` int32, those that read most keys first.
 
-    A tile is (request, row of its first query token in the ragged batch, query tokens, position of the
-    first): all that a program must know, so that it starts with one load instead of a chain of them. Pure
-    numpy without a loop over requests, since it runs every step.
+    A tile is (request, row of its first query token in the ragged batch, number of query tokens, position
+    of the first): all that a kernel's program must know, so that it starts with one load instead of a chain
+    of them. Pure numpy without a loop over requests, since it runs in every step.
 
-    query_lens, context_lens: `[B]`. tokens: most query tokens of a tile.
-    only: `[B]` bool, the requests that get tiles; True: all.
+    query_lens, context_lens: `[B]`, new tokens of each request, and its keys, the new ones included.
+    tokens: most query tokens of a tile. only: `[B]` bool, the requests that get tiles; True: all.
     """
     lens = np.asarray(query_lens, dtype=np.int64)
     starts = np.cumsum(lens) - lens
@@ -140,9 +145,9 @@ def paged_prefill(
     """Return causal attention of ragged queries over the paged cache: `q [T, H, D]` -> `[T, H, D]`.
 
     layer: its scale, window and sinks. cache: the layer's blocks. block_tables: `[B, max_blocks]` int32.
-    tiles: `[n, 4]` int32 of `query_tiles`: request, first row of `q`, tokens, first position; rows without a
-        tile are not written.
-    config: block sizes. out: the result.
+    tiles: `[n, 4]` int32 of `query_tiles`: request, row of the first query token in `q`, number of tokens,
+        position of the first; rows without a tile are not written.
+    config: block sizes. out: tensor for the result.
     """
     shared = attention_arguments(layer, cache, block_tables)
     block_size = shared["P"]

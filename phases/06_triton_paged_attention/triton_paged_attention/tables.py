@@ -1,4 +1,4 @@
-"""Block sizes: the configuration in which a kernel runs, by the shape of its work.
+"""Block sizes of the attention kernels, chosen by the shape of their work.
 
 The numbers come from `benchmarks/kernels/` on an H200 (compute capability 9.0; `docs/log/kernels.md` has
 the sweeps). On other GPUs the same choices are made to fit: tiles and stages shrink until they fit the
@@ -21,8 +21,8 @@ class DecodeConfig:
     """Block sizes of the decode kernel.
 
     block_n: tokens per tile.
-    num_warps, num_stages: of a program.
-    splits: programs that share one request and key/value head.
+    num_warps, num_stages: of a program: its warps, and the stages of its pipeline of loads.
+    splits: programs that share the keys of one request and key/value head.
     min_tiles: fewest tiles of a split.
     """
 
@@ -39,16 +39,16 @@ def decode_default(
 ) -> DecodeConfig:
     """Return block sizes that give about 2 programs per multiprocessor, which keeps the memory busy.
 
-    pairs: (request, key/value head) pairs of a launch. d_pad: a head's padded size. itemsize: bytes of a
-        number.
+    pairs: (request, key/value head) pairs of a launch. d_pad: a head's size, rounded up to a power of two.
+    itemsize: bytes of a key's number.
 
-    A pair gets its share of those programs, rounded to a whole number, of at least 1 and at most 32. Two
-    programs a multiprocessor hide latency best with many short loads, more programs take larger tiles:
+    Each pair gets an equal number of those programs, the splits of its keys: at least 1 and at most 32. Two
+    programs a multiprocessor hide latency best with many short loads, more programs with larger tiles:
     split contexts have tiles of 32 tokens and 2 warps, others of 64 and 4, both with 3 stages.
 
     The tiles in flight, one of keys and one of values for each stage, may fill half of the shared memory,
     so that two programs fit. If they need more, stages are dropped first, down to 1; then tiles are halved,
-    down to 16.
+    down to 16 tokens.
     """
     splits = max(1, min(32, round(2 * multiprocessors(device) / pairs)))
     config = DecodeConfig(64, 4, 3) if splits == 1 else DecodeConfig(32, 2, 3, splits)
@@ -65,11 +65,11 @@ def decode_default(
 class PrefillConfig:
     """Block sizes of the prefill kernel.
 
-    block_m: rows (query tokens times the heads of a group) per tile.
-    block_n: keys per step.
-    num_warps, num_stages: of a program.
-    maxnreg: most registers per thread; 128 lets two programs of 8 warps share a multiprocessor.
-    tma: copy tiles by the tensor memory accelerator, if the blocks and heads of the cache allow it.
+    block_m: rows of a query tile: query tokens times the query heads that share a key/value head.
+    block_n: keys that one iteration computes.
+    num_warps, num_stages: of a program: its warps, and the stages of its pipeline of loads.
+    maxnreg: most registers per thread; 128 lets two programs of 8 warps share a multiprocessor. None: any.
+    tma: True to copy tiles by the tensor memory accelerator, if the blocks and heads of the cache allow it.
     """
 
     block_m: int = 128
@@ -82,11 +82,12 @@ class PrefillConfig:
 
 @cache
 def prefill_default(d_pad: int, itemsize: int, device: torch.device) -> PrefillConfig:
-    """Return block sizes: for heads of up to 256 bytes, two programs of 8 warps per multiprocessor.
+    """Return the prefill kernel's block sizes for heads of `d_pad` numbers on a device.
 
-    The two fill each other's pauses between matrix products and softmax. Larger heads take smaller tiles.
+    Heads of up to 256 bytes get two programs of 8 warps per multiprocessor, which fill each other's pauses
+    between matrix products and softmax. Larger heads get smaller tiles.
 
-    d_pad: a head's padded size. itemsize: bytes of a number.
+    d_pad: a head's size, rounded up to a power of two. itemsize: bytes of a number.
     """
     row = d_pad * itemsize
     config = (
@@ -114,11 +115,15 @@ LONG = 8192
 def for_step(
     config: PrefillConfig, small_batch: bool, keys: int, block_size: int
 ) -> PrefillConfig:
-    """Return the prefill block sizes of a step for prompts of up to `keys` tokens, in blocks of `block_size`.
+    """Return the prefill block sizes of a step, which depend on its tokens and on its longest context.
 
-    Long prompts run with one program per multiprocessor, others as `config` says. A small batch would
-    leave multiprocessors idle: smaller tiles go to more of them, with more stages. So 64 tokens of 32 heads
-    of 128 over 32,768 keys take 356 us instead of 545, of 9 heads of 64 310 instead of 442.
+    config: the default. small_batch: True if the step's query tokens are not enough for default tiles
+        on all multiprocessors; then smaller tiles go to more of them, with more stages.
+    keys: longest context of the step's prompts; long ones run with one program per multiprocessor.
+    block_size: tokens of a KV cache block.
+
+    So 64 tokens of 32 heads of 128 over 32,768 keys take 356 us instead of 545, of 9 heads of 64 310
+    instead of 442.
     """
     if small_batch:
         return replace(config, block_m=SMALL, num_warps=4, num_stages=3, maxnreg=None)

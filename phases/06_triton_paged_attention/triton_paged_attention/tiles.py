@@ -9,13 +9,13 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.constexpr_function
 def padded(size: int) -> int:
-    """Return how many numbers a tile has for `size` rows or a head of `size`: a power of two, at least 16."""
+    """Return the tile size for `size` rows or a head of `size` numbers: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(size))
 
 
 @triton.jit
 def raw_scores(q, keys):
-    """Return the scores of a tile before the scale, `q [M, D]` and `keys [N, D]` -> `[M, N]`.
+    """Return the scores of a tile, not multiplied by the scale yet: `q [M, D]`, `keys [N, D]` -> `[M, N]`.
 
     "ieee" keeps float32 inputs from being rounded to tf32, and changes nothing for half precision.
     """
@@ -24,9 +24,10 @@ def raw_scores(q, keys):
 
 @triton.jit
 def no_keys(ROWS: tl.constexpr, D_PAD: tl.constexpr):
-    """Return the online softmax of rows that have seen no key: maximum `m`, sum `total`, output `acc`.
+    """Return the state of the online softmax of rows that have seen no key: `m`, `total` and `acc`.
 
-    m, total: `[ROWS]` float32. acc: `[ROWS, D_PAD]` float32, not yet divided by `total`.
+    m, total: `[ROWS]` float32, the largest score and the sum. acc: `[ROWS, D_PAD]` float32, the output, not
+    yet divided by `total`.
     """
     total = tl.zeros([ROWS], tl.float32)
     return tl.full([ROWS], -1.0e30, tl.float32), total, tl.zeros([ROWS, D_PAD], tl.float32)
@@ -34,8 +35,9 @@ def no_keys(ROWS: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def fold(s, values, m, total, acc, factor):
-    """Fold a tile of keys into the online softmax `m`, `total [M]`, `acc [M, D]`, and return the new three.
+    """Fold a tile of keys into the online softmax, and return its new `m`, `total` and `acc`.
 
+    m, total: `[M]`, the largest score and the sum. acc: `[M, D]`, the output, not yet divided by `total`.
     s: raw scores `[M, N]`. values: `[N, D]`. factor: the score scale times log2(e), since exponents are of
         two. Scaling inside the exponent is one multiply-add per score instead of two operations.
     """
@@ -50,10 +52,11 @@ def fold(s, values, m, total, acc, factor):
 
 @triton.jit
 def lookup(table, start, end, n, P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the block of each key of a tile: one number if tiles never cross a block, otherwise `[BLOCK_N]`.
+    """Return the block numbers of a tile's keys: `[BLOCK_N]`, or one number if tiles never cross a block.
 
-    table: pointer to the request's block table. start: the tile's first key. n: `arange(BLOCK_N)`.
-    end: entries for keys from here on are not read, since they may hold anything. P: tokens of a block.
+    table: pointer to the request's block table. start: position of the first key. n: `arange(BLOCK_N)`.
+    end: table entries for keys from this position on are not read, since they may hold anything. P: tokens
+        of a block.
     """
     if P % BLOCK_N == 0:
         block = tl.load(table + start // P, mask=start < end, other=0)
@@ -76,10 +79,11 @@ def hide(
     WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Return scores `s [M, N]` of keys `key [N]`, with minus infinity where a row may not see a key.
+    """Return scores `s [M, N]` with minus infinity where a row may not see a key.
 
-    position: `[M]`, of each row's token. CAUSAL: rows see no later keys; otherwise none from key `high` on.
-    WINDOW: tokens that a row sees, 0: all. TMA: keys before `start` are hidden, too.
+    key: `[N]`, positions of the keys. position: `[M]`, of each row's token.
+    CAUSAL: rows see no later keys; otherwise all rows see the keys before position `high`.
+    WINDOW: tokens that a row sees, 0: all. TMA: keys before position `start` are hidden, too.
     """
     visible = key[None, :] <= position[:, None] if CAUSAL else (key < high)[None, :]
     if WINDOW > 0:
@@ -95,11 +99,12 @@ def load_tile(
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of keys and one of values by pointers: `[BLOCK_N, D_PAD]` each.
+    """Load a tile of keys and one of values by pointers, and return them: `[BLOCK_N, D_PAD]` each.
 
-    block: the number of the keys' block: one, or `[BLOCK_N]` where a tile spans blocks (`lookup` returns it).
-    start: position of the tile's first key. key: `[BLOCK_N]`, positions of its keys.
-    Strides: numbers from a block, slot or head to the next. BOUNDED: zeros from key `high` on.
+    block: the number of the keys' block, or `[BLOCK_N]` where a tile spans blocks (`lookup` returns it).
+    kv_head: the key/value head. start: position of the tile's first key. key: `[BLOCK_N]`, positions of its
+        keys.
+    Strides: numbers from a block, slot or head to the next. BOUNDED: True to read zeros from key `high` on.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
@@ -130,18 +135,19 @@ def attend(
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Fold keys [low, high) of one request into the online softmax (m, total, acc), and return it.
+    """Fold the keys at positions `low` to `high - 1` of a request into an online softmax, and return it.
 
-    query: `[M, D_PAD]`. position: `[M]`. m, total: `[M]`. acc: `[M, D_PAD]`. k_cache, v_cache: the layer's
-        blocks.
+    query: `[M, D_PAD]`. position: `[M]`, of each row's token. m, total: `[M]`, largest score and sum.
+    acc: `[M, D_PAD]`, the output, not yet divided by `total`; the new m, total and acc are returned.
+    k_cache, v_cache: the layer's blocks; with TMA, descriptors of these. kv_head: the key/value head.
     table: pointer to the request's block table. Strides in numbers. P: tokens of a block.
     MASK: which tiles have keys that a row may not see. "none": `high - low` is a multiple of BLOCK_N, and
-        every row sees every key. "edge": this is so up to `whole`, and only the tiles after it are masked.
-        "all": any tile may.
+        every row sees every key. "edge": this is so up to key `whole`, and only the tiles after it are
+        masked. "all": any tile may.
 
     By TMA, a tile that would reach past `high` is moved back to end there: what lies after it may be
     anything, and 0 times NaN is NaN. Its first keys then are of the tile before, or, before the block's
-    beginning, zeros.
+    beginning, zeros; they are masked.
 
     The block ids of the next tile are loaded while this one is computed and carried through the loop:
     loaded in the iteration that needs them, they would halve the depth of the pipeline.
@@ -176,13 +182,13 @@ def attend(
 
 @triton.jit
 def combine(partial, lse, at, filled, d, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Return the combined output `[rows, D_PAD]` of splits, each weighted by its softmax sum.
+    """Return the combined output `[rows, D_PAD]` of splits of the keys, each weighted by its softmax sum.
 
-    partial: `[n, D_PAD]`, outputs. lse: `[n]`, log2 of softmax sums. at: `[splits, rows]`, which of the n
-        to read.
-    filled: `[splits, rows]`, which of them have been written. d: `arange(D_PAD)`. All rows are loaded at
-        once, since a loop would wait for each load. The loads use `.cg`: other programs have just written
-        these numbers, so they may not come from this multiprocessor's own cache.
+    partial: `[n, D_PAD]`, outputs of splits. lse: `[n]`, log2 of their softmax sums.
+    at: `[splits, rows]`, which of the n entries belong to a row. filled: `[splits, rows]` bool, which of
+        these have been written; others do not count. d: `arange(D_PAD)`.
+    All rows are loaded at once, since a loop would wait for each load. The loads use `.cg`: other programs
+    have just written these numbers, so they may not come from this multiprocessor's own cache.
     """
     logs = tl.load(
         lse + at, mask=filled, other=-1.0e30, cache_modifier=".cg"

@@ -1,4 +1,4 @@
-"""Phase 07: chunked prefill. A long prompt no longer makes all other requests wait."""
+"""Phase 07: chunked prefill. A long prompt is computed in chunks, so other requests need not wait for it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ STEP_TOKENS = 256
 
 @dataclass(frozen=True)
 class Chunked(Feature):
-    """Split prompts so that a step stays within a budget of tokens; decodes come first."""
+    """Split prompts into chunks so that a step stays within a budget of tokens; decodes come first."""
 
     name = "chunked_prefill"
     phase = 7
@@ -24,7 +24,7 @@ class Chunked(Feature):
     )
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace the scheduler by one that splits prompts, and lower the default of tokens a step."""
+        """Replace the scheduler by one that splits prompts, and lower the default of `step_tokens` to 256."""
         builder.scheduler.replace(
             self, partial(ChunkedScheduler, chunk_tokens=self.chunk_tokens)
         )

@@ -1,4 +1,4 @@
-"""One token budget a step, shared by decodes and pieces of prompts.
+"""A scheduler in which decodes and chunks of prompts share one token budget in each step.
 
 Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024
 (arXiv 2403.02310). A whole prompt in one step makes all other requests wait for it; a chunk much less.
@@ -18,16 +18,17 @@ from paged_cache.scheduler import PagedScheduler
 
 
 class ChunkedScheduler(PagedScheduler):
-    """Schedules decodes first, then prompts with what is left of the budget `step_tokens`.
+    """Schedules decodes first, then prompts with what is left of a step's budget, `step_tokens`.
 
-    Neither side can starve the other. While a prompt is waiting for its turn, a quarter of the budget is
-    reserved for prompts; if that leaves too little for all decodes, they take turns.
+    Neither decodes nor prompts can starve. While a prompt is waiting to be scheduled, a quarter of the
+    budget is reserved for prompts; if that leaves too little for all decodes, the decodes take turns.
 
     Args:
         rows: the slots of running requests. cache: block tables of their KV cache.
         chunk_tokens: most tokens of one prompt in a step; the whole budget by default. With less, several
-            prompts advance side by side.
-        options: those of `Scheduler`. `step_tokens`, the budget, bounds the time of a step and the gaps.
+            prompts advance in the same step.
+        options: those of `Scheduler`. `step_tokens`, the budget, bounds the time of a step, and so the time
+            between two tokens of a request.
     """
 
     def __init__(
@@ -49,12 +50,12 @@ class ChunkedScheduler(PagedScheduler):
         self._last_decode: tuple[float, ...] = ()
 
     def check_step(self, prompt_len: int, limit: int) -> None:
-        """Accept a prompt of any length: it takes as many steps as it needs."""
+        """Accept a request of any length, and raise nothing: its prompt takes as many steps as it needs."""
 
     def order(self, running: list[Request]) -> list[Request]:
-        """Return a new list of running requests in the order of scheduling: decodes, prompts, each by rank.
+        """Return a new list of the running requests in the order of a step: decodes, then prompts, by rank.
 
-        If the budget has too little for all decodes, those come first that had no turn in the last step.
+        If the budget is too small for all decodes, those come first that had no turn in the last step.
         """
         prompts = [request for request in running if request.prefilling]
         decodes = running.copy()
@@ -71,23 +72,35 @@ class ChunkedScheduler(PagedScheduler):
         return decodes + prompts
 
     def reserved_for_decodes(self, later: int) -> int:
-        """Return the tokens that drafts may not use: `later` for decodes, and the quarter for prompts."""
+        """Return how many tokens of the step's budget drafts may not use.
+
+        later: running requests that are still to be scheduled in this step: one token is kept for each, and
+        a quarter of the budget if there are prompts.
+        """
         return later + self._kept
 
     def _newcomer(self) -> bool:
-        """Return True if there is a waiting request and the first of the queue could be admitted now."""
+        """Return True if a request waits and the first one of the queue could be admitted now."""
         head = self._head()
         return head is not None and not head.in_flight and self.can_admit(head)
 
     def should_yield(self, request: Request) -> bool:
-        """Return True for a prompt that has begun, if a waiting request ranks before it and so goes first."""
+        """Return True if `request` is a prompt that has begun, and a waiting request has a smaller rank.
+
+        Then the waiting request is scheduled first.
+        """
         if not request.prefilling:
             return False
         head = self._head()
         return head is not None and head.rank < request.rank
 
     def num_new_tokens(self, request: Request, budget: int) -> int:
-        """Return the number of tokens to schedule of a request, within `budget`: one, or a prompt's chunk."""
+        """Return how many tokens of `request` this step computes: a chunk of its prompt, or one of a decode.
+
+        budget: tokens left in the step. The result is 0 if nothing is left to compute or the budget is used
+        up, for a decode that must wait for its turn or whose last allowed token is known or being sampled,
+        and for the last chunk of a prompt with several samples while an earlier chunk is in flight.
+        """
         known = len(request.tokens) + request.placeholders
         behind = known - request.num_computed_tokens
         # Drafts in flight may make it negative.

@@ -1,4 +1,4 @@
-"""Phase 08: the prefix cache. What one request has computed, the next need not."""
+"""Phase 08: the prefix cache. Requests share the KV cache blocks of a prefix that one has computed."""
 
 from __future__ import annotations
 

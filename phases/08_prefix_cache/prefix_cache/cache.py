@@ -1,4 +1,4 @@
-"""A paged cache whose blocks outlive their requests until their memory is needed."""
+"""A paged KV cache whose blocks stay cached when their requests end, until their memory is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from prefix_cache.index import Key, Match, PrefixIndex
 
 
 def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> list[Key]:
-    """Return the keys (the tokens) of the full blocks of `block_size` tokens, in order."""
+    """Return the index key of each full block of a sequence, in order: the block's tokens as bytes.
+
+    block_size: tokens in a block. Tokens after the last full block have no key.
+    """
     width = 4 * block_size
     raw = np.asarray(tokens, np.int32).tobytes()
     return [raw[at : at + width] for at in range(0, len(raw) - width + 1, width)]
@@ -22,10 +25,10 @@ def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> li
 
 @dataclass
 class PrefixStats:
-    """Counts of the prefix cache since the start.
+    """Counts of the prefix cache since the start, or since `PrefixCache.forget`.
 
-    lookup_tokens: tokens of admitted requests. hit_tokens: those of them that need not be computed.
-    evicted_blocks: blocks evicted to make room.
+    lookup_tokens: tokens of admitted requests. hit_tokens: those of them whose keys and values were cached.
+    evicted_blocks: blocks evicted because other requests needed their memory.
     """
 
     lookup_tokens: int = 0
@@ -34,15 +37,16 @@ class PrefixStats:
 
     @property
     def hit_rate(self) -> float:
-        """Return the share of looked-up tokens that were found, 0 to 1."""
+        """Return the share of admitted requests' tokens that were cached, from 0 to 1; 0 without any."""
         return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
 
 
 class PrefixCache(PagedCache):
-    """A paged KV cache whose full blocks are also in a prefix index, and shared by content.
+    """A paged KV cache that finds full blocks again by their tokens, so that requests can share them.
 
-    The index is one user of every block in it, each request that shares it another. Blocks that only the
-    index uses count as free: they are evicted when they are needed.
+    The blocks are in a prefix index. The index counts as one user of every block in it, each request that
+    shares the block as another. Blocks that only the index uses count as free: they are evicted when their
+    memory is needed.
     """
 
     def __init__(
@@ -63,13 +67,13 @@ class PrefixCache(PagedCache):
 
     @property
     def free(self) -> int:
-        """Return the number of blocks that are free or can be evicted."""
+        """Return the number of blocks that are free or can be evicted from the index."""
         return self.allocator.free + self.index.evictable
 
     def fits(self, request: Request) -> bool:
-        """Return True if a waiting request can be admitted with its cached blocks.
+        """Return True if there is memory to admit a waiting request, of which some blocks may be cached.
 
-        Cached blocks need no memory, but once they are pinned they cannot be evicted.
+        Cached blocks need no new memory, but if no other request uses them, they can no longer be evicted.
         """
         alone = self.free == self.allocator.count
         room = self.free - (0 if alone else self.reserve_blocks)
@@ -81,8 +85,9 @@ class PrefixCache(PagedCache):
     def lookup(self, request: Request) -> int:
         """Return how many of a request's tokens are in cached full blocks; always fewer than the request has.
 
-        The last token has to be computed, since its logits are wanted. If the last block is full and
-        cached, all of that block is computed: one token would be written into a block that others share.
+        The last token has to be computed, since its logits are needed. If the last block is full and
+        cached, all of it is computed again: to write one token into it would change a block that others
+        share.
         """
         return len(self._match(request).blocks) * self.block_size
 
@@ -90,9 +95,10 @@ class PrefixCache(PagedCache):
         return self.index.match(self._keys_of(request), request.salt)
 
     def _keys_of(self, request: Request) -> list[Key]:
-        """Return the index keys (block by block the tokens) of the blocks that a waiting request may share.
+        """Return the index keys (each: the tokens of a block) of the full blocks that a request may share.
 
-        The keys of the last request are stored for the next call.
+        These are all but a block that would hold the last token. The result is kept for the next call for
+        the same request.
         """
         length = len(request.tokens)
         if self._keys[0] is not request or self._keys[1] != length:
@@ -101,10 +107,10 @@ class PrefixCache(PagedCache):
         return self._keys[2]
 
     def grow(self, request: Request, upto: int) -> bool:
-        """Reserve blocks for a request's first `upto` tokens; attach its cached blocks at the first call.
+        """Reserve blocks for a request's first `upto` tokens; share its cached blocks at the first call.
 
         Returns:
-            False if there are not enough free blocks.
+            False if there are not enough free blocks; else True.
         """
         row = request.row
         if self._cursors[row] is None:
@@ -123,7 +129,10 @@ class PrefixCache(PagedCache):
         return super().grow(request, upto)
 
     def take_blocks(self, count: int) -> list[int]:
-        """Take `count` blocks; what is missing, evict from the least recently used cached ones."""
+        """Take `count` free blocks and return their numbers; if fewer are free, evict cached blocks first.
+
+        The least recently used are evicted. The caller has checked that there are enough.
+        """
         missing = count - self.allocator.free
         if missing > 0:
             evicted = self.index.evict(missing)
@@ -132,16 +141,19 @@ class PrefixCache(PagedCache):
         return super().take_blocks(count)
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """Let `child` share its parent's blocks of the first `tokens` tokens, and pin those in the index."""
+        """Let `child` share the blocks of its parent's first `tokens` tokens.
+
+        The index pins those that are cached once more: keeps them from eviction until `child` ends, too.
+        """
         super().fork(parent, child, tokens)
         self._cursors[child.row] = self.index.fork(self._cursors[parent.row])
         self._committed[child.row] = self._committed[parent.row]
 
     def commit(self, request: Request, upto: int) -> None:
-        """Insert the request's full blocks up to token `upto` into the index.
+        """Insert the full blocks of a request's first `upto` tokens into the index, to be shared.
 
-        If another request has inserted the same tokens before, this one gives its own block back and uses
-        the other's: the keys and values are the same, and no later step writes to a full block.
+        If another request has inserted the same tokens before, this request uses that block and frees its
+        own: keys and values are the same, and no later step writes to a full block.
         """
         row, size = request.row, self.block_size
         first, last = self._committed[row], upto // size
@@ -159,7 +171,7 @@ class PrefixCache(PagedCache):
         self._committed[row] = last
 
     def release(self, request: Request) -> None:
-        """Release a request's blocks and pins; committed blocks stay in the index."""
+        """Free a request's blocks; those in the index stay cached until their memory is needed."""
         row = request.row
         super().release(request)
         self.index.detach(self._cursors[row])
@@ -171,13 +183,13 @@ class PrefixCache(PagedCache):
         self.stats = PrefixStats()
 
     def users(self) -> list[int]:
-        """Return the number of every block once for each user: requests that share it, and the index."""
+        """Return the numbers of all blocks in use, each once for each user: requests and the index."""
         return super().users() + self.index.blocks()
 
     def check(self) -> None:
         """Raise `AssertionError` unless each block's count is that of its users (requests and the index).
 
-        Evictable blocks must have the index as their one user.
+        Evictable blocks must have the index as their only user.
         """
         super().check()
         alone = sum(self.allocator.refs[block] == 1 for block in self.index.blocks())

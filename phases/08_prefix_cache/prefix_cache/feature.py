@@ -19,7 +19,7 @@ INDEXES: dict[str, type[RadixIndex] | type[HashIndex]] = {
 
 @dataclass(frozen=True)
 class Prefix(Feature):
-    """Keep KV blocks of ended requests, and share them between requests with the same first tokens."""
+    """Keep KV cache blocks of ended requests, and share them between requests with the same first tokens."""
 
     name = "prefix_cache"
     phase = 8
@@ -31,7 +31,7 @@ class Prefix(Feature):
     )
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace the cache by a `PrefixCache`."""
+        """Replace the engine's KV cache by a `PrefixCache`."""
         builder.cache.replace(self, self._cache)
 
     def _cache(self, rows: int, max_len: int, blocks: int, block_size: int) -> PrefixCache:

@@ -1,8 +1,8 @@
-"""The hash chain: each block's hash covers its tokens and the hash before it, so one number names a prefix.
+"""A prefix index by hashes: a block's hash covers its tokens and the hash before it, and so names a prefix.
 
-This is vLLM's automatic prefix caching (https://docs.vllm.ai/en/latest/design/prefix_caching.html). A hash is
-not proof: 64 bits collide by chance after some billions of blocks, and on purpose much sooner. Every hit is
-therefore checked against the tokens and the block before.
+This is vLLM's automatic prefix caching (https://docs.vllm.ai/en/latest/design/prefix_caching.html). A hash
+is not proof: 64 bits collide by chance after some billions of blocks, and on purpose much sooner. Every hit
+is therefore checked against the tokens and the block before.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from prefix_cache.index import Key, Match
 class Entry:
     """A cached block in the hash index.
 
-    digest: the hash of all tokens up to its end. block: its number. key: its tokens. salt: of its requests.
-    before: the entry that it continues; None for a sequence's first block.
-    pins: requests that use it.
+    digest: the hash of all tokens up to the block's end. key: the block's tokens, as bytes.
+    block: the block's number.
+    before: the entry of the block that precedes it; None for a sequence's first block.
+    salt: that of the requests that may share the block.
+    pins: number of requests that use the block; with 0, it can be evicted.
     """
 
     digest: int
@@ -35,11 +37,10 @@ class Entry:
 
 @dataclass(eq=False, slots=True)
 class Cursor:
-    """A request's position in the hash index: the entry of the last cached block that it uses.
+    """A request's position in the hash index: the entry of the last cached block that the request uses.
 
-    digest, entry: of that block; None: it uses none. salt: of the request.
-
-    broken: True once a hash collision has ended the sharing.
+    entry: that of this block; None: the request uses none. digest: the hash of all tokens up to its end.
+    salt: the request's. broken: True after a hash collision: no later block of the request is inserted.
     """
 
     digest: int
@@ -49,11 +50,10 @@ class Cursor:
 
 
 class HashIndex:
-    """A prefix index as a table from the hash of a block and all before it to the block; implements
-    `PrefixIndex`.
+    """A prefix index (`PrefixIndex`) as a hash table, by the hash of a block and all blocks before it.
 
     Args:
-        digest: the hash function; tests give a weak one to make collisions.
+        digest: the hash function, from bytes to 64 bits; tests give a weak one to make collisions.
     """
 
     def __init__(self, digest: Callable[[bytes], int] = xxhash.xxh3_64_intdigest) -> None:
@@ -64,20 +64,22 @@ class HashIndex:
 
     @property
     def evictable(self) -> int:
-        """Return the number of blocks without pins, wherever they are in their sequences."""
+        """Return the number of blocks that no request uses, wherever they are in their sequences."""
         return len(self._unpinned)
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """Return a `Match`: the blocks of the longest cached beginning of `keys` (the tokens of each block).
+        """Return a `Match`: the blocks of the longest cached beginning of a sequence.
 
-        salt: only sequences inserted under the same one match. Changes nothing.
+        keys: the tokens of each of its blocks. salt: blocks inserted under another salt do not match.
+        Changes nothing.
         """
         found = self._walk(keys, salt)
         return Match([entry.block for entry in found], sum(entry.pins == 0 for entry in found))
 
     def attach(self, keys: list[Key], salt: str) -> Cursor:
-        """Pin (keep from eviction) the blocks of `keys`, all found by `match`, and return a cursor at their
-        end.
+        """Pin (keep from eviction) the blocks of `keys`, found by `match`; return a cursor after them.
+
+        keys: the tokens of each block. salt: the request's.
         """
         cursor = Cursor(self._start(salt), None, salt)
         for entry in self._walk(keys, salt):
@@ -88,13 +90,13 @@ class HashIndex:
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[Cursor, list[int], list[int]]:
-        """Insert `blocks` after those of the request that `cursor` stands for, one by one; after a hash
-        collision no more blocks are inserted.
+        """Insert a request's next `blocks` into the index, after the block at which its `cursor` stands.
 
-        keys: the tokens of each block.
+        keys: the tokens of each block. After a hash collision no more blocks of the request are inserted.
 
         Returns:
-            The new cursor, the block in the index for each key, and those of `blocks` that were inserted.
+            The new cursor; for each key the block to use, which is the index's if it had these tokens
+            already; and those of `blocks` that were inserted.
         """
         assert isinstance(cursor, Cursor)
         held, new = list[int](), list[int]()
@@ -120,7 +122,10 @@ class HashIndex:
         return cursor, held, new
 
     def fork(self, cursor: object) -> Cursor:
-        """Return a second cursor at the same block, and pin it and all blocks before it once more."""
+        """Return a second cursor at the same block, for a request that shares all blocks up to there.
+
+        These get one more pin: they are kept from eviction until both requests have ended.
+        """
         assert isinstance(cursor, Cursor)
         copy = Cursor(cursor.digest, cursor.entry, cursor.salt, cursor.broken)
         entry = copy.entry
@@ -130,8 +135,10 @@ class HashIndex:
         return copy
 
     def detach(self, cursor: object) -> None:
-        """Unpin the blocks of a request, given its cursor, from the end, so that a sequence's last blocks are
-        evicted first.
+        """Remove one pin of each of a request's blocks, from its cursor back to the first.
+
+        Blocks without pins can be evicted from now on. So a sequence's last blocks are evicted before its
+        first ones.
         """
         entry = cursor.entry if isinstance(cursor, Cursor) else None
         while entry is not None:
@@ -141,9 +148,9 @@ class HashIndex:
             entry = entry.before
 
     def evict(self, count: int) -> list[int]:
-        """Remove at most `count` blocks without pins, the least recently used first, and return them.
+        """Remove at most `count` blocks that no request uses, the least recently used first; return them.
 
-        A block is unpinned, and so evicted, before the block that it continues.
+        A block is unpinned, and so evicted, before the block that precedes it.
         """
         freed: list[int] = []
         while len(freed) < count and self._unpinned:
@@ -153,7 +160,7 @@ class HashIndex:
         return freed
 
     def blocks(self) -> list[int]:
-        """Return every block in the table."""
+        """Return the number of every block in the index."""
         return [entry.block for entry in self._entries.values()]
 
     def _walk(self, keys: list[Key], salt: str) -> list[Entry]:
@@ -181,10 +188,10 @@ class HashIndex:
 
 
 def _same(entry: Entry, key: Key, before: Entry | None, salt: str) -> bool:
-    """Return True if an entry has the tokens `key` after the block `before` and this salt, not merely their
-    hash.
+    """Return True if an entry really is the block of `key` in a sequence, not only one with the same hash.
 
-    before: None for a first block. By induction over `before` this compares the whole sequence, one block at
-    a time. The salt counts, too: nothing before a first block would show whose it is.
+    key: the block's tokens. before: the entry of the block before; None for a first block. By induction
+    over `before` this compares the whole sequence, one block at a time. The salt is compared as well: a
+    first block has no `before` that would tell whose it is.
     """
     return entry.key == key and entry.before is before and entry.salt == salt

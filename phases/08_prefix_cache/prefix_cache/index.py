@@ -11,8 +11,8 @@ Key = bytes
 class Match(NamedTuple):
     """The result of a look-up in a prefix index.
 
-    blocks: block numbers that hold the beginning of the sequence, in order.
-    unpinned: how many of them no request uses.
+    blocks: numbers of the blocks that hold the beginning of the sequence, in order.
+    unpinned: how many of these no request uses, so that they could be evicted.
     """
 
     blocks: list[int]
@@ -22,8 +22,8 @@ class Match(NamedTuple):
 class PrefixIndex(Protocol):
     """A set of cached blocks, found by the tokens they hold and all tokens before them.
 
-    A *cursor* is a position in the index: the end of what one request shares. All blocks from the start to
-    it are pinned, that is, not evicted. Requests see only what was inserted under the same salt. The index
+    A *cursor* is a request's position in the index: the end of the blocks that it shares. These are pinned,
+    that is, kept from eviction. Requests see only blocks that were inserted under the same salt. The index
     counts no users: the cache that inserts a block keeps it until `evict` returns it.
     """
 
@@ -32,40 +32,48 @@ class PrefixIndex(Protocol):
         """Return the number of blocks that `evict` could free."""
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """Return a `Match`: the blocks of the longest cached beginning of `keys` (the tokens of each block).
+        """Return a `Match`: the blocks of the longest cached beginning of a sequence.
 
-        salt: only sequences inserted under the same one match. Changes nothing.
+        keys: the tokens of each of its blocks. salt: blocks inserted under another salt do not match.
+        Changes nothing.
         """
 
     def attach(self, keys: list[Key], salt: str) -> object:
-        """Pin (keep from eviction) the blocks of `keys`, all found by `match`, and return a cursor at their
-        end.
+        """Pin (keep from eviction) the blocks of `keys`, found by `match`; return a cursor after them.
+
+        keys: the tokens of each block. salt: the request's.
         """
 
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[object, list[int], list[int]]:
-        """Move a cursor past these blocks, inserting those that are not in the index yet.
+        """Insert a request's next blocks into the index, and move the request's cursor to the last of them.
 
         Args:
-            cursor: invalid afterwards; only the returned one may be used.
-            keys, blocks: one of each for every block after the cursor, in order.
+            cursor: the request's position; invalid afterwards, only the returned one may be used.
+            keys, blocks: the tokens and the number of each block after the cursor, in order.
 
         Returns:
-            The new cursor, which pins the blocks; for every key the block that the index holds, which is
-            not the one in `blocks` if another request inserted the key before; and those of `blocks` that
-            were inserted. A block that could not be inserted stays its owner's: it is in the second list,
-            not in the third.
+            The new cursor, which pins the blocks; for every key the block to use, which is the index's and
+            not that in `blocks` if another request has inserted these tokens before; and those of `blocks`
+            that were inserted. A block that could not be inserted stays the request's own: it is in the
+            second list, not in the third.
         """
 
     def fork(self, cursor: object) -> object:
-        """Return a second cursor at the same position, which pins the blocks up to it once more."""
+        """Return a second cursor at the same position, for a request that shares all blocks up to there.
+
+        These get one more pin: they are kept from eviction until both requests have ended.
+        """
 
     def detach(self, cursor: object) -> None:
-        """Unpin everything from the start to the cursor, which is invalid afterwards."""
+        """Remove one pin of each of a request's blocks, from the first to `cursor`.
+
+        The cursor is invalid afterwards. Blocks without pins can be evicted.
+        """
 
     def evict(self, count: int) -> list[int]:
-        """Remove at most `count` blocks without pins, the least recently used first, and return them."""
+        """Remove at most `count` blocks that no request uses, the least recently used first; return them."""
 
     def blocks(self) -> list[int]:
         """Return the number of every block in the index."""

@@ -1,4 +1,4 @@
-"""The radix tree: a sequence is a path from the root, a node holds a run of blocks that sequences share.
+"""A prefix index as a radix tree: a sequence is a path from the root, and a node holds a run of its blocks.
 
 Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (RadixAttention), arXiv
 2312.07104.
@@ -16,12 +16,12 @@ from prefix_cache.index import Key, Match
 
 @dataclass(eq=False, repr=False, slots=True)
 class Node:
-    """A node of a radix tree: a run of blocks behind its parent's. Children differ in their first block.
+    """A node of a radix tree: a run of blocks that follow its parent's. Children differ in their first block.
 
-    keys, blocks: the tokens and the numbers of its blocks, equally long, never empty but in a root.
-    children: by their first key. parent: None for a root. salt: of the tree.
-    pins: how many cursors are at this node or below.
-    used: when a cursor last left it, on the index's clock.
+    keys, blocks: the tokens (as bytes) and the numbers of these blocks, equally long; empty only in a root.
+    children: by their first key. parent: None for a root. salt: that of the tree.
+    pins: how many requests' cursors are at this node or below; with 0, its blocks can be evicted.
+    used: when a cursor last left the node, in ticks of a counter of the index.
     """
 
     keys: list[Key]
@@ -38,10 +38,11 @@ AGE = attrgetter("used")
 
 
 class RadixIndex:
-    """A prefix index as a radix tree for each salt; implements `PrefixIndex`.
+    """A prefix index (`PrefixIndex`) as radix trees, one for each salt; a cursor is a node.
 
-    Only leaves without pins can be evicted. A pinned node pins all nodes above it, so every block without
-    pins is on a leaf sooner or later: all of them are evictable.
+    Pins count the requests that use a node's blocks; only leaves without pins are evicted. As a pinned node
+    pins all nodes above it, a node without pins has no node with pins below it, and becomes a leaf when the
+    nodes below it are evicted: `evictable` counts all blocks without pins.
     """
 
     def __init__(self) -> None:
@@ -51,9 +52,10 @@ class RadixIndex:
         self._leaves: list[Node] = []  # those without pins, the oldest first
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """Return a `Match`: the blocks of the longest cached beginning of `keys` (the tokens of each block).
+        """Return a `Match`: the blocks of the longest cached beginning of a sequence.
 
-        salt: only sequences inserted under the same one match. Changes nothing.
+        keys: the tokens of each of its blocks. salt: blocks inserted under another salt do not match.
+        Changes nothing.
         """
         blocks: list[int] = []
         unpinned = 0
@@ -63,9 +65,10 @@ class RadixIndex:
         return Match(blocks, unpinned)
 
     def attach(self, keys: list[Key], salt: str) -> Node:
-        """Pin the nodes of `keys`, all of which `match` has found, and return the last one as a cursor.
+        """Pin (keep from eviction) the blocks of `keys`, found by `match`; return the last node as cursor.
 
-        A node that is matched in part is split, so that pins are exact.
+        A node of which only some blocks match is split, so that only these are pinned. keys: the tokens of
+        each block. salt: the request's.
         """
         node = self._roots.setdefault(salt, Node([], [], None, salt))
         for child, length in self._walk(keys, salt):
@@ -76,12 +79,14 @@ class RadixIndex:
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[Node, list[int], list[int]]:
-        """Follow the known keys after the cursor, then append the other blocks to a leaf, or to a new one.
+        """Insert a request's next `blocks` into its tree, after the node at which its `cursor` stands.
 
-        keys, blocks: one of each for every block after the cursor.
+        keys: the tokens of each block. Keys that are in the tree already are followed; the blocks of the
+        others are appended to the leaf there, or become a new leaf.
 
         Returns:
-            The new cursor, the block in the index for each key, and those of `blocks` that were inserted.
+            The new cursor; for each key the block to use, which is the tree's if it had these tokens
+            already; and those of `blocks` that were inserted.
         """
         assert isinstance(cursor, Node)
         node = cursor
@@ -107,13 +112,16 @@ class RadixIndex:
         return node, held + new, new
 
     def fork(self, cursor: object) -> Node:
-        """Return a second cursor: the same node, which is pinned once more with all above it."""
+        """Return a second cursor: the same node, for a request that shares all blocks up to there.
+
+        This node and all above it get one more pin: they are kept from eviction until both have ended.
+        """
         assert isinstance(cursor, Node)
         self._pin(cursor)
         return cursor
 
     def detach(self, cursor: object) -> None:
-        """Unpin a cursor's node and all above it; nodes without pins can be evicted from now on."""
+        """Remove one pin of a cursor's node and of all above it; those without pins can be evicted now."""
         now = next(self._clock)
         node: Node | None = cursor if isinstance(cursor, Node) else None
         while node is not None:
@@ -125,7 +133,10 @@ class RadixIndex:
             node = node.parent
 
     def evict(self, count: int) -> list[int]:
-        """Remove at most `count` blocks from the ends of the least recently used leaves, and return them."""
+        """Remove at most `count` blocks that no request uses, the least recently used first; return them.
+
+        They are taken from the ends of leaves.
+        """
         freed: list[int] = []
         while len(freed) < count and self._leaves:
             leaf = self._leaves[0]
@@ -139,7 +150,7 @@ class RadixIndex:
         return freed
 
     def blocks(self) -> list[int]:
-        """Return every block in every tree."""
+        """Return the number of every block in the trees of all salts."""
         found: list[int] = []
         todo = self.roots
         while todo:
@@ -154,9 +165,9 @@ class RadixIndex:
         return list(self._roots.values())
 
     def _walk(self, keys: list[Key], salt: str) -> list[tuple[Node, int]]:
-        """Return the nodes that match `keys`, from the root down, each with its number of matching blocks.
+        """Return the nodes on the path of `keys`, below the root, each with its number of matching blocks.
 
-        Only in the last node some blocks may not match. salt: of the tree.
+        Only the last node may match in part. salt: whose tree is searched. Changes nothing.
         """
         path: list[tuple[Node, int]] = []
         node, at = self._roots.get(salt), 0
@@ -195,7 +206,10 @@ class RadixIndex:
         node.pins += 1
 
     def _offer(self, node: Node) -> None:
-        """Add `node` to the evictable leaves if it is one without pins; remove its tree if it is empty."""
+        """Add `node` to the leaves that can be evicted, if it is a leaf and has no pins.
+
+        A root without children is removed instead: its tree is empty.
+        """
         if node.pins == 0 and not node.children:
             if node.parent is None:
                 self._roots.pop(node.salt, None)  # an empty tree
@@ -209,7 +223,7 @@ class RadixIndex:
 
 
 def _common(held: list[Key], keys: list[Key], at: int) -> int:
-    """Return how many keys at the start of `held` equal those of `keys` from index `at` on."""
+    """Return how many leading keys two lists share: `held`, and `keys` from index `at` on."""
     length = min(len(held), len(keys) - at)
     if held[:length] == keys[at : at + length]:
         return length

@@ -1,1 +1,1 @@
-"""The small operators around attention. Nothing here is needed to understand attention itself."""
+"""Kernels of the small operators around attention: norms, RoPE, and the storing of keys and values."""

@@ -1,8 +1,9 @@
-"""The layout of the paged pool for kernels, and the kernel that stores new keys and values.
+"""The layout of the paged KV cache for kernels, and the kernel that stores new keys and values.
 
-A slot is `block * P + offset`. On Hopper tiles are copied by the tensor memory accelerator (TMA): one
-thread asks for a whole tile, and the addresses of its rows are worked out in hardware instead of in
-registers by every thread. It copies a box out of a dense array, so the tile must lie inside one block.
+A slot, `block * P + offset`, is where a token's key and value are. On Hopper tiles are copied by the tensor
+memory accelerator (TMA): one thread asks for a whole tile, and the addresses of its rows are computed in
+hardware instead of in registers by every thread. The accelerator copies a box out of a dense array, so the
+tile must lie inside one block.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from triton_paged_attention.tiles import attend, padded
 
 @triton.jit
 def value_place(slot, block_stride, slot_stride, P: tl.constexpr):
-    """Return a token's offset in the value cache, in numbers, and the distance (1) between its numbers.
+    """Return where a token's values begin in the value cache, and the distance between two of them (1).
 
-    slot: the token's place, block times P plus place in the block. P: tokens of a block.
+    Both are in numbers, not bytes. slot: the token's slot, `block * P + offset`. P: tokens of a block.
     block_stride, slot_stride: numbers from one block or token to the next.
     """
     return (slot // P) * block_stride + (slot % P) * slot_stride, 1
 
 
 class ValueLayout(NamedTuple):
-    """The layout of values in a block of the cache, and the device functions that read and write them;
-    replaceable.
+    """An order of values in a KV cache block: the device functions that read and write values in this order.
 
+    The default is the plain order `[P, KH, D]`.
     attend: device function with the signature of `tiles.attend`, which reads keys and values.
     place: device function with the signature of `value_place`, which says where a token's values are.
     fit: returns block sizes with which `attend` can run, given block sizes and the tokens of a block.
-    words: returns a view of the values in the dtype that `attend` loads.
+    words: returns a view of the value cache in the dtype that `attend` loads.
     """
 
     attend: Any = attend
@@ -55,7 +56,7 @@ def attention_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that all attention kernels share, by name: score scale, strides, sizes.
 
-    cache: the layer's blocks. block_tables: `[B, max_blocks]`.
+    layer: the layer's heads, scale and window. cache: its blocks. block_tables: `[B, max_blocks]`.
     """
     block_stride, slot_stride, head_stride, _ = cache.k.stride()
     return {
@@ -74,8 +75,9 @@ def attention_arguments(
 
 
 def store_arguments(cache: LayerBlocks) -> dict[str, Any]:
-    """Return the arguments that kernels which store keys and values share, by name: tensors, strides,
-    format.
+    """Return the arguments shared by all kernels that store keys and values, by name.
+
+    They are tensors, strides and the storage format of the layer's blocks, `cache`.
     """
 
     return {
@@ -93,11 +95,11 @@ def store_arguments(cache: LayerBlocks) -> dict[str, Any]:
 
 
 def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
-    """Return a TMA descriptor of a layer's cache `[N, P, KH * D]` in tiles of `block_n` tokens of a block
-    and head.
+    """Return a TMA descriptor by which kernels load tiles of a layer's keys or values.
 
-    cache: keys or values `[N, P, KH, D]`. The block is an axis of its own: a tile that begins before its
-        block reads zeros, not the block that lies before it in memory.
+    cache: `[N, P, KH, D]`, described as `[N, P, KH * D]`; a tile is `block_n` tokens of one block and head.
+    The block is an axis of its own: a tile that begins before its block reads zeros, not the block that
+    lies before it in memory.
     """
     blocks, block_size, kv_heads, d = cache.shape
     row = kv_heads * d
@@ -110,7 +112,7 @@ def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
 def encode(x, scale, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
     """Return a tile `x` divided by `scale` and rounded to the cache's format, as float32.
 
-    scale: broadcasts to `x`. LIMIT: largest magnitude of the format. WHOLE: the format has integers.
+    scale: broadcasts to `x`. LIMIT: largest magnitude of the format. WHOLE: True for a format of integers.
     """
     x = tl.div_rn(x.to(tl.float32), scale)  # as torch divides
     if WHOLE:
@@ -125,13 +127,16 @@ def kv_store_kernel(
     SIZE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
     LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Store part of one token's key and value heads in its slot. One program per token and BLOCK numbers.
+    """Store BLOCK numbers of a token's key heads, and as many of its value heads, in the token's slot.
 
+    One program per token and part of BLOCK numbers.
     k, v: `[T, KH, D]`, KH D = SIZE; k_stride, v_stride: numbers from a token to the next.
-    k_cache, v_cache: the layer's blocks `[N, P, KH, D]`; block_stride, slot_stride in numbers.
-    slots: `[T]` int64, block times P plus place in the block; negative: the token is not stored.
-    k_scale, v_scale: `[KH]`: numbers are stored divided by them, in a format up to LIMIT (integers if
-        WHOLE); None: as they are. PLACE: where values lie, such as `value_place`.
+    k_cache, v_cache: the layer's blocks `[N, P, KH, D]`. block_stride, slot_stride: numbers from a block or
+        token of these to the next.
+    slots: `[T]` int64, `block * P + offset` of each token; negative: the token is not stored.
+    k_scale, v_scale: `[KH]`, by which a head's numbers are divided for storage, in a format up to LIMIT
+        (integers if WHOLE); None: they are stored as they are. PLACE: device function that returns where
+        values lie, such as `value_place`.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)
@@ -156,7 +161,7 @@ def kv_store(
     cache: LayerBlocks,
     slots: Tensor,  # [T] int64; negative: this token is padding and is not stored
 ) -> None:
-    """Write each token's key and value heads to its slot of a layer's cache, in the cache's format.
+    """Write each token's keys and values to its slot of a layer's cache, in the cache's format.
 
     k, v: `[T, KH, D]`. cache: the layer's blocks. slots: `[T]` int64; tokens with slot -1 are not stored.
     """

@@ -19,7 +19,10 @@ from triton_paged_attention.hardware import dependent_launch
 
 
 class NormWeights(NamedTuple):
-    """An RMSNorm: by what it multiplies (Gemma's weights are the distance of that from 1), and epsilon."""
+    """The weights of an RMSNorm, and epsilon.
+
+    weight: `[size]`, the factors by which the norm multiplies; for Gemma, 1 + the checkpoint's weights.
+    """
 
     weight: Tensor
     eps: float
@@ -30,11 +33,11 @@ def rms_norm_kernel(
     out, x, total, delta, weight, eps,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one row per program; with ADD, add `delta` first and write the sum to `total`.
+    """Normalize one row per program, to `out`; with ADD, add `delta` first and write the sum to `total`.
 
     out, x, total, delta: `[rows, SIZE]`, contiguous. weight: `[SIZE]`. eps: added to the mean of squares.
     SIZE_PAD: SIZE rounded up to a power of two.
-    PDL: wait for the kernel before by programmatic dependent launch.
+    PDL: True if the launch is a programmatic dependent one; then the kernel waits for the one before it.
     """
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, SIZE_PAD)
@@ -55,7 +58,7 @@ def rms_norm_kernel(
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, norm: NormWeights) -> tuple[Tensor, Tensor]:
-    """Return `x + delta`, rounded to `x`'s dtype as by two operators, and the norm of that sum.
+    """Return `x + delta`, rounded to `x`'s dtype, and the RMSNorm of that sum.
 
     x: `[..., size]`. delta: of the same shape; None: nothing is added, and the first result is `x`.
     """

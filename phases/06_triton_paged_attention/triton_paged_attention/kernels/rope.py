@@ -1,8 +1,8 @@
-"""RoPE in two kernels: the angles of a step, and everything from the QKV projection to attention.
+"""RoPE in two kernels: the angles of a step, and everything between the QKV projection and attention.
 
-That is the norm of the query and key heads, RoPE and the KV store. Apart, these are seven torch kernels
-that each read and write all heads. Fused, a program takes up to `HEADS` heads of one token into registers,
-normalizes and rotates them, and writes queries to a tensor, keys and values to the pool.
+The second one normalizes the query and key heads, rotates them, and stores keys and values. As separate
+operations, these are seven torch kernels that each read and write all heads. Fused, a program takes up to
+`HEADS` heads of one token into registers, and writes queries to a tensor, keys and values to the KV cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ HEADS: tl.constexpr = tl.constexpr(8)
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of query and key heads: by what they multiply, `[D]`, and epsilon."""
+    """The weights of the RMSNorms of query and key heads, and epsilon.
+
+    q_weight, k_weight: `[D]`, the factors by which the norms multiply.
+    """
 
     q_weight: Tensor
     k_weight: Tensor
@@ -32,9 +35,9 @@ class HeadNorms(NamedTuple):
 
 
 class ProductScales(NamedTuple):
-    """Scales by which the next kernel multiplies a projection's output: `rows [T]` and `columns [N]`,
-    float32.
+    """Scales of a projection whose output is not scaled yet: the kernel that reads the output multiplies it.
 
+    rows: `[T]` float32, columns: `[N]` float32: output `[t, n]` is multiplied by `rows[t] * columns[n]`.
     dtype: of the scaled product; the unscaled output may be in another.
     """
 
@@ -45,32 +48,35 @@ class ProductScales(NamedTuple):
 
 @triton.jit
 def norm_scale(squares, eps, D: tl.constexpr):
-    """Return the RMSNorm's factor `1 / sqrt(squares / D + eps)`; squares: the sum of squares of a
-    head's D numbers.
+    """Return the factor of an RMSNorm, `1 / sqrt(squares / D + eps)`.
+
+    squares: the sum of squares of a head's D numbers.
     """
     return tl.rsqrt(squares / D + eps)
 
 
 @triton.jit
 def apply_norm_weight(x, scale, weight):
-    """Return `x * scale * weight` in `x`'s dtype, computed in float32."""
+    """Return `x * scale * weight` in the dtype of `x`, computed in float32."""
     return (x.to(tl.float32) * scale * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
 def rotate(x, y, cos, sin):
-    """Return one half of rotated pairs, `x cos + y sin`, in `x`'s dtype; `y` is the pairs' other half.
+    """Return one half of a head after RoPE, `x cos + y sin`, in the dtype of `x`.
 
-    For the pair's first number, the caller passes `sin` with a minus sign.
+    A number of `x` and one of `y`, the head's other half, are a pair that is rotated. For the first number
+    of pairs, the caller passes `sin` with a minus sign.
     """
     return (x.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
 
 
 @triton.jit
 def store_head(out, at, x, scale, mask, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
-    """Write half of each of a token's heads, `x`, to `out + at` where `mask`, in the cache's format.
+    """Write `x`, one half of each head of a token, to `out + at` where `mask`, in the cache's format.
 
-    scale: to divide by first, or None. LIMIT: largest magnitude of the format. WHOLE: it has integers.
+    scale: by which `x` is divided first, or None. LIMIT: largest magnitude of the format. WHOLE: True for a
+        format of integers.
     """
     if scale is not None:
         x = encode(x, scale, LIMIT, WHOLE)
@@ -84,18 +90,19 @@ def norm_rope_kernel(
     H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Normalize, rotate and store up to HEADS heads of one token: queries first, then keys, then values.
+    """Normalize, rotate and store up to HEADS heads of one token: query heads, key heads or value heads.
 
-    qkv: `[T, (H + 2 KH) D]`. q_out: output `[T, H, D]`. cos, sin: `[T, D]` float32. HALF: D / 2.
-    k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, written at `slots [T]`. PLACE: where values lie in a
-        block.
-    q_weight, k_weight: `[D]`, of the norms; None: none.
+    One program per token and group of HEADS heads. Values are only stored.
+    qkv: `[T, (H + 2 KH) D]`. q_out: output `[T, H, D]`. cos, sin: `[T, D]` float32, the first half of a
+        sine negated. HALF: D / 2.
+    k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, written at `slots [T]` (`block * P + offset`;
+        negative: not at all). PLACE: device function that returns where values lie in a block.
+    q_weight, k_weight: `[D]`, factors of the heads' RMSNorms; None: no norm. eps: theirs.
     rows, columns: `[T]` and `[(H + 2 KH) D]`, by which `qkv` is multiplied first; None: it is not.
-    k_scale, v_scale: `[KH]`, by which what is stored is divided; None: it is not.
-    LIMIT, WHOLE: largest magnitude of the cache's format; whether it has integers.
+    k_scale, v_scale: `[KH]`, by which stored keys and values are divided; None: they are not.
+    LIMIT, WHOLE: largest magnitude of the cache's format; True if it has integers.
 
-    One program per token and group of heads; a thread has both numbers of a rotated pair, so each is read
-    once.
+    A thread has both numbers of a rotated pair, so each is read once.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     D: tl.constexpr = 2 * HALF
@@ -168,12 +175,13 @@ def norm_rope(
     norms: HeadNorms | None,
     pending: ProductScales | None = None,
 ) -> Tensor:
-    """Return queries `[T, H, D]`, normalized and rotated; store keys, treated in the same way, and values.
+    """Return queries `[T, H, D]`, normalized and rotated; normalize, rotate and store keys, and store values.
 
-    spec: the layer. qkv: `[T, (H + 2 KH) D]`, the projection's output. cos_sin: angles, `T D` numbers each.
-    cache, slots: where keys and values are stored, in the cache's format; a negative slot stores nothing.
-    norms: of query and key heads; None: the family has none.
-    pending: scales by which `qkv` is to be multiplied first.
+    spec: the layer. qkv: `[T, (H + 2 KH) D]`, the projection's output. cos_sin: RoPE's cosines and sines,
+        `T D` float32 numbers each, the first half of a sine negated.
+    cache, slots: the layer's blocks, and each token's slot in them; a negative slot stores nothing.
+    norms: of query and key heads; None: the model has none.
+    pending: scales by which `qkv` is to be multiplied first; None: `qkv` is scaled already.
     """
     heads = spec.num_heads
     kv_heads = spec.num_kv_heads
@@ -192,9 +200,9 @@ def norm_rope(
 
 @triton.jit
 def angles_kernel(cos, sin, positions, frequencies, HALF: tl.constexpr):
-    """Write one token's cosines and sines of its RoPE angles. One program per token.
+    """Write the cosines and sines of one token's RoPE angles. One program per token.
 
-    cos, sin: output `[T, 2 HALF]` float32, both halves equal but for the sign of `sin`.
+    cos, sin: output `[T, 2 HALF]` float32; the second half repeats the first, which is negated in `sin`.
     positions: `[T]`. frequencies: `[HALF]`, in radians per position.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -212,7 +220,7 @@ def angles_kernel(cos, sin, positions, frequencies, HALF: tl.constexpr):
 
 
 class FusedRope(nn.Module):
-    """RoPE's cosines and sines of positions from one kernel; in plain torch it takes eight."""
+    """A layer that computes RoPE's cosines and sines in one kernel; in plain torch it takes eight."""
 
     inverse_frequencies: Tensor
 
@@ -221,7 +229,10 @@ class FusedRope(nn.Module):
         self.register_buffer("inverse_frequencies", rope.inverse_frequencies, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[T, D]` float32 of `positions [T]`."""
+        """Return the cosines and sines of `positions [T]`, `[T, 1, D]` float32 each.
+
+        The first half of a sine is negated, as `norm_rope` expects it.
+        """
         half = len(self.inverse_frequencies)
         cos, sin = torch.empty(
             2, *positions.shape, 1, 2 * half, dtype=torch.float32, device=positions.device
