@@ -84,7 +84,7 @@ class SamplingMetadata:
         """Return metadata with the same features that applies each of them to all rows of the batch.
 
         A CUDA graph captured with it is right for every batch that needs no other features, whichever rows
-        need them. `edits` remain those of this batch.
+        need them. Only `edits` (numbers added to single logits) stay this batch's.
         """
         everywhere = slice(None)
         draws = (

@@ -28,7 +28,8 @@ def make_app(engine: EngineClient, folder: Path, given: SimpleNamespace) -> App:
     """Return the ASGI application for an engine that is not started yet.
 
     folder: of the tokenizer.
-    given: the arguments of the command line; `limits` and `keys` are already made from them.
+    given: the command line's arguments, with attributes made from them: `limits` (of requests) and `keys`
+        (API keys).
     """
     return whole_app(
         engine,
@@ -55,7 +56,8 @@ async def serve(
     """Serve at a socket until SIGINT or SIGTERM, and return the exit code.
 
     running: the task that runs the engine. folder: of the tokenizer.
-    given: the arguments of the command line; `limits` and `keys` are already made from them.
+    given: the command line's arguments, with attributes made from them: `limits` (of requests) and `keys`
+        (API keys).
     listening: the socket. begun: counters of the processors when the command began.
 
     Raises:

@@ -41,9 +41,10 @@ def serve_replicas(
 ) -> int:
     """Serve copies of the server behind a proxy until SIGINT or SIGTERM; return the exit code. Imports Ray.
 
-    given: the arguments of the command line; `limits` and `keys` are already made from them. folder: of the
-        tokenizer.
-    make: returns the engine's process; called in each replica. copies: how many replicas, and where.
+    given: the command line's arguments, with attributes made from them: `limits` (of requests) and `keys`
+        (API keys). folder: of the tokenizer.
+    make: starts an engine's process, and returns its client; called in each replica.
+    copies: how many replicas, and where.
     made: (phase, engine options, device, dtype), which are checked first.
 
     Raises:

@@ -158,7 +158,8 @@ def pictures(made: Mapping[str, str]) -> set[str]:
 
 
 def linked(text: str, file: str, there: Collection[str]) -> str:
-    """Return a page's text with links to files of the working copy, or else to those of the checkout.
+    """Return a page's text whose relative links work in a student's copy: files that the copy lacks are
+    linked in the checkout that it was made from.
 
     file: the page's own path in the copy. there: the paths of the copy's files.
     """

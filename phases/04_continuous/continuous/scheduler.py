@@ -199,8 +199,9 @@ class Scheduler:
         A work that ends before the newest token samples no token: the request has one more step in flight.
         A work that reaches it has sampled requests: the request, or what `fork` returns if samples of the
         same prompt wait for it. Each of these has one more step in flight and one more placeholder (a token
-        that is being sampled). If the newest token is a placeholder itself, the drafts must be accepted
-        (`drafts_forced`), and each of them counts as a placeholder, too.
+        that is being sampled). If the newest token is a placeholder itself, the drafts follow a token that is
+        not known, so they are tokens certain to come: the work is marked `drafts_forced`, and each draft
+        counts as a placeholder, too.
         """
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + count + len(drafts)

@@ -188,5 +188,5 @@ class FusedProjection(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layers' outputs end to end: `[..., in]` -> `[..., out]`."""
+        """Map `x [..., in]` to the outputs of all joined layers, concatenated: `[..., out]`."""
         return torch.cat([part(x) for part in self.parts], dim=-1)

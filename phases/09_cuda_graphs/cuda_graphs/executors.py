@@ -95,7 +95,7 @@ class DecodeGraphExecutor:
             padded.
 
         Returns:
-            `[B]` int64 on the host, the row of each request in the token table.
+            `[len(works)]` int64 on the host, the row of each request in the token table.
         """
         runner = self.runner
         count = len(works)

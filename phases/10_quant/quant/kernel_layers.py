@@ -37,7 +37,9 @@ class KernelLinear(QuantLinear):
 
     @property
     def stored(self) -> QuantizedWeight:
-        """Return the weight as kernels read it: four-bit numbers in int32 words, and without `order`."""
+        """Return the weight as kernels read it: four-bit numbers in int32 words, for inputs that are in its
+        `order` already.
+        """
         return QuantizedWeight(self.scheme, self.data, self.scale, self.zero)
 
     @property

@@ -236,7 +236,7 @@ class DraftController:
         return min(0.99, max(LOWEST_RATE, rate))
 
     def decide(self, running: Sequence[Request]) -> list[int] | None:
-        """Return the number of drafts for each running request in the next step, or None for no drafts.
+        """Return a list of the number of drafts of each running request in the next step; None: no drafts.
 
         Called once a step, before it is scheduled; the time since the last call is taken as that of a step.
         """

@@ -63,8 +63,8 @@ class ExpertModules(nn.ModuleList):
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return each token's weighted sum of its experts' outputs, `[T, hidden]` float32.
 
-        x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts; a number
-            that is not in the list adds nothing.
+        x: `[T, hidden]`. weights, chosen: `[T, k]`, the router's weights and numbers of experts; the number
+            of an expert that this module does not hold adds nothing.
         """
         return loop_over_experts(list(self), x, weights, chosen)
 

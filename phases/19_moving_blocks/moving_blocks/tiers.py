@@ -313,8 +313,8 @@ class TieredConnector(ConnectorScheduler):
     def _finish_load(self, load: Load) -> None:
         """Put loaded blocks into the cache's prefix index, where every request finds them.
 
-        If later steps wait for the copy on the device, it may be unfinished still: then the host slots stay
-        pinned.
+        If the device makes later steps wait for the copy, the copy may not have ended yet. Then its slots in
+        host memory stay pinned (nothing else is stored in them) until it has.
         """
         load.finished = True
         keys = [name.key for name in load.names]
@@ -347,9 +347,10 @@ class TieredConnector(ConnectorScheduler):
                 self._to_save[block] = name
 
     def blocks_evicted(self, blocks: Sequence[int]) -> None:
-        """Save evicted blocks before the next step, unless `save_computed` has saved them already.
+        """Record evicted blocks: they are copied to host memory before the next step, unless `save_computed`
+        is on (then they were copied when they were computed).
 
-        blocks: their numbers, of a sequence from its end on.
+        blocks: their numbers, the last block of a sequence first.
         """
         for block in reversed(blocks):  # from a sequence's beginning on
             name = self._name_of.pop(block, None)

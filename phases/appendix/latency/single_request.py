@@ -235,8 +235,8 @@ class SingleRequestSplits(NamedTuple):
     """Attention's output for a single request's token, combined or still in splits.
 
     out: `[1, H D]`; valid only if attention has combined the splits.
-    workspace: holds the splits otherwise (attention over some of the keys each).
-    layer, context_lens, config: the launch's layer, number of tokens `[1]`, and block sizes.
+    workspace: float32; otherwise holds the splits (attention over some of the keys each), to be combined.
+    layer: the attention layer. context_lens: `[1]`, the request's tokens. config: the kernel's block sizes.
     """
 
     out: Tensor

@@ -266,8 +266,8 @@ class FullAttentionManager(SingleTypeManager):
         return 0
 
     def required_pages(self, start: int, upto: int) -> int:
-        """Return how many pages the first `upto` tokens have; all of them must have blocks. `start` does not
-        matter.
+        """Return how many pages the first `upto` tokens have: full attention reads them all, so each needs a
+        block, wherever the step starts (`start`).
         """
         return -(-upto // self.block_size)
 
