@@ -235,8 +235,8 @@ class OneCall:
             y += fields["outputs"]
 
     def product_fields(self, layer: Any) -> dict[str, Any]:
-        """Return the fields, by name, of the C++ operator that multiplies by a linear layer: the number of its
-        kind, sizes, and addresses of weight and scales.
+        """Return the fields, by name, of the C++ operator that multiplies by a linear layer: the number of
+        its kind, sizes, and addresses of weight and scales.
 
         layer: an `nn.Linear`, or a quantized one of phase 10.
 
