@@ -131,19 +131,19 @@ def of_run(file: Path) -> dict[str, Any]:
 
 
 def of_llama_server() -> dict[str, Any]:
-    """Return llama-cpp-python's server on a CPU: its start, memory, streams and a prompt."""
+    """Return llama-cpp-python's server on a CPU with our file: its start, memory, streams and a prompt."""
     written = json.loads((RECORDED / LLAMA_SERVER).read_text(encoding="utf-8"))
     found = [one for one in written["runs"] if one["variant"].startswith("llama")]
+    found = [one for one in found if one["variant"] == found[0]["variant"]]
     names = ("workload", "model", "weights", "dtype", "options")
     runs = []
     for one in found:
         rates = {name: metric["samples"] for name, metric in one["metrics"].items()}
         kept = {name: one[name] for name in names}
-        file = one["variant"].partition(", ")[2]
         runs.append(
             {
                 "beside": "13_serving",
-                "way": ", ".join(["", "its server", file]).removesuffix(", "),
+                "way": ", its server",
                 **kept,
                 "temperature": 0.0,
                 "metrics": rates,
