@@ -56,7 +56,10 @@ def run(options: BenchOptions) -> Evidence:
 
 
 def on_cpu(options: BenchOptions) -> list[Run]:
-    """Closed loops of 1 to 128 users; 64 of them with phase 02, too; three prompt lengths at 8 users."""
+    """Run 1 to 128 users, 64 of them also with phase 02 as the server; then 8 users, three prompt lengths.
+
+    Each user waits for an answer before the next request.
+    """
     bench = Bench(replace(options, dtype=cpu_dtype(options.dtype)))
     flags: dict[str, Any] = {"device": "cpu", "dtype": bench.dtype_name}
     sizes: dict[str, Any] = {"max_len": 1024, "cache_bytes": 1 << 30, "speculate": False}
@@ -89,12 +92,15 @@ def on_cpu(options: BenchOptions) -> list[Run]:
 
 
 def cpu_dtype(asked: torch.dtype) -> torch.dtype:
-    """bfloat16 where the processor multiplies it. Both servers get the same."""
+    """Return bfloat16 if the processor multiplies it, else `asked`; both servers compute in this dtype."""
     return torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16") else asked
 
 
 def closed(requests: int, prompt: int, output: int) -> Workload:
-    """Requests of one length, other tokens in each workload: a prefix cache finds nothing."""
+    """Return a workload of `requests` requests, of `prompt` tokens and `output` tokens to generate each.
+
+    Workloads have different tokens, so that a prefix cache finds nothing.
+    """
     return uniform(
         f"closed-{requests}x{prompt}+{output}",
         requests,
@@ -126,11 +132,11 @@ class OnCuda(Bench):
         self.shift = 0
 
     def engine_options(self) -> dict[str, Any]:
-        """The same for both."""
+        """Return the options of the engine in this process, which the engine behind the server gets, too."""
         return {**SIZES, "cache_bytes": self.kv_bytes(CACHE_TOKENS)}
 
     def cold(self, work: Workload) -> Workload:
-        """Other tokens in every sample: the prefix caches live on."""
+        """Return `work` with other tokens at each call, since engines keep their prefix caches."""
         self.shift += 1
         return work.cold(self.shift)
 
@@ -156,7 +162,7 @@ class OnCuda(Bench):
         return self.compare(variants, work, tries=1, users=1)
 
     def arrivals(self, server: Server) -> list[Run]:
-        """Five workloads at three rates."""
+        """Run five workloads, each at 4, 8 and 16 requests per second (with `quick`: one, at one rate)."""
         runs = []
         for name in SERVING[:1] if self.quick else SERVING:
             for rate in RATES[:1] if self.quick else RATES:
@@ -169,7 +175,7 @@ class OnCuda(Bench):
         return runs
 
     def repeated(self, work: Workload, count: int) -> Workload:
-        """So many requests: the workload with other tokens, again and again."""
+        """Return a workload of `count` requests: those of `work`, repeated, each time with other tokens."""
         items: list[Item] = []
         while len(items) < count:
             prompts = self.cold(work).prompts

@@ -51,7 +51,7 @@ def run(options: BenchOptions) -> Evidence:
 
 
 def measure(options: BenchOptions, ranks: int) -> list[Run]:
-    """Sums by each way, then the workloads with one engine."""
+    """Time sums over `ranks` ranks by each way, such as NCCL, then all workloads with one engine."""
     bench = Bench(options)
     runs = sums(bench, ranks) if ranks > 1 else []
     given: dict[str, Any] = {
@@ -74,7 +74,7 @@ def measure(options: BenchOptions, ranks: int) -> list[Run]:
 
 
 def sums(bench: Bench, ranks: int) -> list[Run]:
-    """Microseconds of a sum over ranks, by way and bytes."""
+    """Time a sum over `ranks` ranks, in microseconds, for each way, such as NCCL, and number of bytes."""
     sizes = BYTES[: 2 if bench.quick else 4 if bench.on_cpu else None]
     kind, runs = bench.device.type, []
     for way in ("gloo",) if bench.on_cpu else WAYS:
@@ -88,7 +88,7 @@ def sums(bench: Bench, ranks: int) -> list[Run]:
 
 
 def work_of(part: str, options: BenchOptions) -> Workload:
-    """The workload of a part; a small one for two cores."""
+    """Return the workload of `part`, a key of `WORK`; a small one on a CPU or with `options.quick`."""
     if options.device.type == "cuda" and not options.quick:
         return workload(WORK[part])
     requests, prompt, output = SMALL[part]

@@ -87,7 +87,7 @@ def on_cpu(options: BenchOptions) -> list[Run]:
 
 
 def different(chosen: Tensor) -> int:
-    """Return how many experts are among some choices."""
+    """Return how many different experts there are in `chosen`."""
     return int((torch.bincount(chosen.flatten()) > 0).sum())
 
 
@@ -131,7 +131,8 @@ def counted() -> list[Run]:
 def on_gpu(options: BenchOptions) -> list[Run]:
     """The published workloads, one model after the other: each fills a good part of the memory.
 
-    The dense model of all weights serves one request. Only the served engine guesses tokens.
+    The dense model of all weights gets only the workload of one request. Only the mixture with the features
+    of the appendix drafts tokens (speculative decoding).
     """
     bench = Bench(replace(options, model=options.model or SHAPE))
     models = shapes(SHAPES[bench.name.removeprefix("random:")])

@@ -149,7 +149,11 @@ class App:
 
         Fields that have no effect are named in a header of the response, `x-ladder-ignored`.
 
-        http: for its headers. ready: the engine's sizes. Raises like `Endpoint.parse`.
+        http: for its headers. ready: the engine's sizes.
+
+        Raises:
+            ApiError: the request could never be served.
+            UserError: the same, because of the prompt.
         """
         request = endpoint.parse(http, fields, ready)
         unknown = set(fields)

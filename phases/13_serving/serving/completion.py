@@ -121,7 +121,7 @@ class Choice:
         self.group.hear(True)
 
     def take(self) -> Piece:
-        """Return the text of all tokens not sent yet, and count it as sent.
+        """Return the text of all tokens not sent yet, as a `Piece`, and count it as sent.
 
         A thread may call this while tokens come.
         """
@@ -194,7 +194,7 @@ class ChoiceGroup:
         self.give_up("left")
 
     def events(self) -> bytes:
-        """Return the server-sent events for all unsent text and ends; these count as sent from now on."""
+        """Return the bytes of the events for all unsent text and ends, which count as sent from now on."""
         formatter, data = self.request.formatter, b""
         for choice in [*self.unsent]:
             last = choice.reason is not None

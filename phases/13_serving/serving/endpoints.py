@@ -41,7 +41,7 @@ RESERVED = {
 class ServedModel:
     """The model that requests are for.
 
-    name: the name by which clients know it. limits: of the server. defaults: of sampling settings, by name.
+    name: the name by which clients know it. limits: of requests. defaults: of sampling settings, by name.
     """
 
     name: str
@@ -74,7 +74,10 @@ class ServedModel:
         return ParsedRequest(generation, fields, sampling, ready, source)
 
     def check_length(self, request: ParsedRequest, characters: int) -> None:
-        """Raise `ApiError` if a prompt of `characters` cannot fit the context, before it is tokenized."""
+        """Raise `ApiError` if a prompt of so many `characters` cannot fit the context of `request.ready`.
+
+        Call this before the prompt is tokenized.
+        """
         each, most = self.tokenizer.characters_per_token, request.ready.max_len
         if each and characters > each * most:
             raise request.refusal(
@@ -154,7 +157,7 @@ class TextEndpoint:
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
-        """Call the handlers of fields and message roles that are in `request`; they change it in place."""
+        """Call the handlers of fields and message roles that `request` has; handlers change it in place."""
         names = set(request.fields)
         for message in request.messages:
             names.update(message, [str(message.get("role"))])

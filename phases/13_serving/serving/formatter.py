@@ -84,14 +84,14 @@ class ResponseFormatter:
         return {"message": message}
 
     def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the JSON fields beside the text of a completion's piece, such as log-probabilities."""
+        """Return the JSON fields beside the text of `piece`, part of `choice`, such as log-probabilities."""
         found = NOTHING
         for part in self.request.details:
             found = found | part(choice, piece)
         return found
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """Return the whole response as JSON, for a request that is not streamed."""
+        """Return the whole response, JSON as bytes, with all completions of `group`; it is not streamed."""
         choices = list[dict[str, Any]]()
         for choice in group.choices:
             piece = choice.take()
@@ -102,7 +102,7 @@ class ResponseFormatter:
         return encode_json(self._head | whole)
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """Return the bytes of the events after the last chunk: token counts if wanted, and `[DONE]`."""
+        """Return the bytes of a stream's last events: token counts of `group` if wanted, and `[DONE]`."""
         if not self.usage:
             return DONE
         last = encode_json(self._head | {"choices": [], "usage": usage(group)})

@@ -21,7 +21,7 @@ DEFAULTS = SamplingParams()
 
 
 def listed(names: list[str]) -> bytes:
-    """Return names, separated by commas, as an ASCII header value: only the first ones, and long ones cut."""
+    """Return the first 16 names, cut to 100 characters each, comma-separated, as an ASCII header value."""
     text = ", ".join(name[:100] for name in names[:16])
     return re.sub("[^ -~]", "?", text).encode()
 

@@ -29,7 +29,7 @@ class CompletionFormatter(ResponseFormatter):
         return self.event(choice, fields, choice.reason if last else None)
 
     def shape(self, choice: Choice, text: str) -> dict[str, Any]:
-        """Return the JSON field `{"text": text}` of a completion, in a chunk or in a whole response."""
+        """Return the field `{"text": text}`, for a chunk or for a whole response; `choice` is not used."""
         return {"text": text}
 
 
@@ -57,7 +57,8 @@ class CompletionEndpoint(TextEndpoint):
 def encode_prompts(model: ServedModel, request: ParsedRequest, given: Any) -> None:
     """Set `request.prompts`, a list of token ids for each prompt, from the value of the field `prompt`.
 
-    given: a text, token ids, or a list of texts or of lists of token ids.
+    model: the served one, for its tokenizer and limits. given: a text, token ids, or a list of texts or of
+        lists of token ids.
 
     Raises:
         ApiError: a prompt has the wrong type or is too long.

@@ -42,7 +42,7 @@ FAILED = "the step that computed this request failed; the server's log says why"
 def ending(
     number: int, reason: str, error: BaseException | None, place: int = NO_TOKEN
 ) -> End:
-    """Return the report that the completion `number` has ended, with a message for the client after an error.
+    """Return the `End` (report) of the completion `number`, with a message for the client after an error.
 
     reason: "stop", "length", "abort", or "error" with the exception `error`. A fault of the request itself
         becomes "refused", logits that are no numbers become "nan", with the exception's message.

@@ -90,7 +90,7 @@ class StepCache:
         return fresh
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return (source, target) numbers of blocks to copy before the next step, as rank 0 sent them."""
+        """Return the blocks to copy before the next step, pairs (source, target), as rank 0 sent them."""
         copies, self.copies = self.copies, []
         return copies
 
@@ -122,10 +122,11 @@ class BroadcastExecutor:
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """Broadcast a step's forward pass, and run it by the first other executor that supports it.
 
-        works: the step's requests and tokens. ticket: what `supports` returned.
+        works: the step's requests and tokens. ticket: whether grammars may mask its samples.
 
         Returns:
-            The result of the forward pass, whose second half, `sample`, is broadcast when it runs.
+            The result of the forward pass. Its `rest`, which samples the step later, is `self.sample`, so
+            that the sampling is broadcast, too.
         """
         requests = [bare(request) for request in self.runner.rows.fresh.values()]
         changes = self.cache.collect(works)
@@ -175,7 +176,8 @@ class StepWorker:
     def sample(self, message: SampleMessage) -> None:
         """Sample the step whose forward pass has run last.
 
-        If rank 0 has grammar masks for it, this rank has none, and takes the tokens that rank 0 samples.
+        If `message.masked`, rank 0 has grammar masks for the step; this rank has none, and takes the tokens
+        that rank 0 samples.
         """
         self.runner.sample(self._step, self._no_masks if message.masked else None)
 
@@ -202,10 +204,11 @@ def runner_in_ranks(
     cache: PagedCache,
     **options: Any,
 ) -> PagedRunner:
-    """Return a rank's runner, whose cache is a `StepCache`; on rank 0 the runner broadcasts its steps.
+    """Return a rank's runner, which computes steps; on rank 0 it also broadcasts them to the other ranks.
 
-    make: called as `make(model, attention, rows, cache, **options)`, returns a runner. workers: the other
-        ranks' processes, on rank 0; None on all others.
+    make: called as `make(model, attention, rows, seen, **options)`, returns a runner. `seen` is a new
+        `StepCache` of `cache`: block tables with the changes that rank 0 broadcasts.
+    workers: the other ranks' processes, on rank 0; None on all others.
     """
     seen = StepCache(cache)
     runner = make(model, attention, rows, seen, **options)

@@ -50,7 +50,9 @@ class Parallel(Feature):
             builder.assemble.replace(self, self._assemble)
 
     def _assemble(self, builder: EngineBuilder) -> PagedEngine:
-        """Return rank 0's engine, while the other ranks build theirs; its steps run on all of them.
+        """Return rank 0's engine, by the recipe of `builder`, while the other ranks build theirs.
+
+        The steps of rank 0's engine run on all ranks.
 
         Raises:
             WorkerLostError: a rank has ended meanwhile.
@@ -105,7 +107,9 @@ class Parallel(Feature):
 def rank_engine(
     recipe: Recipe, ranks: Ranks, workers: WorkerGroup | None = None
 ) -> PagedEngine:
-    """Return the engine of one rank, made by `recipe`. workers: the other ranks, on rank 0; else None.
+    """Return the engine of one rank. workers: the processes of the other ranks, on rank 0; else None.
+
+    recipe: the model and options of the engine. ranks: this rank in its process group.
 
     The engine of another rank than 0 only serves as a runner: no request is ever added to it.
     """
@@ -155,13 +159,13 @@ class Split(Feature):
         )
 
     def _agree(self, memory_plan: MemoryPlan) -> MemoryPlan:
-        """Return the plan with the number of KV blocks lowered to the smallest of all ranks."""
+        """Return a copy of `memory_plan` with as many KV blocks as the rank that has the fewest."""
         blocks = self.ranks.smallest(memory_plan.blocks)
         cache = memory_plan.cache // memory_plan.blocks * blocks
         return replace(memory_plan, blocks=blocks, cache=cache)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Let the engine sample over ranks; on rank 0 also broadcast its steps and watch the other ranks."""
+        """Let `builder`'s engine sample over ranks; on rank 0 also broadcast steps and watch other ranks."""
         self._choose_tokens(builder)
         workers = self.workers
         builder.runner.decorate(self, lambda make: partial(runner_in_ranks, make, workers))
@@ -173,7 +177,7 @@ class Split(Feature):
         builder.on_step_failed.replace(self, loop.on_step_failed)
 
     def _choose_tokens(self, builder: EngineBuilder) -> None:
-        """Replace the sampler backend by one for ranks that each have a part of the vocabulary's logits."""
+        """Give `builder` a sampler backend for ranks that each have a part of the vocabulary's logits."""
         graphs, vocab_size = builder.feature(Graphs), builder.model.config.vocab_size
         kind: type[RankSamplerBackend] = RankSamplerBackend
         if graphs is not None and graphs.sampling == "triton":

@@ -116,7 +116,7 @@ class Part:
         return loader.scheme if rows and isinstance(loader, Quantize) else None
 
     def slice(self, name: str) -> Slice | None:
-        """Return the slice of the tensor `name` that this rank reads from the checkpoint; None: all of it."""
+        """Return the `Slice` (dim, start, length) of the tensor `name` that this rank reads; None: all."""
         if self.whole_first(name) is not None:
             return None
         return self.shard.cut(
@@ -124,7 +124,7 @@ class Part:
         )
 
     def read(self, name: str, file: Any, stored: str) -> Tensor:
-        """Return this rank's part of the tensor `name`, read from an open checkpoint, where it is `stored`.
+        """Return this rank's part of the tensor `name`, from an open checkpoint, where its name is `stored`.
 
         With a `slice`, only the part is read: indexing the result of `file.get_slice(stored)` reads it, and
         `_finish` completes it. Without one, `file.get_tensor(stored)` reads the whole tensor; it goes through
@@ -170,7 +170,7 @@ class Part:
     def place(self, name: str, value: Tensor) -> None:
         """Store `value`, a finished part, in this rank's model as the tensor `name`.
 
-        It is quantized if the engine's options say so.
+        The value is quantized if the engine's options say so.
         """
         if value.is_meta:  # tied: the other one is enough
             return

@@ -20,7 +20,7 @@ class RowOnly(NamedTuple):
 def with_rows(work: Work) -> Work:
     """Return a copy of a work (one request's tokens in a step) that is small when pickled.
 
-    Its requests are replaced by their rows of the block tables.
+    Each `Request` in the work is replaced by a `RowOnly`: the request's row of the block tables.
     """
     stand_in: Any = RowOnly
     sampled = tuple(stand_in(request.row) for request in work.sampled_requests)

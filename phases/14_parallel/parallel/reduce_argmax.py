@@ -32,7 +32,7 @@ class TritonRankSamplerBackend(RankSamplerBackend):
         """Return the sampled tokens `[B]` int64, equal on all ranks.
 
         logits: `[B, V / ranks]`, of this rank's part of the vocabulary. rows, steps: `[B]`, each request's
-            row of settings and its number of output tokens so far. plan: the sampling settings of the batch.
+            row of settings in `sampler` and its number of output tokens. plan: the batch's sampling settings.
         """
         if self.own_tokens < self.room:  # as many chunks on every rank
             logits = logits.clone()

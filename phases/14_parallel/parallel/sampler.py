@@ -72,7 +72,7 @@ class RankSamplerBackend(SamplerBackend):
 
         logits: `[B, V / ranks]`, of this rank's part of the vocabulary, or `[B, V]`, as `whole` has returned
             them.
-        rows, steps: `[B]`, each request's row of settings and its number of output tokens so far.
+        rows, steps: `[B]`, each request's row of settings in `sampler` and its number of output tokens.
         plan: the sampling settings of the batch.
         masked: grammars mask the logits; rank 0 alone has the masks, so it chooses and broadcasts.
         """
@@ -99,7 +99,7 @@ class RankSamplerBackend(SamplerBackend):
         """Return the sampled tokens `[B]` int64: the best of all ranks' tokens, equal on all ranks.
 
         logits: `[B, V / ranks]`, of this rank's tokens. rows, steps: `[B]`, each request's row of settings
-            and its number of output tokens so far. plan: the sampling settings of the batch.
+            in `sampler` and its number of output tokens. plan: the sampling settings of the batch.
         """
         own = logits[:, : self.own_tokens].float()
         if not own.shape[1]:  # more ranks than this vocabulary fills
@@ -123,8 +123,9 @@ class RankSamplerBackend(SamplerBackend):
         A score is -E / weight: E is exponential noise, and the weight is the token's probability, not
         normalized. The token of the largest score is then a sample of these probabilities.
 
-        logits: `[B, V / ranks]`. rows, steps: `[B]`, seed the noise. largest: `[B]`, the largest logits of
-            all ranks, to which weights are relative.
+        logits: `[B, V / ranks]`. rows, steps: `[B]`, each request's row of settings in `sampler`, such as its
+            seed, and its number of output tokens; the noise depends on both. largest: `[B]`, the largest
+            logits of all ranks, to which weights are relative.
         """
         weights = sampler.weights(logits, largest[:, None], rows)
         ids = sampler.ids[self.first_token : self.first_token + logits.shape[1]]

@@ -83,18 +83,19 @@ class Shard:
     def cut(
         self, name: str, whole: Sequence[int], own: Sequence[int], kv_heads: int
     ) -> Slice | None:
-        """Return which part of the tensor `name` this rank has, given its shapes; None: all of it.
+        """Return the `Slice` (dim, start, length) of the tensor `name` that this rank has; None: all of it.
 
         name: of the layer and the tensor, such as `layers.0.self_attn.k_proj.weight`.
-        whole, own: the tensor's shape in the whole model, and in this rank's. kv_heads: of the whole model.
+        whole, own: the tensor's shape in the whole model, and in this rank's. kv_heads: the whole model's.
 
         A tensor (weight, packed numbers, scales, zero points) is cut in the dimension in which its shapes
         differ, into parts of the length that `own` has there, in the order of ranks. Two kinds of layers
         differ:
 
-        - `VOCABULARY`, in dimension 0: its parts are rounded up (see `vocabulary`), so the last may begin at
-          the end, and may reach beyond it.
-        - `KEYS`, with fewer heads than ranks: there are as many parts as heads, and neighbours have the same.
+        - `VOCABULARY` (embedding and head), in dimension 0: parts are rounded up (see `vocabulary`), so the
+          last may begin at the tensor's end, and may reach beyond it.
+        - `KEYS` (key and value projections), with fewer key/value heads than ranks: there are as many parts
+          as heads, and neighbouring ranks have the same part.
 
         Raises:
             UserError: more than one dimension differs, or the parts do not make the whole.
@@ -119,7 +120,8 @@ class Shard:
     def first_alone(self, name: str) -> bool:
         """Return True if only rank 0 has the tensor `name` and the others have zeros; else False.
 
-        It is so for the bias of a layer in `ROWS`: the ranks' products are summed, and a bias is added once.
+        It is so for the bias of a layer in `ROWS` (cut along its inputs): products are summed over ranks, and
+        a bias is added once.
         """
         owner, _, leaf = name.rpartition(".")
         return leaf == "bias" and owner.endswith(ROWS)

@@ -90,8 +90,8 @@ class Cluster:
     def serve(self, on_ready: Callable[[], object]) -> int:
         """Start Ray and all replicas, serve until a signal, and end all; return the exit code, 0.
 
-        on_ready: called when all replicas take requests. The first signal lets streams finish, within the
-            grace period; the second ends this process at once.
+        on_ready: called when all replicas take requests. The first signal lets streams finish, within
+            `limits.grace_seconds`; the second ends this process at once.
 
         Raises:
             StartupError: not every replica takes requests in time.
@@ -108,7 +108,7 @@ class Cluster:
         return 0
 
     def stop(self) -> None:
-        """Wait for streams, within the grace period, and stop Ray; end this process if Ray hangs."""
+        """Wait for streams, at most `limits.grace_seconds`, and stop Ray; end this process if Ray hangs."""
         if not ray.is_initialized():
             return
         watchdog = threading.Timer(
@@ -164,7 +164,7 @@ class Cluster:
     def _environment(self) -> dict[str, str]:
         """Return the environment variables that Ray's processes need, by name.
 
-        Of a cluster, the other machines' `ray start` needs the same ones.
+        In a cluster of several machines, `ray start` on the other machines needs the same variables.
         """
         cores = max(1, (os.cpu_count() or 1) // self.options.most)  # of a replica
         return {

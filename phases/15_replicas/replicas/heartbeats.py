@@ -102,8 +102,8 @@ class Watch:
     def silent(self, begun: bool) -> str:
         """Return the name of the request's replica if it has been silent for too long, else an empty text.
 
-        begun: whether a part of a response was sent; then the replica gets `BROKEN_SECONDS`, not
-            `SILENT_SECONDS`.
+        begun: whether a part of a response was sent; then the replica may be silent for `BROKEN_SECONDS`,
+            otherwise for `SILENT_SECONDS`.
         """
         replica = ASSIGNMENTS.replicas.get(self.number, "")
         if self._heard is None and replica:

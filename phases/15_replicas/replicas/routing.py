@@ -113,8 +113,9 @@ class PrefixAware(Policy):
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
         """Return the names in `loads`, those with the fewest requests first.
 
-        A replica that holds more of the prompt comes before them, if it is within `imbalance` and holds
-        enough more: a share `WORTH` of the blocks. chain: hashes of the prompt's beginnings, one a block.
+        The replica that holds most of the prompt comes before them, if it has at most `imbalance` requests
+        more than the least loaded one, and holds more than a share `WORTH` of the prompt's blocks beyond what
+        that one holds. chain: hashes of the prompt's beginnings, one a block.
         """
         found = {name: self.memory(name).found(chain) for name in loads}
         # Where no block is known: an idle replica; of several, the one that knows fewest blocks.

@@ -40,14 +40,15 @@ from quant.loading import Quantize
 
 
 def own_experts(count: int, ranks: Ranks) -> range:
-    """Return which of `count` experts this rank has; the ranks' numbers of experts differ by one at most."""
+    """Return the range of experts, of `count`, that this rank has; ranges differ in length by at most 1."""
     return range(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
 
 
 class OwnExpertsLoader(Quantize):
     """A weight loader around another one, `inner`, that drops the experts of other ranks.
 
-    inner: None: no weight is quantized. own: numbers of this rank's experts; empty before `expect`.
+    inner: quantizes weights; None: no weight is quantized.
+    own: numbers of this rank's experts; empty before `expect`.
     """
 
     def __init__(self, inner: Quantize | None, ranks: Ranks) -> None:

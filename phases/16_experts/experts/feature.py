@@ -42,7 +42,7 @@ class MixtureOfExperts(Feature):
                 layer.experts = group_experts(layer.experts, model.config.activation)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Give the model's layers of experts Triton kernels, if phase 06's kernels are on."""
+        """Give the layers of experts of `builder`'s model Triton kernels, if phase 06's kernels are on."""
         if builder.feature(Kernels) is None or not any(expert_layers(builder.model)):
             return
         from experts.kernels.grouped import grouped, scratch_bytes
@@ -63,5 +63,5 @@ class MixtureOfExperts(Feature):
 
 
 def expert_layers(model: Model) -> Iterator[Experts]:
-    """Return an iterator over the model's layers of experts, from the first to the last."""
+    """Return an iterator over the model's layers of experts (`Experts`), from the first to the last."""
     return (layer for layer in model.modules() if isinstance(layer, Experts))

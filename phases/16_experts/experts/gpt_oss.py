@@ -72,7 +72,8 @@ class GptOssBlock(LlamaBlock):
 class GptOss(Llama):
     """The gpt-oss model: a Llama of `GptOssBlock`s.
 
-    It reads its MXFP4 checkpoints itself: to features that quantize or read quantized weights, it is plain.
+    It reads its MXFP4 checkpoints itself: features that quantize weights, or read quantized ones, see a model
+    without quantization.
     """
 
     block_class: ClassVar[type[LlamaBlock]] = GptOssBlock

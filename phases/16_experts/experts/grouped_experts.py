@@ -17,7 +17,7 @@ from experts.weights import ExpertWeights, Swiglu, stack_layers
 class GroupedExperts(nn.Module):
     """All experts of a layer, as two products with one tensor each, and an activation between them.
 
-    gate_up: `[E, 2 I, hidden]`, each expert's gates and then its ups. down: `[E, hidden, I]`.
+    gate_up: `[E, 2 I, hidden]`, for each of E experts I gates and then I ups. down: `[E, hidden, I]`.
     act: the activation, from gates and ups to `I` numbers.
     kernels: `(most, small, large)`: `small` computes steps of up to `most` tokens, `large` all others. At
         first both are a plain loop over experts; the feature `MixtureOfExperts` puts faster functions here.

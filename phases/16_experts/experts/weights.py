@@ -24,8 +24,8 @@ class Swiglu(NamedTuple):
     """The activation between an expert's two products: it gates the first one's output.
 
     kind: name of the gate's activation, such as "silu", a key of `triton_paged_attention.linear.KINDS`.
-    limit: 0 computes `activation(gate) * up`. Otherwise gates are clamped to at most this and ups to
-        within it, and the result is gpt-oss's `gate * sigmoid(1.702 gate) * (up + 1)`.
+    limit: 0 computes `activation(gate) * up`. Otherwise gates are clamped to at most `limit`, ups to
+        -limit .. limit, and the result is gpt-oss's `gate * sigmoid(1.702 gate) * (up + 1)`.
     """
 
     kind: str = "silu"

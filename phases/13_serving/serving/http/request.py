@@ -86,7 +86,7 @@ class HttpRequest:
 
         Raises:
             ClientDisconnected: the client has closed the connection.
-            ApiError: it has more than `most` bytes (413), or takes more than `seconds` (408).
+            ApiError: this rest has more than `most` bytes (413), or takes more than `seconds` (408).
         """
         body, more = bytearray(), True
         try:
@@ -104,7 +104,13 @@ class HttpRequest:
         return bytes(body)
 
     async def drain(self) -> None:
-        """Read and drop the rest of a small body: a client that still sends it will read the response."""
+        """Read and drop the rest of the body, up to about 64 KiB and for a second at most.
+
+        A client that still sends it will then read the response.
+
+        Raises:
+            ClientDisconnected: the client has closed the connection.
+        """
         if self.unread:
             with suppress(ApiError):
                 await self._read(DRAINED_BYTES, DRAIN_SECONDS)

@@ -77,8 +77,8 @@ def tile_for(rows: float, x: Tensor) -> Tile:
 def gated_unit(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
     """Return `activation(gate) * up` in float32, or with LIMIT > 0 gpt-oss's clamped form.
 
-    KIND: 0 SiLU, 1 GELU (tanh form), 2 GELU (erf). Clamped: gates to at most LIMIT, ups to within it, and
-        `gate * sigmoid(1.702 gate) * (up + 1)`.
+    KIND: 0 SiLU, 1 GELU (tanh form), 2 GELU (erf). Clamped: gates to at most LIMIT, ups to -LIMIT .. LIMIT,
+        and then `gate * sigmoid(1.702 gate) * (up + 1)`.
     """
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT)

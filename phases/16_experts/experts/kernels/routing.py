@@ -102,7 +102,7 @@ def place_kernel(
     order: output `[choices]` int32, numbers of choices sorted by expert. tiles: output `[3, most]` int32: of
         each tile its expert, its first entry in `order`, and its number of rows, 0 for an empty one.
     counts: `[E]` int32, choices per expert. chosen: `[choices]`, numbers of experts.
-    BLOCK, TILES: choices and tiles that are processed at a time.
+    most: tiles that the table has room for. BLOCK, TILES: choices and tiles that are processed at a time.
     """
     own = tl.program_id(0)
     e = tl.arange(0, triton.next_power_of_2(E))
@@ -146,8 +146,9 @@ def sort_in_tiles(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tens
         Entry `j` of token `t` is the choice `t * k + j`.
 
     Returns:
-        order: `[T k]` int32, numbers of choices; what follows those of this rank is undefined.
+        order: `[T k]` int32, numbers of choices by expert; entries after those of this rank are undefined.
         table: `[3, most]` int32: of each tile the expert, its first entry in `order`, and its number of rows.
+            `most` is `most_tiles(T k, experts, rows)`; tiles that are not needed are last and have 0 rows.
     """
     choices, device = chosen.numel(), chosen.device
     most = most_tiles(choices, experts, rows)

@@ -64,7 +64,7 @@ def small_batch_expert_kernel(
     chosen: `[T, k]`, numbers of experts; those that are not below E are on another rank and count 0.
     data: `[E, N, K]`, with UP `[E, 2 N, K]`: gates, then ups. bias: `[E, N]`, `[E, 2 N]` or None.
     scale: of each weight row (CHANNEL) or of SIDE x SIDE blocks; `scale_stride` numbers per expert.
-    x_scale: `[rows of x]`, if the input was rounded, or None.
+    x_scale: `[rows of x]`, if the input was rounded, or None. TOP_K: k, choices per token.
     KIND, LIMIT: activation and clamp of `gated_unit`.
     PDL: programmatic dependent launch: the kernel before may still run, so it is waited for.
     """
