@@ -70,13 +70,18 @@ def missing_for(phase: Phase, device: torch.device) -> str:
 
 
 def preset(phase: Phase) -> Preset:
-    """Return a phase's default sizes and features, with the appendix's features for phases up to it."""
+    """Return a phase's default sizes and features, with those of the appendix that extend it or an earlier
+    phase.
+    """
     own: Preset = import_phase(phase).PRESET
     return own.plus(fitting=appendix.features(phase.number))
 
 
 def features(phase: Phase) -> list[type[Feature]]:
-    """Return every `Feature` class that a phase or one below it has, those of lower phases first."""
+    """Return every `Feature` class (an optional part of engines) that a phase or one below it has.
+
+    Those of lower phases come first.
+    """
     found: dict[type[Feature], None] = {}
     for each in PHASES[BLOCKS - 1 : phase.number]:
         own = preset(each)
@@ -97,7 +102,7 @@ class Checked:
 
 
 def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Checked:
-    """Return the options of a phase's engine, checked, for `load_checked`.
+    """Return the options of a phase's engine, checked, for `load_checked` (what makes the engine).
 
     options: name -> value, as given.
 

@@ -151,8 +151,8 @@ def hybrid(config: ModelConfig, context: int, blocks: int) -> HybridCache:
 def serve(cache: PagedCache, context: int) -> Sample:
     """Run requests of `context` tokens through a scheduler and a cache, with no model.
 
-    Prompts have nothing in common. A step has tokens for a chunk of every request, so that memory alone is
-    the limit. A request counts as in flight while it decodes.
+    The last 256 tokens of each are generated. Prompts have nothing in common. A step has tokens for a chunk
+    of every request, so that memory alone is the limit. A request counts as in flight while it decodes.
 
     Returns:
         The most requests in flight in any step, and the number of preemptions.

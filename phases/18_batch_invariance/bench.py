@@ -77,7 +77,7 @@ class Bench(benchmarks.bench.Bench):
     def compared(self, count: int, others: Mapping[str, dict[str, Any]]) -> list[Run]:
         """Return the timed runs, and for each schedule how many requests differ from the first schedule's.
 
-        count: number of requests, on a GPU. others: by schedule, options of engines that only it uses.
+        count: number of requests, on a GPU. others: schedule -> options of the engines made for it alone.
         """
         work = requests(self.options, count)
         first, *schedules = (

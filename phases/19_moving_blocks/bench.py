@@ -71,7 +71,9 @@ class Bench(benchmarks.bench.Bench):
         self.longest = max(*self.lengths, self.restart)
 
     def measured(self) -> list[Run]:
-        """Return the runs of evicted prompts, agents' sessions, prefill apart, and (on a CPU) a restart."""
+        """Return the runs of evicted prompts, agents' sessions, (on a CPU) a restart, and of prefill and
+        decodes in engines of their own.
+        """
         restarted = self.restarted if self.on_cpu else list
         return [*self.evicted(), *self.sessions(), *restarted(), *self.apart()]
 
@@ -99,7 +101,9 @@ class Bench(benchmarks.bench.Bench):
     # A prompt whose blocks had to leave the cache.
 
     def evicted(self) -> list[Run]:
-        """Measure the time to first token of prompts that were computed, evicted, and are asked for again."""
+        """Return runs: the time to first token of prompts that were computed, evicted, and are asked for
+        again.
+        """
         engines = {BEFORE: self.engine("08"), PHASE: self.engine("19")}
         runs: list[Run] = []
         for length in self.lengths:
@@ -111,7 +115,10 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def again(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
-        """Return the time to the first token of a prompt that was evicted just before."""
+        """Return the time to the first token, in ms, of a prompt that was evicted just before.
+
+        repeat: number of the sample, which gives the prompt in `work` other tokens.
+        """
         prompt = work.cold(repeat).prompts[0]
         first_token(engine, prompt)
         engine.cache.forget()
@@ -122,7 +129,11 @@ class Bench(benchmarks.bench.Bench):
     # Sessions whose prompts grow.
 
     def sessions(self) -> list[Run]:
-        """Serve agents' sessions in turn, with a cache of a quarter of what they need, and with enough."""
+        """Serve agents' sessions in turn, with a cache of a quarter of what they need, and with enough.
+
+        Returns:
+            A run for each size of the cache and each engine.
+        """
         count, system, step = (6, 48, 48) if self.on_cpu else (8, 2048, 1500)
         turns = 4 if self.on_cpu or self.quick else 16
         work = agent(
@@ -154,7 +165,10 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def turns(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
-        """Return the requests a second of all sessions; a turn begins when the turn before has ended."""
+        """Return the requests a second of all sessions; a turn begins when the turn before has ended.
+
+        repeat: number of the sample, which gives the prompts in `work` other tokens.
+        """
         cold = work.cold(repeat)
         requests = sorted(zip(cold.prompts, cold.params, strict=True), key=prompt_length)
         engine.cache.forget()
@@ -171,7 +185,7 @@ class Bench(benchmarks.bench.Bench):
         """Serve chats and long prompts by one engine with chunked prefill, and by two engines.
 
         One of the two computes prompts, the other decodes. On a CPU each gets half of the processors; of
-        several GPUs each gets its own.
+        several GPUs each gets its own. Return the runs of both ways.
         """
         work = mixed(self.on_cpu, self.quick)
         cores = os.cpu_count() or 1
@@ -212,7 +226,9 @@ class Bench(benchmarks.bench.Bench):
     # A conversation that an earlier process has had.
 
     def restarted(self) -> list[Run]:
-        """Measure a new engine's first token of a prompt whose blocks an earlier engine left in files."""
+        """Return runs: the time to a new engine's first token of a prompt whose blocks an earlier engine left
+        in files.
+        """
         length = self.restart
         work = uniform(f"restart-{length}", 1, length, 1)
         with tempfile.TemporaryDirectory() as folder:
@@ -229,7 +245,10 @@ class Bench(benchmarks.bench.Bench):
             return self.compare(start, work, tokens=length, after="restart")
 
     def start(self, make: Callable[[], PagedEngine], work: Workload, repeat: int) -> Sample:
-        """Return the time to the first token of a new engine, and how long `make` took to start it, in ms."""
+        """Return the time to the first token of a new engine, and how long `make` took to start it, in ms.
+
+        work: its first prompt is served. repeat: not used.
+        """
         started = time.perf_counter()
         engine = make()
         seconds = time.perf_counter() - started
@@ -237,7 +256,7 @@ class Bench(benchmarks.bench.Bench):
 
 
 class OnCuda(Bench):
-    """The benchmark on a GPU: all engines have the faster parts of the appendix as well."""
+    """The benchmark on a GPU: all engines have the appendix's features (optional parts) as well."""
 
     appendix = "all"
 
@@ -288,7 +307,10 @@ def mixed(small: bool, quick: bool) -> Workload:
 
 
 def served(server: Server, work: Workload, repeat: int) -> Sample:
-    """Return the metrics of a workload that a server serves at its arrival times, with prompts new to it."""
+    """Return the metrics of a workload that a server serves at the requests' arrival times.
+
+    repeat: number of the sample, which gives the prompts other tokens, so that none is cached.
+    """
     return server.sample(work.cold(repeat), processes=1)
 
 

@@ -178,7 +178,7 @@ def _summary(
 
 
 def load(phase: Phase, model: Model) -> Any:
-    """Return a phase's engine for the demo, with memory for two rows of phase 04 if it is 04 or later.
+    """Return a phase's engine for the demo; from phase 04 on, with memory for 2 full requests.
 
     model: the loaded model.
     """

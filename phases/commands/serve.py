@@ -78,7 +78,7 @@ async def _serve(
     """Start the engine's process, then serve at a socket until SIGINT or SIGTERM; return the exit code.
 
     folder: of the tokenizer. made: (phase, engine options, device, dtype). listening: the socket.
-    given: the arguments of the command line. begun: counters of the processors when the command began.
+    given: the arguments of the command line. begun: a reading of processor time when the command began.
     """
     engine = engine_process(given.model, folder, made, given.prefill_device)
     running = asyncio.ensure_future(engine.run())
@@ -107,7 +107,7 @@ def engine_process(
 
 
 def _folder_of(model: str, made: tuple[Any, ...]) -> Path:
-    """Return a model's folder; a child process fetches or makes it if it is not here yet.
+    """Return a model's folder; a child process fetches or makes the folder if this disk has none yet.
 
     made: (phase, engine options, device, dtype), which the child checks first: a wrong option must not wait
         for a download, and the check needs PyTorch, which this process does not import.

@@ -58,7 +58,7 @@ async def serve(
     running: the task that runs the engine. folder: of the tokenizer.
     given: the command line's arguments, with attributes made from them: `limits` (of requests) and `keys`
         (API keys).
-    listening: the socket. begun: counters of the processors when the command began.
+    listening: the socket. begun: a reading of processor time when the command began.
 
     Raises:
         EngineLost, UserError: the engine cannot be started.
@@ -75,7 +75,7 @@ async def serve(
 def _greet(app: App, given: SimpleNamespace, begun: Usage) -> None:
     """Print the memory plan, how to call the server, and a warning if other programs take much of the CPU.
 
-    given: the arguments of the command line. begun: counters of the processors when the command began.
+    given: the arguments of the command line. begun: a reading of processor time when the command began.
     """
     freeze_collector()  # what is imported is here to stay, and looking at it stops streams
     ready = app.engine.ready

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check(phase: str, options: Mapping[str, Any], device: str, dtype: str) -> Checked:
-    """Return the checked options of a phase's engine, for `load_checked`.
+    """Return the checked options of a phase's engine, for `load_folder` (what makes the engine).
 
     Args:
         phase: its name or number.
@@ -105,7 +105,10 @@ def make_engine(
 
 
 def make_observer(engine: Engine) -> Observer:
-    """Return an observer, which adds results about prompts, and the engine's pictures, to step reports."""
+    """Return an observer, which adds extra data to the engine process's messages to the API process.
+
+    The data are results about prompts (such as embeddings), and pictures of the engine's blocks and requests.
+    """
     from phases.appendix.embeddings.prompt_states import PromptObserver
 
     return PromptObserver(engine)

@@ -50,12 +50,18 @@ class SplitCompletion(Sink):
         """Pass extra data of the prefill engine to the sink; drop the decode engine's.
 
         The decode engine finds the whole prompt cached, since the prefill engine has computed it.
+
+        kind: what the data is, such as "cached" tokens. values: a list, of a type that the kind decides.
         """
         if not self.decoding:
             self.sink.note(kind, values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """Pass a new token to the sink; after the first, hand the completion to the decode engine."""
+        """Pass a new token to the sink; after the first, hand the completion to the decode engine.
+
+        reason: why the token is the last one ("stop" or "length"); None: it is not. logprob: its
+            log-probability and those of alternatives; None unless they were asked for.
+        """
         if not self.decoding:
             self.client.now = self.client.prefill.now
             if reason == "length" and self.command.params.max_tokens > 1:
@@ -66,7 +72,10 @@ class SplitCompletion(Sink):
         self.sink.token(token, reason, logprob)
 
     def end(self, reason: str, message: str) -> None:
-        """End the completion; if the prefill engine failed, let the decode engine compute the prompt."""
+        """End the completion; if the prefill engine failed, let the decode engine compute the prompt.
+
+        reason: such as "stop", "abort" or "error". message: a sentence about it.
+        """
         if self.decoding:
             self.sink.end(reason, message)
         else:
@@ -77,7 +86,7 @@ class SplitEngine(EngineProcess):
     """An `EngineProcess` that decodes, and beside it another one, `prefill`, that computes the prompts.
 
     Both have the same model and the same folder. The engine that decodes also computes short prompts, prompts
-    of several completions, those that ask for more than tokens, and all prompts while `prefill` is not ready.
+    of several completions, those that ask for extra data, and all prompts while `prefill` is not ready.
     The state and all statistics are those of the engine that decodes.
 
     make, observer: of the engine that decodes, called in its process; the observer is a `DecodeObserver`.

@@ -44,7 +44,7 @@ def _traps(phase: Phase) -> list[str]:
 
 
 def trap_of(phase: Phase, test: str) -> str:
-    """Return the text of the trap (a mistake in the lesson's table) that a test catches.
+    """Return the text of the trap (a common mistake, a row of the lesson's table) that a test catches.
 
     test: the test's name. Returns "" if the test catches no trap, or several.
     """
@@ -54,7 +54,10 @@ def trap_of(phase: Phase, test: str) -> str:
 
 
 def trap_with(phase: Phase, words: str) -> str:
-    """Return the text of the lesson's trap (a mistake in its table) that contains `words`; "" if none."""
+    """Return the text of a lesson's first trap (a common mistake, a row of its table) that contains `words`.
+
+    "" if none does.
+    """
     return next((_trap_text(row) for row in _traps(phase) if words in row), "")
 
 

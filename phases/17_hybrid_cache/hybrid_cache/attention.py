@@ -36,9 +36,9 @@ class GroupedTorch(TorchPagedAttention, PoolMixer):
     pool: HybridPool
 
     def begin(self, batch: Batch) -> None:
-        """Start a step: look up the block tables of its batch in every KV cache group.
+        """Start a step: look up the block tables and slots of its batch in every KV cache group.
 
-        `place` then returns those of a layer's group.
+        `place` then sets the tables, and returns the slots, of a layer's group.
         """
         super().begin(batch)
         self.batches = self.pool.begin(self.batch)

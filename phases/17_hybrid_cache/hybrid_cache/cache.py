@@ -62,7 +62,7 @@ class HybridCache(PrefixCache):
 
     rows, max_len: most running requests, and most tokens of each. index: finds cached prefixes; None: no
         prefix is kept. block_size: tokens of a page.
-    blocks: number of blocks of the pool, of one group's layers each, the null block included.
+    blocks: number of blocks of the pool, of one group's layers each, the null block (all zeros) included.
     layout: groups of layers. step_tokens: most tokens of one request in a step.
 
     It is a `PrefixCache` of pages: numbers that cost no memory, in block tables and in the index. Each
@@ -70,11 +70,12 @@ class HybridCache(PrefixCache):
     one pool, so what a window frees serves any other request; states have a pool of slots, because a
     state is larger than a block.
 
-    block_pool: the pool of blocks that all attention layers share.
-    blocks: `[groups, pages]` int32, the block of each page; with states two rows more: the state slot of each
-        page, and the number of a step's tokens after its snapshot boundary.
-    attention_managers: one for each type of attention, in the order of the layout.
-    state_manager: of layers that keep states; None: there are none.
+    Attributes:
+        block_pool: the pool of blocks that all attention layers share.
+        blocks: `[groups, pages]` int32, the block of each page; with states two rows more: the state slot of
+            each page, and the number of a step's tokens after its snapshot boundary.
+        attention_managers: one for each type of attention, in the order of the layout.
+        state_manager: of layers that keep states; None: there are none.
     """
 
     def __init__(
@@ -165,7 +166,9 @@ class HybridCache(PrefixCache):
             length = shortest
 
     def grow(self, request: Request, upto: int) -> bool:
-        """Allocate pages and blocks for a request's first `upto` tokens; first free those before its windows.
+        """Allocate pages and blocks for a request's first `upto` tokens.
+
+        Before that, its blocks before sliding windows are freed.
 
         Returns:
             True; or False, with nothing allocated, if there are not enough blocks.
@@ -207,7 +210,10 @@ class HybridCache(PrefixCache):
         )
 
     def _copy_shared_pages(self) -> None:
-        """Give blocks to pages that replace shared ones before a write; `take_copies` returns the copies."""
+        """Give blocks to new pages that replace shared ones (copy on write).
+
+        `take_copies` then returns the copies to make.
+        """
         for source, target in super().take_copies():
             self._evict_until_free(self.num_groups)
             pairs = [
@@ -218,8 +224,8 @@ class HybridCache(PrefixCache):
     def _evict_until_free(self, count: int) -> None:
         """Evict cached blocks that no request uses, until `count` blocks are free.
 
-        There are two lists of them: blocks before a sliding window, which only a hit that ends there needs,
-        and blocks at the ends of cached sequences. The oldest block of the longer list is evicted first.
+        Such blocks are in two lists: those before a sliding window, which only a hit that ends there needs,
+        and those at the ends of cached sequences. The oldest block of the longer list is evicted first.
         """
         pool = self.block_pool
         while pool.allocator.free < count:

@@ -43,8 +43,8 @@ class GroupedTriton(TritonPagedAttention, PoolMixer):
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
         """Start a step of a CUDA graph whose requests the caller has sorted into decodes and prefills.
 
-        members: indices of the requests for the decode kernel; None: none. tiles: query tiles for the prefill
-            kernel.
+        members: indices of the requests for the decode kernel; None: none. tiles: `[n, 4]` int32, pieces of
+            the other requests' tokens for the prefill kernel: request, first token, count, position.
         """
         super().begin_sorted(batch, members, tiles)
         self.batches = self.start(batch)

@@ -20,9 +20,10 @@ from paged_cache.pool import BlockPool, KVFormat
 class HybridPool(BlockPool):
     """The device's KV blocks for layers in groups: `[size, 2, N, P, KH, D]`, where a block serves any group.
 
+    `size` layers, keys and values, `N` blocks of `P` tokens, `KH` heads of size `D`.
     config: the model's. blocks: number of blocks of all layers that would fit the memory. block_size: tokens
         of a block. kv: format of quantized keys and values; None: not quantized.
-    layout: groups of layers, `size` layers in each. rows, max_len: most running requests, and most tokens of
+    layout: groups of layers, of `size` each. rows, max_len: most running requests, and most tokens of
         each.
 
     A step's block tables hold pages (numbers for `block_size` tokens, the same for all groups). `begin` looks

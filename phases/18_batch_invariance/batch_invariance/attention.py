@@ -141,8 +141,8 @@ class ChunkedTorch(GroupedAttention):
     ) -> Softmax:
         """Return the softmax of `m` query tiles over the keys of one chunk.
 
-        queries: `[n, KH, group, QUERIES, D]`, of all tiles. reach: `[m]`, indices of the tiles that have keys
-            in this chunk.
+        queries: `[n, KH, group, QUERIES, D]`, of all tiles; each of `KH` key/value heads has `group` query
+            heads. reach: `[m]`, indices of the tiles that have keys in this chunk.
         cache: the layer's blocks. chunk: the chunk's number; its first key has the position `chunk *
             self.chunk`.
         """

@@ -64,7 +64,8 @@ class BatchInvariance(Feature):
 def refuse_unknown_sums(builder: EngineBuilder) -> None:
     """Raise `UserError` if the builder's model or KV format has sums whose order nothing fixes yet.
 
-    These are mixtures of experts, Gated DeltaNet, weights in GGUF blocks, and KV blocks in another layout.
+    These are mixtures of experts, Gated DeltaNet, weights in GGUF blocks, and KV blocks whose values are in
+    another order than `[N, P, KH, D]`.
     """
     model = builder.model
     blocks = any(isinstance(part, BlockWeight) for part in model.modules())
@@ -90,7 +91,7 @@ def refuse(reason: str, holds: object) -> None:
 def likely_rows(builder: EngineBuilder) -> list[int]:
     """Return numbers of rows (tokens) that steps of this engine have.
 
-    They are those of its CUDA graphs, and some up to the most tokens of a step.
+    They are sizes of decode steps and of chunked ones up to the most tokens of a step, and of CUDA graphs.
     """
     graphs = builder.feature(Graphs)
     rows = decode_sizes(max(builder.max_rows, 16)) + chunk_sizes(max(builder.step_tokens, 32))

@@ -69,13 +69,13 @@ class ProductCosts:
         return self.fixed[size] * max(1.0, rows / size)
 
     def product(self, call: RowRange) -> Product:
-        """Return the function that computes the product of a range of rows: the library's, or a fixed one."""
+        """Return the function that computes the rows of `call`: PyTorch's product, or a fixed one."""
         if call.size:
             return library
         return self.products[self.timed_size(call.last - call.first)]
 
     def plan(self, rows: int) -> list[RowRange]:
-        """Return the fastest calls for a batch of `rows` rows, found once and kept; see `fastest_calls`."""
+        """Return the fastest calls (`RowRange`s) for a batch of `rows` rows, found once and kept."""
         if rows not in self._plans:
             self._plans[rows] = fastest_calls(self, 0, rows)[1]
         return self._plans[rows]
@@ -108,7 +108,8 @@ def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 def fixed_products(weight: Tensor) -> list[Product]:
     """Return product functions with one order of sums for weights of this shape, all with the same bits.
 
-    On a GPU they are Triton kernels, else only `in_blocks`.
+    They take (x, weight, bias, out), and write `x W^T + bias` to `out`. On a GPU they are Triton kernels,
+    else only `in_blocks`.
     """
     if not weight.is_cuda:
         return [in_blocks]
@@ -151,8 +152,10 @@ def agreeing_sizes(
 def fastest_calls(costs: ProductCosts, first: int, last: int) -> tuple[float, list[RowRange]]:
     """Return (time, calls) of the fastest way to compute the rows `first .. last - 1` of a batch.
 
-    Three ways are compared: the fixed product; one library call, padded to the next size of `costs`; and
-    library calls of the size below, as many as are full, with the fastest calls for the rows left.
+    The time is in the unit of `costs`; the calls are `RowRange`s in order, none if there are no rows.
+    Three ways are compared: the fixed product (with a fixed order of sums); one library call (PyTorch's
+    product), padded to the next size of `costs`; and library calls of the size below, as many as are full,
+    with the fastest calls for the rows left.
     """
     rows = last - first
     if not rows:
@@ -176,8 +179,11 @@ def measured_costs(
 ) -> ProductCosts:
     """Find the sizes for which PyTorch's product has the bits of the fixed product, and time both.
 
-    weights: `[N, K]` each, of the layers with this shape. sizes: numbers of rows to try. On a CPU nothing is
-    timed: there one call for all rows is faster than several.
+    weights, bias: `[N, K]` each, of the layers with this shape; `[N]` or None. sizes: numbers of rows to try.
+    On a CPU nothing is timed: there one call for all rows is faster than several.
+
+    Returns:
+        The times, in seconds on a GPU.
     """
     one = weights[0]
     products = fixed_products(one)

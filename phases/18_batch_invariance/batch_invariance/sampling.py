@@ -20,7 +20,7 @@ def padded(x: Tensor) -> Tensor:
 
 
 class FixedSamplerBackend(TritonSamplerBackend):
-    """`TritonSamplerBackend` that pads the logits to at least `LEAST_ROWS` rows.
+    """`TritonSamplerBackend` (sampling by Triton kernels) that pads the logits to `LEAST_ROWS` rows or more.
 
     The kernels split each row of logits into parts, and with fewer rows these have another size. A token's
     weight is rounded relative to its part's largest logit, so two nearly equal tokens could be swapped.
@@ -37,8 +37,9 @@ class FixedSamplerBackend(TritonSamplerBackend):
     ) -> Tensor:
         """Return the sampled tokens `[S]` int64 of `logits [S, V]`, padded unless all rows are greedy.
 
-        rows, steps: `[S]` int64, each request's row of settings, and its output tokens before. plan: what is
-            drawn. masked: True if grammars have excluded tokens.
+        sampler: has the requests' settings in rows. rows, steps: `[S]` int64, each request's row there, and
+            its number of tokens generated before. plan: what is drawn. masked: True if grammars have
+            excluded tokens.
         """
         if plan.draws:
             given = padded(logits), padded(rows), padded(steps)
@@ -55,8 +56,8 @@ class FixedSamplerBackend(TritonSamplerBackend):
     ) -> Tensor:
         """Return tokens `[S]` int64 drawn from `logits [S, V]`, which are padded to `LEAST_ROWS` rows.
 
-        rows, steps: `[S]` int64, each request's row of settings, and its output tokens before. features: what
-            rows need.
+        sampler: has the requests' settings in rows. rows, steps: `[S]` int64, each request's row there, and
+            its number of tokens generated before. features: what rows need.
         """
         given = padded(logits), padded(rows), padded(steps)
         return super().draw(sampler, *given, features)[: len(rows)]

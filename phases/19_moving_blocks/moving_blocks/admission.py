@@ -53,7 +53,10 @@ class AdmissionGate(GrammarManager):
         self.inner.wait_until_compiled(grammar)
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
-        """Let the real grammar manager begin a step's token masks; return what its `begin` returns."""
+        """Let the real grammar manager begin a step's token masks; return True if they will need no waiting.
+
+        sampled: for each request, its newest tokens, which are not appended to it yet.
+        """
         return self.inner.begin(works, sampled)
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:

@@ -15,8 +15,8 @@ from prefix_cache.index import Key
 class OffloadingCache(PrefixCache):
     """A `PrefixCache` whose blocks may be saved to other memory and loaded from there.
 
-    index: finds and pins blocks. sizes: the other arguments of `PrefixCache`: rows, max_len, blocks,
-        block_size.
+    index: the prefix index, which finds and pins blocks. sizes: the other arguments of `PrefixCache`: rows,
+        max_len, blocks, block_size.
     connector: saves and loads blocks; the default does nothing. It is set while the cache is empty.
     namespace: the digest of model and block format, a part of every block's name (`BlockName`).
     """
@@ -52,7 +52,7 @@ class OffloadingCache(PrefixCache):
         self.connector.save_blocks(names[first:last], self.tables[row, first:last].tolist())
 
     def release(self, request: Request) -> None:
-        """Free a request's blocks (`PrefixCache.release`); tell the connector that they were just used."""
+        """Free a request's blocks; tell the connector (what saves blocks) that they were just used."""
         names = self._names[request.row]
         super().release(request)
         self.connector.request_finished(names)
@@ -86,7 +86,7 @@ class OffloadingCache(PrefixCache):
             self.allocator.release(evicted)
 
     def take_moves(self, works: Any) -> Any:
-        """Start the saves that must come before this step, then return `PagedCache.take_moves`.
+        """Start the saves that must come before this step; return None (no block moves between groups).
 
         The runner calls this before it launches a kernel of the step. works: the step's requests and tokens.
         """

@@ -113,7 +113,7 @@ class MovingBlocks(Feature):
         return ""
 
     def _attach(self, gate: AdmissionGate, engine: PagedEngine) -> None:
-        """Make the connector of a complete engine, with host memory and files; set it in cache and `gate`.
+        """Make the connector (what saves and loads blocks) of a complete engine; set it in cache and `gate`.
 
         gate: holds requests back until their blocks are loaded.
         """

@@ -73,7 +73,7 @@ def move(
     """Copy blocks between a pool and host memory on the current stream, without waiting.
 
     Args:
-        pool: `[parts, N, width]` of any dtype, contiguous.
+        pool: `[parts, N, width]` of any dtype, contiguous: `N` blocks, each in `parts` pieces that lie apart.
         host: `[slots, parts, width]` of the same dtype, page-locked and contiguous.
         index: `[2, count]` int64 on the pool's device: the blocks, then their slots.
         to_host: True: from the pool to host memory. False: from host memory to the pool.

@@ -16,7 +16,7 @@ from paged_cache import BlockPool
 class CopyWorker(ConnectorWorker):
     """A worker that copies blocks on the CPU and waits for each copy: for a pool in host memory.
 
-    pool: its tensor is `[L, 2, N, P, KH, D]`.
+    pool: its tensor is `[L, 2, N, P, KH, D]`: layers, keys and values, `N` blocks of `P` tokens, heads.
     host: `[slots, bytes of a block]` uint8.
     """
 
@@ -86,7 +86,8 @@ class StreamWorker(ConnectorWorker):
     ) -> Transfer:
         """Start to copy blocks to slots of host memory, or back (not `to_host`), on a CUDA stream.
 
-        Saves and loads have a stream each. It first waits for the compute stream and for the copies `after`.
+        Saves and loads have a stream each. The copy first waits for the compute stream (which steps run on)
+        and for the copies `after`.
         gently: at `gentle_rate` bytes a second.
 
         Returns:
@@ -112,7 +113,7 @@ class StreamWorker(ConnectorWorker):
 
 
 def views(pool: BlockPool, host: Tensor) -> tuple[Tensor, Tensor]:
-    """Return pool and host memory as `[layers * 2, N, numbers]` and `[slots, layers * 2, numbers]`.
+    """Return pool (`N` blocks) and host as `[layers * 2, N, numbers]` and `[slots, layers * 2, numbers]`.
 
     Both are views. host: `[slots, bytes of a block]` uint8. numbers: keys or values of one block and layer.
     A block's keys and values of each layer lie apart in the pool, and side by side in host memory.

@@ -125,6 +125,7 @@ def measure_rule(engine: PagedEngine, worker: ConnectorWorker, memory: Tensor) -
     """Return a rule (load blocks or compute them again) with rates that are measured now, on an idle engine.
 
     A prompt and a copy are timed. worker: copies blocks. memory: `[slots, bytes of a block]`, host memory.
+    The disk's rate is not measured; reads of files correct its default.
     """
     cost = PrefillCost.of(engine.config)
     slots, block_bytes = memory.shape
@@ -159,7 +160,7 @@ def prefill(engine: PagedEngine, tokens: int) -> None:
 
 
 def load(worker: ConnectorWorker, blocks: int) -> None:
-    """Copy `blocks` blocks from host memory into the pool, and wait until they have arrived."""
+    """Let `worker` copy `blocks` blocks from host memory into the pool; wait until they have arrived."""
     transfer = worker.start_copy(range(blocks), range(blocks), to_host=False)
     while not transfer.done():
         continue

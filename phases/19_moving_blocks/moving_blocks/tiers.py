@@ -279,8 +279,8 @@ class TieredConnector(ConnectorScheduler):
     def _has_room(self, request: Request) -> bool:
         """Return True if there are a row and blocks for the request, besides those of requests before it.
 
-        Before it come requests whose blocks are being loaded, and at most one in the waiting line, beside
-        whose step the copy would go on; False if more wait there.
+        These are the requests whose blocks are being loaded, and at most one in the scheduler's waiting line;
+        if more wait in that line, return False.
         """
         line = self.scheduler.waiting
         if len(line) > 1 or self.scheduler.rows.free <= len(self.loads) + len(line):
@@ -387,7 +387,7 @@ class TieredConnector(ConnectorScheduler):
             self.disk.touch(digests)
 
     def _start_saves(self) -> None:
-        """Start to copy the blocks in `_to_save` that are neither in host memory nor in files, in one launch.
+        """Start to copy the recorded blocks that are neither in host memory nor in files, in one launch.
 
         A block for which host memory has no slot is not saved.
         """

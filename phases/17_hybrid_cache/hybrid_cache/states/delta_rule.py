@@ -27,7 +27,8 @@ CHUNK = 64
 class DeltaTokens(NamedTuple):
     """The inputs of the gated delta rule for `S` tokens, in float32.
 
-    q, k: `[..., S, H, Dk]`, of length 1; `q` is then scaled by `Dk ** -0.5`. v: `[..., S, H, Dv]`.
+    q, k: `[..., S, H, Dk]`, for each of `H` heads a vector of length 1; `q` is then scaled by `Dk ** -0.5`.
+    v: `[..., S, H, Dv]`.
     decay: `[..., S, H]`, the logarithm of the share of the state that stays.
     beta: `[..., S, H]`, 0 to 1: the share of the state's error about `v` that a token corrects.
     """
@@ -134,7 +135,7 @@ def causal_conv(x: Tensor, weight: Tensor, before: Tensor) -> tuple[Tensor, Tens
     """Apply a causal convolution over the last `W` tokens to each channel, and then SiLU.
 
     Args:
-        x: `[..., S, C]`.
+        x: `[..., S, C]`, `S` tokens of `C` channels.
         weight: `[C, W]`, the last column for the token itself.
         before: `[..., W - 1, C]`, the inputs of the tokens before; zeros at the beginning of a text.
 

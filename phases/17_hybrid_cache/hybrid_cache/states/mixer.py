@@ -23,7 +23,7 @@ class DeltaInputs(NamedTuple):
     """Inputs of a Gated DeltaNet layer, computed from each token alone.
 
     layer: index among all layers. config: numbers and sizes of the layer's heads.
-    conv: `[C, W]`, the weights of the convolution.
+    conv: `[C, W]`, the weights of the convolution of `C` channels over `W` tokens.
     mixed: `[..., C]`, queries, keys and values before the convolution.
     decay: `[..., H]` float32, the logarithm of the share of the state that stays.
     beta: `[..., H]`, 0 to 1: the share of the state's error about a token's value that the token corrects.

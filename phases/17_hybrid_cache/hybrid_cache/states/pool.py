@@ -13,8 +13,8 @@ from paged_cache.attention import PagedBatch
 
 
 class StatePool:
-    """The states of all Gated DeltaNet layers, in slots on the device, and the `Mixer` over them in plain
-    torch.
+    """The states of all Gated DeltaNet layers, in slots on the device, and the `Mixer` (what computes these
+    layers) over them in plain torch.
 
     config: sizes of the layers' heads. dtype: of the convolution's inputs; states are float32.
     slots: number of slots. There are two more: `null` is always zeros, the state before a text; the
@@ -70,7 +70,7 @@ class StatePool:
     def begin(self, batch: PagedBatch) -> None:
         """Start a step: compute `step`, the slots that its requests read and write, on the device.
 
-        Nothing waits for the host, so a CUDA graph can hold it.
+        Nothing waits for the host, so a CUDA graph can capture this.
         """
         ends, counts = batch.context_lens.long(), batch.query_starts.diff()
         starts = ends - counts
@@ -97,8 +97,8 @@ class StatePool:
         follow.
 
         step: `[4, B]` int32, for each request: the slot to read (`null` at a text's beginning), the slot that
-            keeps the state at the snapshot boundary (-1: none), the slot of the state after the step (-1:
-            none), and how many of the step's tokens lie before that boundary.
+            keeps the state at the snapshot boundary, the position whose state is kept (-1: none), the slot of
+            the state after the step (-1: none), and how many of the step's tokens lie before that boundary.
         """
         self.step = step
         self.batch = batch
@@ -112,8 +112,9 @@ class StatePool:
         return batch.block_tables.gather(1, indices.unsqueeze(1)).squeeze(1).long()
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """Return a layer's outputs `[T, H, Dv]` for a ragged batch, and store the new states in their slots.
+        """Return a layer's outputs `[T, H, Dv]` for the batch's `T` tokens; store the new states in slots.
 
+        inputs: of the layer for these tokens: queries, keys and values, decays, and write strengths.
         All requests with one token are computed together, each longer request by itself.
         """
         if self._on_host is None:

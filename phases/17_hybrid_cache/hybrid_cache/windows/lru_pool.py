@@ -22,7 +22,7 @@ class LruPool:
     pinned: number of pinned blocks.
     skipped: pages (ranges of tokens) whose idle blocks lie before a sliding window, oldest first.
     finished: pages with idle blocks whose last request has ended, oldest first.
-    fresh: blocks that got a new owner since the runner asked last.
+    fresh: numbers of the blocks that were taken since the runner asked last.
     """
 
     def __init__(self, count: int) -> None:
@@ -40,7 +40,9 @@ class LruPool:
 
     @property
     def admissible(self) -> int:
-        """Return how many blocks a new request may take: the available ones, less 1 % if others run."""
+        """Return how many blocks a new request may take: the available ones, less 1 % of `count` if any
+        block is pinned.
+        """
         return self.available - (self._reserve if self.pinned else 0)
 
     def take(self, count: int) -> list[int]:

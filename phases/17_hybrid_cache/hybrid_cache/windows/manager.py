@@ -102,7 +102,7 @@ class SingleTypeManager(ABC):
         return len(self.groups) * (max(0, end - first) - pinned)
 
     def attach(self, row: int, table: Table, tokens: int) -> None:
-        """Add a request to the users of the pages, of its first `tokens` tokens, that its next query reads.
+        """Add a request to the users of those pages of its first `tokens` tokens that its next query reads.
 
         row: of the request in the block tables. table: the pages of its prefix hit, or those of its parent.
         """
@@ -207,7 +207,7 @@ class SingleTypeManager(ABC):
             self._change(page, blocks=[self.pool.null] * len(self.groups))
 
     def check(self) -> list[int]:
-        """Return every block that this type of layers has in use or cached.
+        """Return the numbers of all blocks that this type of layers has in use or cached.
 
         Raises:
             AssertionError: a running request needs a page that has no blocks.
@@ -223,9 +223,10 @@ class SingleTypeManager(ABC):
         self._change(page, users=1)
 
     def _drop(self, page: int, idle: dict[tuple[SingleTypeManager, int], None] | None) -> None:
-        """Remove one user of a page; after the last user its blocks go to the list `idle`, or become free.
+        """Remove one user of a page; if no user is left, put the page into `idle`, or free its blocks.
 
-        idle: the pool's `skipped` or `finished`, whose blocks stay cached; None: the blocks become free.
+        page: its number; it has a block of the pool in each group. idle: the pool's `skipped` or `finished`,
+            whose pages keep their blocks for prefix hits; None: the blocks become free.
         """
         self._change(page, users=-1)
         if self.users[page] == 0 and self.has_blocks(page):
@@ -295,9 +296,9 @@ class SlidingWindowManager(SingleTypeManager):
     def required_pages(self, start: int, upto: int) -> int:
         """Return how many pages from the start of a request's block table must have blocks before a step.
 
-        They hold `max(start, window - 1)` tokens and those of one step, but not more than `upto`. So a long
-        prompt takes no blocks for what comes later. A request gets as many at once as it will ever need, so
-        it never stops half way for want of blocks.
+        They hold `max(start, window - 1)` tokens (`start`: computed tokens) and those of one step, but not
+        more than `upto`. So a long prompt takes no blocks for what comes later. A request gets as many blocks
+        at once as it will ever need, so it never stops half way for want of blocks.
         """
         tokens = min(upto, max(start, self.window - 1) + self.step_tokens)
         return -(-tokens // self.block_size)
@@ -305,7 +306,7 @@ class SlidingWindowManager(SingleTypeManager):
     def max_blocks(self, tokens: int) -> int:
         """Return the most blocks that a request of `tokens` tokens has at once, in all groups together.
 
-        They are those of the pages that a window and a step touch.
+        These are the blocks of the pages that a window and a step touch.
         """
         span = self.window - 1 + self.step_tokens
         pages = (span + self.block_size - 2) // self.block_size + 1

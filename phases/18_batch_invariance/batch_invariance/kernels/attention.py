@@ -109,11 +109,17 @@ def chunked_attention_kernel(
     keys.
 
     q, out: `[T, H, D]`. k_cache, v_cache: paged blocks of `P` tokens. block_tables: of each request.
-    TILED: tiles come from `tiles`; else each request is a tile. One program per key/value head, share of the
-    chunks, and tile. With SPLIT it stores the softmax of each chunk (`chunk_acc`, `chunk_m`, `chunk_total`),
-    and the last program of a tile to finish (`arrived` counts) combines them; else one program does all
-    chunks.
-    WINDOW: keys of a sliding window, 0: none. SCALED: keys and values are quantized. ROWS: of a tile.
+    TILED: tiles come from `tiles`; else each request is a tile, or with SUBSET each of `requests`;
+    `context_lens` has each request's keys, and with RAGGED `query_starts` where its tokens begin in `q`
+    (else it has one token).
+    GROUP: query heads of a key/value head. D_PAD: D, padded. BLOCK_M, BLOCK_N: padded rows, and keys, of a
+    tile. table_stride, block_stride, slot_stride, head_stride: of block tables and cache, in elements.
+    most_chunks: chunks of a request for which `chunk_acc` and the like have room.
+    One program per key/value head, share of the chunks, and tile. With SPLIT it stores the softmax of each
+    chunk (`chunk_acc`, `chunk_m`, `chunk_total`), and the last program of a tile to finish (`arrived` counts)
+    combines them; else one program does all chunks.
+    WINDOW: keys of a sliding window, 0: none. SCALED: keys and values are quantized. ROWS: of a tile, in
+    `chunk_acc` and the like.
     """
     kv_head = tl.program_id(0)
     item = tl.program_id(2)

@@ -37,14 +37,17 @@ class ChunkedTriton(GroupedAttention, TritonPagedAttention):
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
         """Start a step whose requests the caller has sorted into decodes and prefills.
 
-        members: indices of the requests with one token or a small number, each of which is one tile; None:
-            none. tiles: query tiles of the others.
+        members: indices of the requests with at most `most_queries` tokens, each of which is one tile; None:
+            none. tiles: `[n, 4]` int32, query tiles of the others, see `query_tiles`.
         """
         super().begin_sorted(batch, members, tiles)
         self.look_up()
 
     def decode_launch(self, items: int) -> Launch:
-        """Return launch settings for `items` requests of one token or a small number: enough for the GPU."""
+        """Return launch settings for `items` requests of at most `most_queries` tokens.
+
+        Each is split so that all of the GPU's multiprocessors have work.
+        """
         data = self.pool.data
         splits = max(1, 2 * multiprocessors(data.device) // (items * data.shape[-2]))
         rows = triton.next_power_of_2(self._max_queries) * self._group

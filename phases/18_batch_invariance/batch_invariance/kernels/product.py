@@ -111,7 +111,7 @@ def product(
 ) -> None:
     """Write `x W^T + bias` of `x [T, K]`, `weight [N, K]` and `bias [N]` (None: 0) to `out [T, N]`.
 
-    tile: block sizes of the Triton kernel. With descriptors, rows must have a multiple of 16 bytes.
+    tile: block sizes of the Triton kernel. If `tile.descriptors`, rows must have a multiple of 16 bytes.
     """
     rows, inputs = x.shape
     outputs = len(weight)
@@ -143,6 +143,7 @@ def tiled_products(
 ) -> list[Product]:
     """Return product functions for weights of one shape: of the first tile, and of those with equal bits.
 
+    A product function takes (x, weight, bias, out), and writes `x W^T + bias` to `out`.
     weight: any weight of this shape, `[N, K]`. tiles: block sizes to try; None: those of this module.
     """
     first, *others = tiles or (FLOAT32_TILES if weight.dtype == torch.float32 else TILES)
