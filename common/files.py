@@ -17,8 +17,9 @@ from common.temporary import lock_path, sweep
 def whole(path: Path) -> Iterator[Path]:
     """Return a context with a temporary file to write to, which replaces `path` if the block raises no error.
 
-    Readers see the old file or the new one, never half of one. The suffix is that of `path`. Missing folders
-    are created. Temporary files that killed processes have left for the same `path` are deleted.
+    Readers see the old file or the new one, never half of one. The temporary file has the suffix of `path`.
+    Missing folders are created. Temporary files that killed processes have left for this `path` are
+    deleted.
 
     Raises:
         UserError: the file cannot be written.

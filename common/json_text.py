@@ -52,8 +52,8 @@ def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
     """Return the JSON object in `data`, UTF-8.
 
     Raises:
-        FieldError: the JSON is no object, has more than `most_parts` objects, lists and keys, or nests too
-            deeply.
+        FieldError: the JSON is no object, has more than `most_parts` objects, lists and keys, or more
+            than 128 levels of nesting.
     """
     check_json(data, most_parts)
     try:
@@ -66,7 +66,7 @@ def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
 
 
 def _too_large(data: bytes) -> str | None:
-    """Return the first field of a JSON object that holds a number too large to decode, or None."""
+    """Return the name of a JSON object's first field that holds a number too large to decode, or None."""
     for name, value in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
         try:
             msgspec.json.decode(value)

@@ -46,7 +46,7 @@ def processors() -> list[int]:
 
 
 def usage() -> Usage:
-    """Return a reading of the counters of processor time. Systems without them seem to be idle."""
+    """Return a `Usage`, a reading of the counters of processor time. Systems without them seem idle."""
     now = time.perf_counter()
     try:
         times = psutil.cpu_times(percpu=True)

@@ -17,7 +17,7 @@ def option(default: Any, help: str, **limits: Any) -> Any:
     """Return a dataclass field with a default and a help text.
 
     help: one line, in the words of a user who wants to set it. limits: `choices`, the allowed strings; or
-        `low`, `high` and `above_low` of a number, as for `common.errors.integer` and `number`.
+        `low` and `high` of a number, both included; with `above_low` True, `low` itself is too small.
     """
     return field(default=default, metadata={"help": help, **limits})
 
@@ -62,7 +62,7 @@ def route(
         others: names that the caller handles itself; they are in none of the results.
 
     Returns:
-        For each dataclass, its own options.
+        For each dataclass, a dictionary of its own options.
 
     Raises:
         UserError: no class has an option of that name; the message has the nearest names.

@@ -68,7 +68,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 class ErrorForm:
     """The JSON form in which a route reports errors: OpenAI's, unless its protocol has another.
 
-    body: makes the JSON object of an error.
+    body: returns the JSON object of an `ApiError`.
     event: the bytes of an event that ends a stream with an error; `%s` is the error's JSON.
     """
 
@@ -95,7 +95,7 @@ def bad_prompt(field: str, message: str, place: int | None = None) -> ApiError:
 
 
 def too_large(limit: int) -> ApiError:
-    """Return the error (413) of a body with more than `limit` bytes."""
+    """Return an `ApiError` (413): the body has more than `limit` bytes."""
     return ApiError(413, f"the body has more than {limit:,} bytes, which is the limit")
 
 

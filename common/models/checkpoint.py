@@ -49,8 +49,9 @@ def load_weights(
     transform: given the model's name and the tensor (or a `meta` tensor), returns it in the model's layout.
     tied: maps a parameter to the one whose memory it shares, such as an output head to the embedding. The
         checkpoint has them under either name, or the same under both.
-    place: called with the model, a name and a finished tensor to store it, instead of `assign`. It may
-        replace a layer, such as by a quantized one, so that old and new layers are never all in memory.
+    place: called with the model, a name and a finished tensor to store it, instead of `assign` (which
+        replaces the parameter). It may replace a layer, such as by a quantized one, so that old and new
+        layers are never all in memory.
     read: given the model's name, an open file and the tensor's name in it, returns the tensor or a part of
         it, instead of `transform`.
 
@@ -188,7 +189,7 @@ def _match(
     transform: Callable[[str, Tensor], Tensor],
     tied: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the checkpoint's name for each of the model's tensors; raise one `UserError` with every
+    """Return {the model's name: the checkpoint's name} of tensors; raise one `UserError` with every
     mismatch.
 
     folder: for the message. stored: the open file of each tensor in the checkpoint. expected: the model's

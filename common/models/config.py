@@ -96,7 +96,7 @@ class DeltaConfig:
     layers: tuple[bool, ...]
 
     def __post_init__(self) -> None:
-        """Raise `UserError` for value heads that the key heads do not divide."""
+        """Raise `UserError` unless key heads divide the value heads, and some layer has attention."""
         if self.value_heads % self.key_heads:
             raise UserError(
                 f"linear_num_value_heads is {self.value_heads}, which is not a multiple of "
@@ -114,7 +114,10 @@ class DeltaConfig:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Return the shape of a request's state in a layer: ``[value heads, DK, DV]``, one matrix a head."""
+        """Return the shape of a request's state in a layer: ``[value heads, DK, DV]``, one matrix a head.
+
+        DK, DV: numbers in a key and in a value of one head.
+        """
         return self.value_heads, self.key_dim, self.value_dim
 
     @property
@@ -287,7 +290,10 @@ def _refuse_unsupported(
 
 
 def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return ``quantization_config``, or None if there is none; raise `UserError` if it names no method."""
+    """Return ``quantization_config`` of ``raw`` (a ``config.json``); None if there is none.
+
+    Raises `UserError` if it names no ``quant_method``.
+    """
     given: Mapping[str, Any] | None = Field("quantization_config", dict, default=None).read(
         raw
     )
@@ -341,7 +347,7 @@ def _rope_family(
 def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
     """Return the configuration of Gated DeltaNet layers in ``raw``, the ``config.json`` of `layers` layers.
 
-    They are those that ``layer_types`` lists; without such a field, all but every fourth layer
+    ``layer_types`` says which layers these are; without such a field, all but every fourth layer
     (``full_attention_interval``).
     """
     _refuse_unsupported(raw, "qwen3_5", hf.DELTA_ONLY)
@@ -486,7 +492,8 @@ def _token_id(name: str, vocab_size: int) -> Field:
 def _eos_token_ids(raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Return the end-of-sequence ids in ``raw``, a ``config.json``.
 
-    Its ``eos_token_id`` may be a number, a list or null; -1 is no token.
+    Its ``eos_token_id`` may be a number, a list or null; -1 is no token. Raises `UserError` for an
+    id beyond -1 .. `vocab_size` - 1.
     """
     value, field = raw.get("eos_token_id"), _token_id("eos_token_id", vocab_size)
     given = value if isinstance(value, list) else [] if value is None else [value]

@@ -113,7 +113,9 @@ def _write_blocks(
 
 
 def block_parts(rows: npt.NDArray[np.uint8], kind: str) -> dict[str, npt.NDArray[Any]]:
-    """Return a matrix of blocks as arrays by name: its numbers, scales and minimums; nothing is rounded.
+    """Return a matrix `[N, K]` as arrays by name: its numbers, and the scales and minimums of its blocks.
+
+    A block is 32 numbers of a row. Nothing is rounded.
 
     Args:
         rows: `[N, bytes of a row]`, the blocks as the file has them.

@@ -38,7 +38,7 @@ _BIASED = {**_SIZES, "attention_bias": Field("attention_bias", bool, default=Fal
 
 
 def _defaults(**values: Any) -> dict[str, Field]:
-    """Return by name a `Field` of `config.json` for each of `values`, which become their defaults."""
+    """Return {name: `Field` of `config.json`} for each of `values`: a field's name and its default."""
     return {name: replace(_BIASED[name], default=value) for name, value in values.items()}
 
 

@@ -15,7 +15,7 @@ _FOREVER = (1 << 63) - 1
 def edits_of(
     params: SamplingParams, eos_ids: Collection[int], vocab_size: int
 ) -> Edits | None:
-    """Return what to add to a request's logits by its bias and `min_tokens`; None: nothing.
+    """Return the `Edits` (additions to logits) of a request's bias and `min_tokens`; None: it has neither.
 
     eos_ids: the model's end-of-sequence tokens.
     """
@@ -39,10 +39,10 @@ def edits_of_batch(
     rows: Sequence[int],
     upload: Upload,
 ) -> Edits:
-    """Return the edits of all rows of a batch as one list of additions to logits, on the device.
+    """Return the `Edits` (additions to logits) of all rows of a batch as one object, on the device.
 
-    edits: by row of settings, None where there are none. rows: the row of settings of the request at each
-        position in the batch.
+    edits: by row of settings, None where there are none; at least one row of the batch has some.
+    rows: the row of settings of the request at each position in the batch.
     upload: copies an array to the device.
     """
     own = [(place, some) for place, row in enumerate(rows) if (some := edits.get(row))]

@@ -49,7 +49,7 @@ def check_stop_strings(value: Iterable[str]) -> tuple[str, ...]:
     """Return stop strings, given as one string or as several, as a tuple.
 
     Raises:
-        UserError: there are too many, or one is empty, too long or no string.
+        UserError: there are more than 64, or one is empty, longer than 1,024 characters or no string.
     """
     # One string; taken as an iterable it would be a list of characters.
     if isinstance(value, str):
@@ -69,7 +69,10 @@ def check_stop_strings(value: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_token_ids(value: Iterable[SupportsIndex]) -> tuple[int, ...]:
-    """Return the stop tokens of a request as a tuple; raise `UserError` for too many, or one out of range."""
+    """Return the stop tokens of a request as a tuple.
+
+    Raises `UserError` for more than 1,024 of them, or an id that is not in 0 .. `MAX_INT` (2**31 - 1).
+    """
     name = "stop_token_ids"
     items = _items(name, value, "token ids", MAX_STOP_TOKEN_IDS)
     return tuple(integer(name, item, low=0, high=MAX_INT) for item in items)
@@ -79,7 +82,8 @@ def check_logit_bias(value: Mapping[int, float]) -> dict[int, float]:
     """Return a copy of a map from token ids to biases.
 
     Raises:
-        UserError: there are too many, or an id or a bias has a wrong type or is out of range.
+        UserError: there are more than 1,024, or an id or a bias has a wrong type or is out of range: ids are
+            0 to `MAX_INT` (2**31 - 1), biases -100 to 100.
     """
     if not isinstance(value, Mapping):
         raise UserError(f"logit_bias is {shown(value)}, but must map token ids to numbers")

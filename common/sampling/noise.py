@@ -74,9 +74,9 @@ def noise_bits(upper: Tensor, lower: Tensor, ids: Tensor) -> Tensor:
 def negative_exponentials(keys: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
     """Return -E for each row and token id, where the E are independent and exponentially distributed.
 
-    E = -log(1 - v) for v = (bits + fraction) / 2**31, uniform in (0, 1). -log(E) is a Gumbel number between
-    -2.81 and 38.12. The smallest v matter most, since they make the rare tokens win: a fraction for each row
-    gives them all of float32's digits.
+    E = -log(1 - v) for v = (31 random bits + fraction) / 2**31, uniform in (0, 1). -log(E) is a Gumbel number
+    between -2.81 and 38.12. The smallest v matter most, since they make the rare tokens win: a fraction for
+    each row gives them all of float32's digits.
 
     keys, steps: int64 [B]; ids: int32 [V]. Returns float32 [B, V], below 0.
     """

@@ -66,8 +66,8 @@ def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
 def truncate(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Return `weights` with 0 for the tokens that top-k, and then top-p among the rest, exclude.
 
-    weights: float32 [B, V] in [0, 1], or NaN, which is kept. top_k: int64 [B, 1], at least 1; top_p: int64
-        [B, 1], p * 2**31, at least 1. None: no row uses it.
+    weights: float32 [B, V] in [0, 1], not normalized; NaN is kept.
+    top_k: int64 [B, 1], at least 1; top_p: int64 [B, 1], p * 2**31, at least 1. None: no row uses it.
 
     Top-k keeps the k heaviest tokens and those that weigh the same as the k-th. Top-p keeps the heaviest
     tokens up to and including the one with which they reach the fraction p of all, and those that weigh the

@@ -35,7 +35,7 @@ KEY, TOP_K, TOP_P = range(3)
 
 
 class SamplerRows:
-    """Settings and token counts of `rows` requests: arrays [rows, ...] on the device, copied on the host.
+    """Settings and token counts of `rows` requests: arrays [rows, ...] on the device, and copies on the host.
 
     `set_row` changes the host's copies only; `plan` sends all changed rows in a fixed number of copies (and
     some more for each row with penalties). The arrays on the device are updated in place, so a CUDA graph may
@@ -155,7 +155,7 @@ class SamplerRows:
     ) -> Iterator[tuple[NDArray[np.int64], Positions]]:
         """Yield the positions where `chosen`, bool `[B]`, is True, in parts of at most `at_once` positions.
 
-        Each part is (int64 array on the host, the same positions to index a tensor on the device).
+        Each part is (int64 array on the host, the same positions as a slice or a tensor on the device).
         """
         positions = np.flatnonzero(chosen)
         for first in range(0, len(positions), self.at_once):

@@ -121,7 +121,8 @@ class SamplerBackend:
     ) -> Tensor:
         """Return the logits of the whole vocabulary, `[B, V]`; a subclass gathers them from all ranks.
 
-        A caller's `logits` are whole already in this class.
+        In this class `logits` are whole already. plan, masked: for subclasses, how the batch is sampled and
+        whether the step has bitmasks.
         """
         return logits
 
@@ -140,7 +141,12 @@ class SamplerBackend:
         plan: SamplingMetadata,
         masked: bool,
     ) -> Tensor:
-        """Return the token chosen for each row of the masked and penalized `logits`: `[B]` int64."""
+        """Return the token chosen for each row of the masked and penalized `logits`: `[B]` int64.
+
+        logits: `[B, V]`. rows, steps: `[B]` int64, each request's row of settings and its number of tokens
+            generated before.
+        plan: which rows are chosen together. masked: whether the step has bitmasks; for subclasses.
+        """
         if not plan.draws:
             return logits.argmax(1)  # of equals the first
         tokens = torch.empty_like(rows)
@@ -172,7 +178,8 @@ class SamplerBackend:
     ) -> Tensor:
         """Return a random token for each row that has a temperature, and the argmax for others: `[B]` int64.
 
-        features: operations to apply, such as top-p.
+        logits: `[B, V]`. rows, steps: `[B]` int64, each request's row of settings and its number of tokens
+            generated before. features: operations to apply, such as top-p.
 
         The Gumbel-max trick takes the argmax of logit / temperature - log(E), E being random numbers with
         exponential distribution. This takes the argmax of its exponential, weight / E, as the largest -E /
@@ -212,7 +219,7 @@ class Sampler(SamplerRows):
         logits: float32 [B, V]; masked in place if there are masks and no request wants log-probabilities.
         rows: int64 [B] on the device, the row of settings of the request at each position in the batch.
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
-        plan: what the method `plan` returns for the same rows. allowed: the masks; None: every token may be
+        plan: what `SamplerRows.plan` returned for these rows. allowed: the masks; None: every token may be
             chosen.
 
         This only queues work for the device, and with `plan.for_any_rows()` a CUDA graph can capture it. A
@@ -237,11 +244,12 @@ class Sampler(SamplerRows):
     def weigh(self, logits: Tensor, rows: Tensor, features: SamplingFlags) -> Tensor:
         """Return exp((logit - largest) / temperature), 0 where truncation excludes a token: float32 `[B, V]`.
 
-        logits: `[B, V]`, in half precision if graphs leave them so. rows: int64 `[B]`, rows of settings.
+        logits: `[B, V]`, in half precision if CUDA graphs leave them so. rows: int64 `[B]`, rows of settings.
             features: which truncations (top-k, top-p, min-p) to apply.
 
         The result is NaN for a token that wins without a draw (the first of several): the largest logit of a
-        greedy row, and logits that are NaN or infinite. Greedy rows come here with `for_any_rows`.
+        greedy row, and logits that are NaN or infinite. Greedy rows come here only with metadata that
+        applies each operation to all rows (`for_any_rows`).
         """
         floats = self.floats[rows]
         ints = self.ints[rows]

@@ -39,7 +39,7 @@ class StandIns:
         self._suffixes = {token[at:] for token in special for at in range(len(token))}
 
     def hide(self, text: str, whole: bool) -> str:
-        """Return `text` with one character of each special token in it replaced by a stand-in.
+        """Return `text` with one character of each special token in it replaced by another, a stand-in.
 
         whole: True: halves of special tokens at the ends of the text may stay.
 
@@ -59,9 +59,9 @@ class StandIns:
         )
 
     def _positions_to_hide(self, text: str, whole: bool) -> set[int]:
-        """Return the indices of characters to replace: then no special token, nor half of one, is left.
+        """Return the indices of characters to replace: then no special token is left in `text`.
 
-        whole: True: halves may stay.
+        whole: False: nor the half of one at either end of the text; True: such halves may stay.
         """
         positions = set()
         for token in self.special:
@@ -118,9 +118,9 @@ class BlindTokenizer:
         return [self._renumbered.get(index, index) for index in found.ids]
 
     def checked(self, text: str, ids: list[int]) -> list[int]:
-        """Return `ids`, the model's own of a text, unless they have more special tokens than the text has.
+        """Return `ids`, or `encode(text)` if that has fewer special tokens.
 
-        A normalizer can make such tokens. In this case return what `encode` returns.
+        ids: what the model's own tokenizer makes of `text`; its normalizer can make special tokens.
         """
         own = self.encode(text)
         mine, found = (sum(index in self._special for index in some) for some in (own, ids))

@@ -102,7 +102,7 @@ class TokenBytes(dict[int, bytes]):
     def first(self, token_id: int) -> bytes:
         """Return the bytes that a token adds at the beginning of a text.
 
-        There some decoders drop its space, or show a mark such as `##` of a word's later part.
+        Some decoders drop the space of a first token, or show a mark such as `##` of a word's later part.
         """
         found = self[token_id]
         same = self.byte_level or self.suffix or (self.byte_fallback and b" " not in found)

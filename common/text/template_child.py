@@ -70,9 +70,9 @@ def _answer(
 
 
 def _describe(source: str) -> dict[str, Any]:
-    """Return what a template reads: its `variables`, and the `names` (attributes and strings) in it.
+    """Return a dictionary of what a template (its source) reads: `variables`, `names` (attributes, strings).
 
-    A third value, `takes_parts`, is True if it renders a message's content that is a list of texts.
+    A third entry, `takes_parts`, is True if it renders a message's content that is a list of texts.
     """
     _compiled(source)
     tree = _environment().parse(source)
@@ -143,13 +143,13 @@ def _to_json(
 
 
 def _plain(value: Any) -> None:
-    """Return None, which JSON writes as null, for a `NullContent`; raise `TypeError` for other values."""
+    """Return None, which JSON writes as null, for a `NullContent` (no content); else raise `TypeError`."""
     if not _is_none(value):
         raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
 
 
 def _is_none(value: Any) -> bool:
-    """Return True if `value` is None or a `NullContent`: the templates' test `is none`."""
+    """Return True if `value` is None or a `NullContent` (no content): the templates' test `is none`."""
     return value is None or isinstance(value, NullContent)
 
 

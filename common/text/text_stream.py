@@ -26,9 +26,9 @@ class TextStream:
     `min_tokens` tokens is not searched. A token costs time in proportion to its own text and to what is held
     back, not to the text before.
 
-    beginning: number of tokens so far that had no text before them; some decoders drop the space that leads
-        one.
-    sizes: for each token the number of characters that it adds to the text, whenever they are shown.
+    beginning: number of tokens so far that had no text before them: some decoders drop such a token's leading
+        space.
+    sizes: for each token the number of characters that it adds to the text, shown at once or later.
     stop: the stop string that has ended the text; None: there was none.
     """
 
@@ -89,7 +89,9 @@ class TextStream:
         return reason, new
 
     def _split(self, piece: str, last: bool) -> tuple[str, str]:
-        """Append decoded text; return the part before the mark, and the part from it on (empty: no mark yet).
+        """Append decoded text; return (part before the mark, part from the mark on, empty without a mark).
+
+        The mark is a text, such as the beginning of a tool call, from which on no stop strings are searched.
 
         last: True: no text follows. False: an end that may begin the mark is held back.
         """

@@ -101,8 +101,9 @@ class Tokenizer:
     def characters_per_token(self) -> int | None:
         """Return the most characters that a token may stand for; None: there is no such bound.
 
-        With it a text that is far too long can be refused without tokenizing it. Byte-level vocabularies
-        and those with a token for every byte drop no character. A normalizer may join some into one.
+        By this bound a text that is far too long can be refused without tokenizing it. Only byte-level
+        vocabularies and those with a token for every byte have one, since they drop no character. A
+        normalizer may join some characters into one.
         """
         if not (self.token_bytes.byte_level or self.token_bytes.byte_fallback):
             return None
@@ -117,12 +118,12 @@ class Tokenizer:
 
     @cached_property
     def templates(self) -> ModelTemplates:
-        """Return the model's chat templates."""
+        """Return the model's chat templates as a `ModelTemplates`."""
         return ModelTemplates(self.folder, self._config, self._special_tokens)
 
     @cached_property
     def chat(self) -> ChatEncoder:
-        """Return what encodes conversations; `tokenizer.chat(messages)` returns token ids."""
+        """Return the model's `ChatEncoder`: `tokenizer.chat(messages)` returns token ids."""
         return ChatEncoder(self)
 
     def _encode(self, text: str, special: bool = False) -> list[int]:

@@ -96,7 +96,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, size: int | None) -
 
 
 def _token(entry: Any, *, special: bool) -> Iterator[tokenizers.AddedToken]:
-    """Yield the token in `entry` (a string or an object of a configuration), or nothing if it is neither.
+    """Yield an `AddedToken` for `entry`, a string or an object of a configuration; nothing if it is neither.
 
     special: True: the token is special in any case; False: if the entry says so.
     """

@@ -21,7 +21,7 @@ class Bench(benchmarks.bench.Bench):
     published = True
 
     def measured(self) -> list[Run]:
-        """Return one run for each length in `POINTS`: tokens a second of a generation up to this length."""
+        """Return a `Run` (a result) for each length in `POINTS`: tokens a second of a generation up to it."""
         points = POINTS[: 2 if self.quick else None]
         work = uniform(f"generate-{points[-1]}", 1, 16, points[-1])
         return [

@@ -32,9 +32,9 @@ class Bench(benchmarks.bench.Bench):
         self.engines = {BEFORE: forward.load(self.model), PHASE: kv_cache.load(self.model)}
 
     def measured(self) -> list[Run]:
-        """Return the runs of `main`, `longer_prompts` and `longer_outputs`.
+        """Return the runs (results) of `main`, `longer_prompts` and `longer_outputs`.
 
-        On a CPU those of phase 02 are measured in bfloat16 as well.
+        On a CPU, `main` (without phase 01) and `longer_outputs` are measured in bfloat16 as well.
         """
         runs = self.main() + self.longer_prompts()
         if not self.on_cpu:
@@ -44,7 +44,7 @@ class Bench(benchmarks.bench.Bench):
         return runs + other.main(naive=False) + other.longer_outputs()
 
     def main(self, naive: bool = True) -> list[Run]:
-        """Return runs of 256 generated tokens, of both phases and of `transformers` if it is installed.
+        """Return runs (results) of 256 generated tokens: both phases, and `transformers` if it is installed.
 
         naive: whether phase 01 is measured, which takes minutes on a CPU.
         """
@@ -59,7 +59,7 @@ class Bench(benchmarks.bench.Bench):
         return runs + self.compare(contenders, work, 1)
 
     def longer_outputs(self) -> list[Run]:
-        """Return tokens a second up to 200, 500 and 1,000 tokens, all from one generation of each phase.
+        """Return runs (results): tokens a second up to 200, 500 and 1,000 tokens of one generation a phase.
 
         On a CPU phase 01 ends at 200.
         """
@@ -77,7 +77,7 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def longer_prompts(self) -> list[Run]:
-        """Return runs of 32 generated tokens after prompts of 64, 256 and 512 tokens."""
+        """Return runs (results) of 32 generated tokens after prompts of 64, 256 and 512 tokens."""
         runs = []
         for length in PROMPTS[: 1 if self.quick else None]:
             work = uniform(f"prompt-{length}", 1, length, 32)

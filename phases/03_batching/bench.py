@@ -26,11 +26,11 @@ class Bench(benchmarks.bench.Bench):
     published = True
 
     def measured(self) -> list[Run]:
-        """Return the runs of `sizes` and `skewed`."""
+        """Return the runs (results) of `sizes` and `skewed`."""
         return self.sizes() + self.skewed()
 
     def sizes(self) -> list[Run]:
-        """Return runs at growing batch sizes, each with as many equal requests as the batch has rows.
+        """Return runs (results) at growing batch sizes, each with as many equal requests as a batch has rows.
 
         One of these workloads is measured with phase 02 as well, which serves the requests one by one.
         """
@@ -56,7 +56,7 @@ class Bench(benchmarks.bench.Bench):
         ]
 
     def skewed(self) -> list[Run]:
-        """Return runs at batch size 16 with mostly short outputs: plain, and with finished rows dropped."""
+        """Return runs (results) at batch size 16, outputs mostly short: plain, and dropping finished rows."""
         work, batch = self.short(workload("skewed-outputs-small")), 16
         timed = {
             variant: partial(self.waste, work, batch, compact)
@@ -65,9 +65,9 @@ class Bench(benchmarks.bench.Bench):
         return self.compare(timed, work, batch, warm={})
 
     def waste(self, work: Workload, batch: int, compact: bool, repeat: int) -> Sample:
-        """Time a workload; return its sample with `wasted_fraction` of the positions computed.
+        """Time a workload; return its sample (numbers by name), with a `wasted_fraction`.
 
-        That is the share of positions that served no request.
+        That is the share of computed token positions that served no request.
 
         compact: drop finished rows. repeat: number of the repetition, each of which has other prompts.
         """

@@ -26,7 +26,7 @@ MOST_FLIPPED_ROWS = 32
 
 
 class FlippedLinear(nn.Linear):
-    """`nn.Linear` that computes ``x W^T`` as ``(W x^T)^T`` for at most `MOST_FLIPPED_ROWS` rows."""
+    """`nn.Linear` that computes ``x W^T`` as ``(W x^T)^T`` for at most `MOST_FLIPPED_ROWS` (32) rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x W^T + bias``: ``[..., in]`` -> ``[..., out]``."""

@@ -21,7 +21,7 @@ class CachedAttention:
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def begin(self, count: int) -> None:
-        """Start a step of ``count`` new columns, and forget the last step's masks.
+        """Start a step of ``count`` new columns (positions in the cache), and forget the last step's masks.
 
         Raises `UserError` if the cache has no room for them.
         """
@@ -74,7 +74,8 @@ class CachedAttention:
     def mask(self, key_columns: Tensor, window: int | None) -> Tensor | None:
         """Return the causal mask of the step's columns, bool ``[..., S, L]``; ``None``: they see every key.
 
-        key_columns: ``[L]``. window: the layer's sliding window in tokens; ``None``: none.
+        key_columns: ``[L]``, each key's position in the cache.
+        window: the layer's sliding window in tokens; ``None``: none.
         """
         if len(self.columns) == 1:
             return None  # the newest token sees everything that is kept

@@ -92,11 +92,11 @@ class KVCache:
         return 2 * batch * columns * config.num_kv_heads * config.head_dim * dtype.itemsize
 
     def advance(self, count: int) -> None:
-        """Count ``count`` more columns as filled."""
+        """Count ``count`` more columns (token positions) as filled."""
         self.length += count
 
     def reserve(self, count: int) -> None:
-        """Raise `UserError` if ``count`` more columns do not fit; called before any layer writes one."""
+        """Raise `UserError` if ``count`` more columns (positions) do not fit; called before layers write."""
         if self.length + count > self.max_len:
             raise UserError(
                 f"the KV cache is full: {self.length} + {count} tokens, but max_len is {self.max_len}"

@@ -22,7 +22,7 @@ class CachedGenerator(Generator):
     def begin(self, prompt_len: int, limit: int) -> None:
         """Allocate the cache of a request of ``prompt_len`` tokens that generates at most ``limit``.
 
-        The last generated token is never computed, so it needs no column.
+        The last generated token is never computed, so it needs no column (position) in the cache.
         """
         self.cache = KVCache(
             self.model.config,

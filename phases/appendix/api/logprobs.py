@@ -150,7 +150,10 @@ class CompletionLogprobs:
     def _prompt(self, choice: Choice) -> Iterator[Entry]:
         """Yield (spelling function, token id, log-probabilities) for each token of a prompt.
 
-        The first token has None for log-probabilities.
+        The function returns the bytes of a token id in the text. The first token has None for
+        log-probabilities.
+
+        choice: a completion of the prompt.
         """
         first = choice.group.choices[choice.index - choice.index % choice.request.params.n]
         known, special = self.tokenizer.token_bytes, self.tokenizer.special_ids
@@ -250,7 +253,10 @@ class TokenIds:
     names = frozenset(TokenFields.__struct_fields__)
 
     def read(self, given: TokenFields, request: ParsedRequest) -> None:
-        """Register what adds token ids or marks to the response, if the request's fields ask for them."""
+        """Append to `request.details` the functions that add token ids or marks to the response.
+
+        given: which of them the client asks for; marks are added to streams only.
+        """
         if given.return_token_ids:
             request.details.append(self.ids)
         if given.return_token_marks and request.generation.stream:

@@ -146,7 +146,7 @@ class ReasoningReader:
 
     @property
     def complete(self) -> bool:
-        """Return True if the answer has ended after a complete tool call, as `inner` says; else False."""
+        """Return True if the answer has ended after a complete tool call, as `inner` (its reader) says."""
         return self._inner is not None and self._inner.complete
 
     def answer(self, text: str, last: bool) -> str:

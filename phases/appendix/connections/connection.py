@@ -144,7 +144,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Note that the request needs a response, and stop the timer: the application times the body.
 
-        A timer starts if the client has not yet read the response before.
+        A timer starts if the client has not yet read the response to its previous request.
         """
         if self.parser.should_upgrade() and self._should_upgrade():
             self.scope["method"] = self.parser.get_method().decode()
@@ -160,7 +160,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """End a request whose response was sent: parse the next one, or close the connection.
 
-        It closes if the request's body has not been read to its end.
+        The connection closes if the request's body has not been read to its end.
         """
         answered = self.owed.popleft()
         if answered.more_body:

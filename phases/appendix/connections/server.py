@@ -57,7 +57,7 @@ class HttpServer(uvicorn.Server):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Call `drain` at SIGTERM or SIGINT: the first lets running streams finish, the second does not.
+        """Call `drain` at SIGTERM or SIGINT: the first signal lets streams finish, a second does not.
 
         sig, frame: the signal and the interrupted frame, not used.
         """
@@ -115,5 +115,5 @@ class HttpServer(uvicorn.Server):
 
     @property
     def _groups(self) -> list[ChoiceGroup]:
-        """Return the running requests that generate tokens, each as the group of its completions."""
+        """Return the running requests that generate tokens, each as its `ChoiceGroup` (completions)."""
         return [http.group for http in self.app.requests if http.group is not None]

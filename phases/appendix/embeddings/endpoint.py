@@ -115,7 +115,9 @@ class Vectors:
 
 
 class Embeddings:
-    """The endpoint of `/v1/embeddings` or `/api/embed`: each input becomes a prompt, whose mean is read.
+    """The endpoint of `/v1/embeddings` or `/api/embed`: each input becomes a prompt.
+
+    A vector is the mean of a prompt's hidden states, scaled to length 1.
 
     ours: True: OpenAI's route; False: Ollama's.
     """
@@ -151,7 +153,7 @@ class Embeddings:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return an embeddings request, parsed and checked.
+        """Return the `ParsedRequest` of a request for embeddings, checked.
 
         The engine generates one token for each input, which no client sees.
 

@@ -167,7 +167,7 @@ class PromptExecutor:
 
 
 class PromptObserver(StepPictures):
-    """Adds results about prompts, such as their means, to step reports, and pictures of the engine.
+    """Adds results about prompts, such as means, and pictures (JSON) of the engine's state to step reports.
 
     A step report is the message that the engine's process sends to the API process after a step.
 

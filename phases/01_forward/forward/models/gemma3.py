@@ -91,7 +91,7 @@ class Gemma3(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Return a checkpoint's name without its prefix; None for tensors of the vision tower."""
+        """Return a checkpoint's name without prefixes such as ``model.``; None for vision tensors."""
         if name.startswith(
             ("vision_tower.", "multi_modal_projector.", "model.vision", "model.multi_modal")
         ):

@@ -82,7 +82,7 @@ class GPT2(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Return a checkpoint's name without the prefix ``transformer.``; None for causal masks of files."""
+        """Return a checkpoint's name without the prefix ``transformer.``; None for stored causal masks."""
         name = name.removeprefix("transformer.")
         return None if name.endswith((".attn.bias", ".attn.masked_bias")) else name
 
