@@ -71,7 +71,7 @@ MOST = 512 << 10
 class SymmetricMemoryReducer(Reducer):
     """An all-reduce (sum over ranks) by one kernel, for `[..., hidden]` of at most `most` bytes.
 
-    NCCL sums larger tensors, and tensors of another last dimension or dtype.
+    NCCL sums larger tensors (by default over 512 KiB), and tensors of another last dimension or dtype.
     """
 
     def __init__(
@@ -107,5 +107,8 @@ class SymmetricMemoryReducer(Reducer):
         return out
 
     def stop(self) -> None:
-        """End the waits of this rank's kernels, since another rank has died; their sums are wrong."""
+        """End the waits of this rank's kernels, since another rank has died.
+
+        What the waiting kernels then write is no valid sum.
+        """
         self.shared.stop.fill_(1)

@@ -74,7 +74,7 @@ class Stored:
     plain: tuple[str, ...]
 
     def layout(self, name: str) -> TensorLayout | None:
-        """Return how layer `name` of the model is stored; None if it is not quantized.
+        """Return the layout in which layer `name` of the model is stored; None if it is not quantized.
 
         name: such as `layers.0.mlp.up_proj`, without the checkpoint's prefix.
         """
@@ -87,7 +87,7 @@ class Stored:
 
 
 def stored(raw: Mapping[str, Any]) -> Stored:
-    """Return the storage format that a checkpoint's ``quantization_config`` (`raw`) describes.
+    """Return the format (`Stored`) that a checkpoint's ``quantization_config`` (`raw`) describes.
 
     Raises:
         UserError: the method or a setting is not supported; the message names it.
@@ -213,7 +213,7 @@ def _awq(raw: Mapping[str, Any]) -> Stored:
 def _compressed(raw: Mapping[str, Any]) -> Stored:
     """Return the storage format of a compressed-tensors configuration `raw`.
 
-    It has groups of layers, each with a format of its own.
+    The configuration has groups of layers, each with a format of its own.
     """
     _only(raw, "quantization_status", "compressed", missing=True)
     groups = Field("config_groups", dict).read(raw)

@@ -70,7 +70,7 @@ class CheckpointFormats(Feature):
     def configure_load(self, builder: EngineBuilder) -> None:
         """Set a weight loader that keeps the layers which a checkpoint stores quantized.
 
-        Checkpoints without such layers are quantized or not, as the option of phase 10 says.
+        Checkpoints without such layers are quantized or not, as phase 10's option `quantization` says.
         """
         plain = builder.weight_loader.part
         assert isinstance(plain, Quantize)

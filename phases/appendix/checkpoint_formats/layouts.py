@@ -199,7 +199,7 @@ def unpack_awq(words: Tensor) -> Tensor:
 
 
 def _order(groups: Tensor, size: int, name: str) -> Tensor | None:
-    """Return the numbers of the inputs sorted by group, `[K]` int64; None if they are sorted already.
+    """Return the indices of the inputs, sorted by group, `[K]` int64; None if they are in that order.
 
     groups: `[K]`, the group of each input (GPTQ's `g_idx`). size: inputs of a group. name: of the tensor, for
         errors.

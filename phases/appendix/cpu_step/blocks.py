@@ -25,7 +25,7 @@ from quant.blocks import BlockLinear
 class BlockProduct:
     """The product of inputs with a GGUF file's quantized weights, in C++.
 
-    A call unpacks each row of the weight once for all its tokens. Used in place of `quant.blocks.Product`.
+    A call unpacks each row of the weight once for all its tokens. Set as `product` of a `BlockLinear`.
 
     library: the compiled `step.cpp`. layer: whose weight is multiplied.
     """
@@ -37,7 +37,7 @@ class BlockProduct:
         )
 
     def __call__(self, layer: BlockLinear, x: Tensor) -> Tensor:
-        """Return `x [..., K]` times the layer's weight `[N, K]`, transposed: `[..., N]`, float32."""
+        """Return `x [..., K]` times the layer's weight `[N, K]`, transposed: `[..., N]` float32, no bias."""
         outputs, inputs = layer.shape
         flat = x.reshape(-1, inputs)
         space = torch.empty(whole_tiles(len(flat)), inputs + outputs)

@@ -31,7 +31,7 @@ MOST_RECORD_BYTES = 1 << 10
 
 
 def load_library(source: Path, compiler: Sequence[str]) -> CDLL:
-    """Return a C++ library from the cache folder; compile it from `source` if no valid one is there.
+    """Return a C++ library (`CDLL`) from the cache folder; compile it from `source` if no valid one is there.
 
     Its file name depends on the source, the compiler, and what `-march=native` means on this machine. Where
     the folder cannot be trusted or written, the library is compiled each time, and a line on standard error
@@ -139,7 +139,7 @@ def _record(image: bytes) -> str:
 def _read(path: Path) -> bytes | None:
     """Return the bytes of the library at `path`; None if it is missing or must not be loaded.
 
-    It is loaded only if other users cannot write the file, and size and SHA-256 are as recorded beside it.
+    It may be loaded only if other users cannot write it, and size and SHA-256 are as recorded beside it.
     """
     try:
         if may_be_written_by_others(path):

@@ -70,7 +70,7 @@ class Operator(Structure):
 
 
 def make_operator(x: int, y: int, **fields: Any) -> Operator:
-    """Return an operator that reads a workspace from column `x` on and writes to it from column `y` on.
+    """Return an `Operator` that reads a workspace from column `x` on and writes to it from column `y` on.
 
     fields: further fields of `Operator`: numbers, tensors (their addresses are stored), or None for 0.
     """
@@ -81,7 +81,10 @@ def make_operator(x: int, y: int, **fields: Any) -> Operator:
 
 
 def block_fields(layer: BlockLinear) -> dict[str, Any]:
-    """Return the `Operator` fields for a product with a GGUF file's weight: code, sizes, and its tensors."""
+    """Return the fields, by name, of an `Operator` that multiplies by a GGUF file's weight.
+
+    They are the operator's code, the sizes, and the weight's tensors.
+    """
     outputs, inputs = layer.shape
     tensors = {"weight": layer.data, "scale": layer.scale, "minimum": layer.minimum}
     sizes = {"outputs": outputs, "inputs": inputs, "tasks": min(-(-outputs // BLOCK), TASKS)}
@@ -89,7 +92,7 @@ def block_fields(layer: BlockLinear) -> dict[str, Any]:
 
 
 def whole_tiles(count: int) -> int:
-    """Return the rows of a workspace: 1 for 1 token, else `count` up to a multiple of `SIDE`."""
+    """Return the rows of a workspace for `count` tokens: 1 for 1, else rounded up to a multiple of `SIDE`."""
     return 1 if count == 1 else -(-count // SIDE) * SIDE
 
 
@@ -162,11 +165,11 @@ class OneCall:
         self.operators = (Operator * len(made))(*made)
 
     def operator(self, code: int, x: int, y: int, tasks: int = 1, **fields: Any) -> Operator:
-        """Return an operator that reads workspace columns from `x` on and writes them from `y` on.
+        """Return an `Operator`, one operation of `step.cpp`, over the workspace (a row for each request).
 
-        code: which operator, a constant such as `NORM`. tasks: parts that threads can take. fields: further
-            fields of `Operator`, whose tensors are kept alive; the model's hidden size and norm epsilon are
-            the defaults.
+        code: which operation, a constant such as `NORM`. x, y: first columns that it reads and writes.
+            tasks: parts that threads can take. fields: further fields of `Operator`, whose tensors are kept
+            alive; the model's hidden size and norm epsilon are the defaults.
         """
         self.kept += fields.values()
         defaults = {
@@ -177,7 +180,7 @@ class OneCall:
         return make_operator(x, y, code=code, tasks=tasks, **defaults | fields)
 
     def block(self, block: Any) -> list[Operator]:
-        """Return the operators of a transformer block in order: attention, then the MLP.
+        """Return the `Operator`s (C++ operations) of a transformer block in order: attention, then the MLP.
 
         block: a layer of phase 01's model; Gemma's also normalizes the outputs of attention and MLP.
         """
@@ -220,7 +223,7 @@ class OneCall:
         ]
 
     def products(self, owner: nn.Module, x: int, y: int, *names: str) -> Iterator[Operator]:
-        """Yield the operators of linear layers that share one input; their outputs lie side by side.
+        """Yield the `Operator`s (products in C++) of linear layers with one input; outputs lie side by side.
 
         Args:
             owner: the module with the layers.
@@ -277,7 +280,7 @@ class OneCall:
         return {"code": code, "group": group, "weight": weight, "scale": scale, **sizes}
 
     def norm(self, code: int, norm: nn.Module) -> Operator:
-        """Return the operator of an RMSNorm over the workspace.
+        """Return the `Operator` of an RMSNorm over the workspace (a row for each request).
 
         code: `NORM`: normalize a layer's output in place. `ADD`: add that output to the residual stream, and
             write the normalized sum into columns of its own. norm: the module with the weights.
@@ -292,7 +295,7 @@ class OneCall:
     def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
         """Return True if this executor can run a step, else None, so that another executor runs it.
 
-        It runs steps of at most `MOST` requests that each compute and sample one token.
+        It runs steps of at most `MOST` (16) requests that each compute and sample one token.
 
         works: the step's requests with the tokens that each computes.
         masked: whether a grammar masks the logits, which makes no difference here.
@@ -303,7 +306,7 @@ class OneCall:
         ) or None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
-        """Run a step's forward pass; return its hidden states and logits, from which the runner samples.
+        """Run a step's forward pass; return a `Forwarded`: hidden states and logits, to be sampled.
 
         works: the step's requests, one token each; the result has them in the order of their rows.
         ticket: what `supports` returned.
@@ -351,8 +354,8 @@ class CpuStep(Feature):
 def one_call(runner: PagedRunner) -> OneCall | None:
     """Return the executor that runs a runner's decode steps in C++; None if there can be none.
 
-    That is so without a compiler, with an attention other than PyTorch's, or if `step.cpp` cannot compute the
-    model.
+    There is none without a compiler, with an attention other than PyTorch's, or if `step.cpp` cannot compute
+    the model.
     """
     compiled = library()
     if compiled is not None and type(runner.attention) is TorchPagedAttention:

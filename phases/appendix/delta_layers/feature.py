@@ -31,7 +31,7 @@ class DeltaLayers(Feature):
     def install(self, builder: EngineBuilder) -> None:
         """Let one kernel, not many PyTorch operations, look up KV blocks and state slots of a step.
 
-        Does nothing for a model without Gated DeltaNet layers.
+        A slot holds the recurrent states of all Gated DeltaNet layers. Does nothing without such layers.
         """
         if builder.model.config.delta is None:
             return

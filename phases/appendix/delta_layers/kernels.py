@@ -75,6 +75,8 @@ def prepare_kernel(
     kept: `[slots, W - 1, C]`, the last convolution inputs of each state slot. step: `[4, requests]`, the
         state slots to use.
     query_starts: `[requests + 1]`, each request's first token. scale: factor of the queries.
+    KH: key heads, each shared by GROUPS value heads. C, W: channels and width of the convolution.
+        PRECISION: `tl.dot`'s `input_precision`.
     """
     request = tl.program_id(0)
     key_head = tl.program_id(1)
@@ -158,6 +160,8 @@ def scan_kernel(
         slot.
     step: `[4, requests]`, the slots to read and to write. query_starts: `[requests + 1]`, each request's
         first token.
+    KH: key heads, each shared by GROUPS value heads. C, W: channels and width of the convolution.
+        PRECISION: `tl.dot`'s `input_precision`.
     """
     request, head = tl.program_id(0), tl.program_id(1)
     first, count, source, into = work_of(query_starts, step, request, requests)
@@ -310,8 +314,9 @@ def begin_kernel(
 ):  # fmt: skip
     """Look up a step's blocks and state slots for every KV cache group. One program per request or token.
 
-    A page is a number that stands for one block in each group; P is the tokens of a page. All tensors are
-    int32.
+    A page is a number that stands for one block in each group; P is the tokens of a page, KINDS the
+    number of groups. The snapshot boundary is the position whose state is kept; slot `null` has zeros, the
+    state before a text. All tensors are int32.
 
     Writes: tables: `[KINDS, requests, width]`, block tables of the groups. slots: `[KINDS, tokens]`, where
         each token's key and value go: block times P plus offset in it. step: `[4, requests]`: state slot to

@@ -163,8 +163,8 @@ class FusedHybridBlock(nn.Module):
     ) -> Tensor | Stream:
         """Return the block's output for hidden states `x [T, hidden]`: a tensor, or a `Stream`.
 
-        A `Stream` is two tensors whose sum the next norm computes; `x` may be one, too. cos_sin: RoPE's
-        cosines and sines. attention: the engine's attention over the KV cache.
+        A `Stream` is two tensors whose sum the next norm computes; `x` may be a `Stream`, too.
+        cos_sin: RoPE's cosines and sines. attention: the engine's attention over the KV cache.
         mixer: has the engine's recurrent states for Gated DeltaNet.
         """
         layer: Callable[..., Tensor]

@@ -21,7 +21,7 @@ from triton_paged_attention.tiles import padded
 
 @triton.jit
 def unit(x):
-    """Return vectors `x [..., D]` scaled to length 1; a vector near 0 stays near 0."""
+    """Return vectors `x [..., D]` scaled to length 1: `x / sqrt(sum of squares + 1e-6)`, so 0 stays 0."""
     return x * tl.rsqrt(tl.sum(x * x, axis=-1, keep_dims=True) + 1e-6)
 
 
@@ -156,6 +156,7 @@ def step_kernel(
     states: `[slots, H, DK, DV]` float32. kept: `[slots, W - 1, C]`, the last convolution inputs of each state
         slot.
     step: `[4, requests]`, the slots to read and to write.
+    KH: key heads, each shared by GROUPS value heads. C, W: channels and width of the convolution.
     PDL: programmatic dependent launch. The state is loaded before the wait for the kernel before, since no
         kernel of this step has written it.
     """

@@ -81,7 +81,7 @@ class GuidanceGrammar(Compiled):
     def matcher(self) -> GuidanceMatcher:
         """Return the matcher of a new output: a copy of a parser at the start of the grammar.
 
-        It shares the first lexer that has fewer than `SMALL_BATCH` outputs, or else the one with the fewest.
+        The copy shares the first lexer with fewer than `SMALL_BATCH` outputs, or else the one with fewest.
         """
         with self._lock:
             counts = [len(users) for users in self._users]
@@ -160,10 +160,10 @@ class GuidanceBackend(Backend):
         return made
 
     def advance(self, moves: Sequence[tuple[GuidanceMatcher, Sequence[int]]]) -> list[int]:
-        """Advance each matcher by its tokens; return how many tokens each has accepted.
+        """Advance each matcher by its tokens; return a list of how many tokens each has accepted.
 
-        moves: pairs (matcher, token ids). Those with one token advance in the library's threads, without
-        Python's lock.
+        A token that ends the output is not accepted. moves: pairs (matcher, token ids); those with one token
+        advance in the library's threads, without Python's lock.
         """
         single = {
             matcher: tokens[0]
@@ -186,12 +186,12 @@ class GuidanceBackend(Backend):
         ]
 
     def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
-        """Begin to fill bit masks in threads; until it is done, only they may use the jobs' matchers.
+        """Begin to fill bit masks in threads; until these are done, nothing else may use the jobs' matchers.
 
         Args:
             jobs: triples (matcher, row of its first mask, draft tokens): a mask before each draft, and one
                 after them, in consecutive rows.
-            words: `[M, ceil(V / 32)]` int32, where the masks are written.
+            words: `[M, ceil(V / 32)]` int32, where the M masks of V tokens are written.
 
         Returns:
             A future that ends when all masks are made; None if they are made already.
@@ -217,7 +217,7 @@ class GuidanceBackend(Backend):
         jobs: triples (matcher, row of its first mask, draft tokens). words: `[M, ceil(V / 32)]` int32, gets
             the masks.
         The time of the call includes the wait for the lock at its end. So a long call only shows that one of
-        the jobs may be slow; these are timed one by one from then on.
+        the jobs may be slow; all of the jobs are timed one by one from then on.
         """
         at = words.ctypes.data
         width = words.strides[0]

@@ -170,7 +170,7 @@ def _check(key: str, value: Any, where: str, *, hint: bool) -> None:
     """Raise `ValueError` if llguidance cannot follow a schema's keyword `key` with this `value`.
 
     where: JSON pointer of the keyword, for the error. hint: whether the schema need not be enforced; then
-        doubtful keywords are refused as well, and the caller leaves them out.
+        keywords and formats that llguidance does not enforce are refused, too; the caller leaves them out.
     """
     if where == f"#/{OWN_OPTIONS}":
         raise ValueError(f"{where} is not known here")

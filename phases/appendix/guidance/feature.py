@@ -33,10 +33,10 @@ class Guidance(Feature):
     jump_forward: bool = option(True, "tokens that a grammar forces are drafted")
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace phase 12's grammar manager by one with llguidance, and let grammars draft forced tokens.
+        """Make masks by llguidance, not phase 12's grammar manager, and let grammars draft forced tokens.
 
-        For that the drafter becomes a `GrammarDrafter`. The library is imported, and the tokenizer prepared,
-        when the first grammar comes.
+        To draft them, the engine's drafter becomes a `GrammarDrafter`. The library is imported, and the
+        tokenizer prepared, when the first grammar comes.
         """
         plain = builder.grammar_manager.part
         assert isinstance(plain, AutomataGrammarManager)

@@ -162,7 +162,7 @@ class LibraryGrammarManager(AutomataGrammarManager):
         return super().pop_failed_requests()
 
     def _wait(self) -> Filling | None:
-        """Wait for the masks that `begin` lets threads make, and return them; None if there are none."""
+        """Wait for masks that `begin` lets threads make; return their `Filling`. None: there are none."""
         made, self._filling = self._filling, None
         if made is not None and made.done is not None:
             made.done.result()

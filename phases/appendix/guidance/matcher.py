@@ -75,7 +75,7 @@ class GuidanceMatcher(Matcher):
             self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Accept `tokens` up to the first that is forbidden or ends the output; return how many."""
+        """Accept the `tokens` before the first that is forbidden or ends the output; return their number."""
         with self.effort.timed():
             return self.inner.try_consume_tokens(self._before_end(tokens))
 

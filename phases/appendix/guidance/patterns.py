@@ -144,7 +144,9 @@ class _Rewriter:
         self.repeatable = False
 
     def rewritten(self) -> str:
-        """Return the whole regular expression, rewritten.
+        """Return the whole expression in llguidance's notation (Rust's regex crate), its meaning unchanged.
+
+        There, escapes and classes written as before could match other characters.
 
         Raises:
             ValueError: no grammar can follow a part of it.
@@ -246,18 +248,18 @@ class _Rewriter:
         return f"\\{found[0]}" if found else ""
 
     def known(self, ranges: Ranges) -> str:
-        """Return the notation for characters of the pattern, given as ranges of code points.
+        """Return `ranges` (of code points) as a character class in llguidance's notation.
 
         Raises:
-            ValueError: see `written`.
+            ValueError: `ranges` is one control character in a JSON schema, where none is ever written.
         """
         return spelled(self.written(ranges))
 
     def written(self, ranges: Ranges) -> Ranges:
-        """Return `ranges` (of code points) unchanged, if an output may have these characters.
+        """Return `ranges` (of code points) unchanged, unless a JSON schema names one control character.
 
         Raises:
-            ValueError: a JSON schema's pattern names a single control character, which is never written.
+            ValueError: `ranges` is such a character, which is never written.
         """
         (low, high), *more = ranges
         if self.ecmascript and not more and low == high and CONTROL.match(chr(low)):

@@ -90,7 +90,8 @@ def heads_kernel(
     partial, lse: the splits' outputs `[splits, H, D_PAD]`, and log2 of their sums of softmax weights.
     context_len: `[1]`, from which follows the number of splits. SPLITS, BLOCK_N, WINDOW: those of attention's
         launch.
-    ROUND: device function that rounds attention's output, or None; WHOLE, HARDWARE: its arguments.
+    ROUND: device function that rounds attention's output to eight bits; None: none. WHOLE: to integers, not
+        e4m3. HARDWARE: the GPU has an instruction for e4m3. H, D: query heads, and numbers of a head.
     PDL: programmatic dependent launch is on. `_PAD`: rounded up to a power of two.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -114,6 +114,7 @@ def single_request_attention_kernel(
     context_len, slots: `[1]`, number of tokens, and where the new one is stored; slot -1: it is not stored.
     partial, lse, arrived: the workspace: the splits' outputs, log2 of their sums of softmax weights, counters
         of splits that have ended.
+    H, KH: query and key/value heads. P: tokens of a block. WINDOW, BLOCK_N, SPLITS: see `splits_of`.
     WAIT_FOR_SPLITS: the split that ends last combines all into `out`; otherwise they stay in the workspace.
     PDL: programmatic dependent launch is on.
     """
@@ -235,7 +236,7 @@ class SingleRequestSplits(NamedTuple):
     """Attention's output for a single request's token, combined or still in splits.
 
     out: `[1, H D]`; valid only if attention has combined the splits.
-    workspace: float32; otherwise holds the splits (attention over some of the keys each), to be combined.
+    workspace: float32; if `out` is not valid, the splits (attention over some keys each) to be combined.
     layer: the attention layer. context_lens: `[1]`, the request's tokens. config: the kernel's block sizes.
     """
 

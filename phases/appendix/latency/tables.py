@@ -75,6 +75,6 @@ def fused_heads_are_faster(rows: int, size: int) -> bool:
     """Return True if an output projection `[rows, size]` should combine attention's splits in its kernel.
 
     Every program of the projection reads the splits (attention over some keys each) of all heads, so that is
-    faster only if there are neither many programs nor large splits. False: attention combines them.
+    faster only if neither `rows` nor `size` is above 2,048. False: attention combines the splits.
     """
     return size <= 2048 and rows <= 2048

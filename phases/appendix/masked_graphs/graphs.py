@@ -38,8 +38,9 @@ class MaskInputs:
 
     words: `[most, ceil(V / 32)]` int32, the bit masks; a bit is 1 if its token is allowed.
     positions: `[most]` int64, the row of the logits that each mask belongs to; -1 is padding.
-    logits: `[most, V]`, in the dtype of `narrow_logits`.
-    requests: `[3 * most]` int64, a flat copy of a decode graph's `inputs`: three numbers for each request.
+    logits: `[most, V]`, in the model's dtype; float32 if the model soft-caps them.
+    requests: `[3 * most]` int64, a flat copy of a decode graph's `inputs`: rows in the token table, then
+        positions of tokens, then numbers of generated tokens.
     """
 
     def __init__(self, most: int, model: Model) -> None:
@@ -67,8 +68,8 @@ class LogitsGraph:
     half: the graph of the forward pass, which does not sample; it is replayed right before. capturer:
         captures the graph.
     masks: the buffers that logits are written to, for `half.size` requests or more.
-    inputs: `[3, size]` int64, a copy of those of `half`: the next step's inputs may overwrite those while
-        masks are made.
+    inputs: `[3, size]` int64, a copy of `half.inputs` (rows in the token table, positions, generated
+        tokens): the next step may overwrite `half.inputs` while masks are made.
     """
 
     def __init__(self, half: DecodeGraph, masks: MaskInputs, capturer: Capturer) -> None:
@@ -89,7 +90,7 @@ class MaskedGraph:
 
     Args:
         first: the graph that computes the logits, replayed before.
-        features: the kind of sampling that it can do, one of `CAPTURED`.
+        features: the kind of sampling that it can do, one of `CAPTURED`: greedy, or by temperature.
         capturer: captures the graph.
 
     for_host: `[size]` int64 on the device, the tokens that are copied to the host; valid until the next
@@ -163,9 +164,9 @@ class MaskedGraphExecutor:
             self._staged = works, self.decodes.stage(works, size)
 
     def supports(self, works: Sequence[Work], masked: bool) -> int | None:
-        """Return the size (requests) of the smallest graphs that can run a step; None: they cannot.
+        """Return the size (requests) of the smallest graphs that can run a step; None: no graphs can.
 
-        They run decode steps with grammar masks.
+        Graphs run decode steps with grammar masks, up to their size.
 
         works: the step's requests, with the tokens that each computes. masked: whether a grammar masks
             logits.
@@ -173,7 +174,7 @@ class MaskedGraphExecutor:
         return smallest(self.decodes.sizes, len(works)) if masked and decodes(works) else None
 
     def run(self, works: Sequence[Work], ticket: int) -> Forwarded:
-        """Launch a step's forward pass and logits by graphs; return them, to be sampled by `finish`.
+        """Launch a step's forward pass and logits by graphs; return a `Forwarded`, whose `rest` is `finish`.
 
         If no graph can do the step's kind of sampling, only the forward pass is launched, and the runner
         samples.
@@ -202,7 +203,7 @@ class MaskedGraphExecutor:
     def finish(
         self, works: Sequence[Work], graph: MaskedGraph, allowed: TokenBitmask | None
     ) -> Pending:
-        """Launch a step's sampling by a graph; return its tokens, which the device is still computing.
+        """Launch a step's sampling by a graph; return a `Pending`: tokens that the device still computes.
 
         works: the step's requests. graph: samples them. allowed: the masks; None: no request has one.
         """

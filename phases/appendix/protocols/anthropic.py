@@ -185,12 +185,12 @@ class MessageEvents(Events):
         self.blocks: list[dict[str, Any]] = self.value["content"]
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """Add the event `message_start`. usage: token counts in the form of OpenAI's chat."""
+        """Add the event `message_start` to the response. usage: token counts in the form of OpenAI's chat."""
         self.value["usage"] = _usage(usage)
         self.say("message_start", message=self.value)
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Add the events for `delta`, the next part of the chat's message in OpenAI's form.
+        """Add to the response the events for `delta`, the next part of the chat's message in OpenAI's form.
 
         delta: has `reasoning_content`, `content` or `tool_calls`.
         """
@@ -209,7 +209,7 @@ class MessageEvents(Events):
             self._add(type="input_json_delta", partial_json=call["function"]["arguments"])
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """Add the events that end the message.
+        """Add to the response the events that end its message.
 
         choice: the completion. reason: why it ended: `stop`, `length` or `tool_calls`. usage: token counts in
             the form of OpenAI's chat.
@@ -227,7 +227,7 @@ class MessageEvents(Events):
         self.say("message_stop")
 
     def _open(self, kind: str, **fields: Any) -> None:
-        """Begin a content block of type `kind`, unless the last block has this type.
+        """Begin a content block of type `kind` in the response, unless its last block has this type.
 
         Each tool call (`tool_use`) is a block of its own. fields: of the new block.
         """
@@ -243,9 +243,9 @@ class MessageEvents(Events):
         self.say("content_block_delta", index=len(self.blocks) - 1, delta=delta)
 
     def _close(self) -> None:
-        """End the last content block, if there is one.
+        """End the response's last content block, if there is one.
 
-        If it is a tool call, its arguments are decoded; arguments that were cut off become an empty `input`.
+        If the block is a tool call, its arguments are decoded; cut-off arguments become an empty `input`.
         """
         if not self.blocks:
             return
@@ -315,8 +315,8 @@ def _result(content: str | list[dict[str, Any]] | None) -> Any:
 def _continued(messages: list[dict[str, Any]]) -> bool:
     """Return True if the output is to continue the last message: the assistant's, with text only.
 
-    In that case, its parts are joined to one text, in place. False also if it is the only message. messages:
-    of a chat.
+    In that case, the parts of the last message are joined to one text, in place. False also if it is the only
+    one. messages: of a chat.
     """
     if (
         len(messages) < 2

@@ -47,7 +47,7 @@ DETAILS = {
 
 
 def error_form(names: Mapping[str, str]) -> ErrorForm:
-    """Return the form of error responses that Ollama's clients read: `{"error": text}`.
+    """Return the form (`ErrorForm`) of error responses that Ollama's clients read: `{"error": text}`.
 
     names: field of a chat -> the name of the same field in Ollama's request, which the text uses.
     """
@@ -188,9 +188,9 @@ class OllamaEvents(Events):
         return encode_json(event) + b"\n"
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Add a line for each text of `delta`, the next part of the chat's message in OpenAI's form.
+        """Add to the response a line for each text of `delta`, the next part of the chat's message.
 
-        delta: has `reasoning_content`, `content` or `tool_calls`; calls are collected until `finish`.
+        delta: in OpenAI's form, has `reasoning_content`, `content` or `tool_calls`; calls wait for `finish`.
         """
         for call in delta.get("tool_calls", ()):
             if "id" in call:
@@ -205,7 +205,9 @@ class OllamaEvents(Events):
                 self.say("", **self.line({"content": "", name: text}, done=False))
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """Add a line with the tool calls, if any, and the last line: reason, token counts and durations.
+        """Add to the response a line with the tool calls, if any, and the last line.
+
+        The last line has why the response ended, token counts, and durations in nanoseconds.
 
         Args:
             choice: the completion.
@@ -308,7 +310,7 @@ def add_ollama(app: App, path: str, route: Ollama | Embeddings) -> None:
 async def generate(app: App, ollama: Ollama | Embeddings, http: HttpRequest) -> None:
     """Respond to a request of `/api/generate`, `/api/chat` or `/api/embed`.
 
-    If it has no input, only confirm that the model is loaded.
+    If the request has no input, only confirm that the model is loaded.
 
     app: the server. ollama: the route, which translates the request.
     """

@@ -253,12 +253,12 @@ class ResponseEvents(Events):
         return super().encode(kind, {"sequence_number": number, **event})
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """Add the events `response.created` and `response.in_progress`. usage: not used."""
+        """Add the stream's events `response.created` and `response.in_progress`. usage: not used."""
         self.say("response.created", response=self.value)
         self.say("response.in_progress", response=self.value)
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Add the events for `delta`, the next part of the chat's message in OpenAI's form.
+        """Add to the response the events for `delta`, the next part of the chat's message in OpenAI's form.
 
         delta: has `reasoning_content`, `content` or `tool_calls`.
         """
@@ -280,7 +280,7 @@ class ResponseEvents(Events):
             )
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """Add the events that end the response, and store the conversation unless the client declined.
+        """Add to the stream the events that end it, and store the conversation unless the client declined.
 
         choice: the completion. reason: why it ended: `stop`, `length` or `tool_calls`. usage: token counts in
             the form of OpenAI's chat.
@@ -353,7 +353,10 @@ class ResponseEvents(Events):
         self.say("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     def _say(self, kind: str, **event: Any) -> None:
-        """Add an event about the response's last item. kind: the event's type. event: its further fields."""
+        """Add to the stream an event about the response's last item.
+
+        kind: the event's type. event: its further fields.
+        """
         self.say(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **event)
 
 

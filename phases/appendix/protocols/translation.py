@@ -57,20 +57,20 @@ class Events:
         self._said: list[bytes] = []
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """Add the events with which a response begins, if any.
+        """Add to the response the events with which it begins, if any.
 
         usage: token counts in the form of OpenAI's chat.
         """
 
     def take(self, delta: dict[str, Any]) -> None:
-        """Add the events for `delta`, the next part of the chat's message in OpenAI's form.
+        """Add to the response the events for `delta`, the next part of the chat's message in OpenAI's form.
 
         delta: has `reasoning_content`, `content` or `tool_calls`.
         """
         raise NotImplementedError
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """Add the events with which a response ends.
+        """Add to the response the events with which it ends.
 
         choice: the completion. reason: why it ended: `stop`, `length` or `tool_calls`. usage: token counts in
             the form of OpenAI's chat.
@@ -121,7 +121,7 @@ class Events:
         return encode_json(self.value)
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """Return no bytes: the last chunk of the one completion has ended the stream."""
+        """Return no bytes: the last chunk of the one completion has ended the stream. group: not used."""
         return b""
 
 

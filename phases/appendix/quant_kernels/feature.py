@@ -25,7 +25,8 @@ class QuantKernels(Feature):
     def install(self, builder: EngineBuilder) -> None:
         """Add kernels to quantized layers, and store the values of an fp8 KV cache in pairs of tokens.
 
-        The pairs need blocks with an even number of tokens, and a GPU that converts e4m3.
+        In a pair, the bytes of two tokens alternate. That needs blocks with an even number of tokens, and a
+        GPU that converts e4m3.
         """
         from phases.appendix.quant_kernels.layers import install
         from phases.appendix.quant_kernels.pairs import PAIRS

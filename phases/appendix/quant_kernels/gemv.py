@@ -37,8 +37,8 @@ def input_scales(squares, top, eps, K: tl.constexpr, NORM: tl.constexpr, ROUND: 
 
     squares, top: `[n]`, partial sums of the input's squares, and partial maxima of the input's magnitudes
         times the norm's weight. K: number of inputs. eps: of the norm. NORM: there is a norm, otherwise the
-        factor is 1. ROUND: the magnitude is needed, otherwise the second result has no meaning. Both come
-        from one reduction, since every reduction is a wait.
+        factor is 1. ROUND: the magnitude is needed, otherwise the second result has no meaning. Both
+        results come from one reduction, since every reduction is a wait.
     """
     norm = 1.0
     if NORM and ROUND:
@@ -55,7 +55,9 @@ def input_scales(squares, top, eps, K: tl.constexpr, NORM: tl.constexpr, ROUND: 
 def power_scale(top):
     """Return the largest power of two that is not above `top`, and its inverse, float32 each.
 
-    top: a float32 of at least 0. To divide by a power of two rounds nothing.
+    top: a float32 of at least 0; below 2^-126, 0 included, the results are 2^-126 and 2^126.
+
+    To divide by a power of two rounds nothing.
     """
     bits = tl.maximum(top, 1.1754943508222875e-38).to(tl.int32, bitcast=True) & 0x7F800000
     return bits.to(tl.float32, bitcast=True), ((254 << 23) - bits).to(tl.float32, bitcast=True)
@@ -210,8 +212,8 @@ def gemv8_kernel(
         apart.
     WORDS: "fp8" or "int8" if `weight` has int32 words of four numbers, which instructions convert to float16;
         else "".
-    ROUND: round the input to eight bits, integers if WHOLE. HARDWARE: the GPU has an instruction for e4m3.
-        KIND: number of the gate's activation (`linear.KINDS`).
+    BLOCK_K: inputs of a tile. ROUND: round the input to eight bits, integers if WHOLE. HARDWARE: the GPU
+        has an instruction for e4m3. KIND: number of the gate's activation (`linear.KINDS`).
     norm_weight, bias, residual: None leaves out that step. TRIGGER, PDL: see `latency.gemv.wait_for_input`.
     """
     MATRICES: tl.constexpr = 2 if GATED else 1

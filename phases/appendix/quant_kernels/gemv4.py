@@ -139,6 +139,7 @@ def gemv4_kernel(
     scale, zero: `[N, K / GROUP]`, of each group of GROUP inputs; zero None: every zero point is 8. KIND:
         number of the gate's activation (`linear.KINDS`).
     norm_weight, bias, residual: None leaves out that step. ASM: multiply pairs of float16 by PTX.
+    BLOCK_K: inputs of a tile.
     TRIGGER, PDL: see `latency.gemv.wait_for_input`.
     """
     MATRICES: tl.constexpr = 2 if GATED else 1

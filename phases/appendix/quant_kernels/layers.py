@@ -158,7 +158,7 @@ def multiply(
     """Return `x [T, K]` times a layer of eight-bit weights, `[T, N]`, perhaps with scales still pending.
 
     x: inputs rounded to eight bits; a plain tensor is refused. dtype: the model's. The result is a plain
-        tensor for `MANY` fp8 tokens or more on a GPU, and otherwise has pending scales.
+        tensor for `MANY` (1024) fp8 tokens or more on a GPU, and otherwise has pending scales.
     For a small batch PyTorch's product is faster with one scale for all than with a scale for each row and
     column: so it gets scales of 1, and the next kernel multiplies by the true ones.
     """

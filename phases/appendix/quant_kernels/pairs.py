@@ -64,9 +64,10 @@ def attend_pairs(
     m, total, acc: `[M]`, `[M]` and `[M, D_PAD]`: each query's largest score, sum of weights, and weighted sum
         of values so far. query: `[M, D]`. position: `[M]`. scale: of scores.
     k_cache: `[N, P, KH, D]` e4m3. v_cache: int16 words `[N, P / 2, KH, D]`, each of two neighbouring tokens'
-        e4m3 values. Strides in numbers. table: pointer to the block table.
-    MASK: "none": every query sees every key. "edge": mask tiles from `whole` on. "all": mask every tile.
-    `low` must be even, and TMA False.
+        e4m3 values. P: tokens of a block. kv_head: index of the key/value head. Strides in numbers. table:
+        pointer to the block table.
+    MASK: "none": every query sees every key. "all": mask every tile. CAUSAL: a query sees no later keys.
+    WINDOW: tokens that a query sees, 0: all. whole: not used. `low` must be even, and TMA False.
     """
     PRODUCT: tl.constexpr = query.dtype if query.dtype == tl.float32 else tl.float16
     ASM: tl.constexpr = query.dtype != tl.float32
@@ -143,7 +144,7 @@ def pair_place(slot, block_stride, slot_stride, P: tl.constexpr):
 
 
 def fit(config: DecodeConfig | PrefillConfig, block_size: int) -> DecodeConfig | PrefillConfig:
-    """Return the block sizes in `config` changed for values in pairs.
+    """Return the block sizes in `config` changed for values in pairs of tokens, whose bytes alternate.
 
     Prefill does without TMA; tiles have at least `LEAST_TILE` tokens, those of decoding twice as many as in
     `config` if that divides a block.

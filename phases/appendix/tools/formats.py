@@ -28,7 +28,7 @@ OPENING = '{"name": "'
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Format in which a model writes tool calls: `{"name": NAME, ARGUMENTS: {...}}` between marks.
+    """Format in which a model writes tool calls: `{"name": NAME, ARGUMENTS: {...}}` between marks (texts).
 
     trigger: text that begins the calls; empty: an output that begins with a brace is one call and nothing
         else.

@@ -29,7 +29,7 @@ class CallReader:
     complete: a call that is cut off could neither be carried out nor be taken back.
 
     format: in which the model writes calls. must: the output is nothing but calls, so the beginning of a mark
-        at its end is no content.
+        (such as `<tool_call>`) at its end is no content.
     """
 
     def __init__(self, format: CallFormat, must: bool = False) -> None:

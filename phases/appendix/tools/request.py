@@ -39,7 +39,7 @@ class ToolFields(Struct, kw_only=True):
 
 
 class ToolHandler:
-    """Handles a chat's fields about tools: shows tools to the model, constrains calls, and finds them."""
+    """Handles a chat's fields about tools: shows tools to the model, constrains and finds tool calls."""
 
     fields = ToolFields
     names = frozenset({*ToolFields.__struct_fields__, "tool_calls", "tool"})
