@@ -58,7 +58,7 @@ CACHE_TOKENS = 200_000
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Throughput, latency, startup, what overlap hides, and serving by the clock."""
+    """Measure throughput, latency, startup, the host time that overlap hides, and timed arrivals."""
     if options.device.type == "cpu":
         target = replace(options, model=options.model or "smollm2", dtype=torch.bfloat16)
         return evidence_of(PHASE, on_cpu(benchmarks.bench.Bench(target)), options)
@@ -90,7 +90,7 @@ def with_appendix(bench: benchmarks.bench.Bench) -> list[Run]:
 
 
 def on_cpu(bench: benchmarks.bench.Bench) -> list[Run]:
-    """A step in one call (the appendix's `cpu_step`) against the same operators from Python.
+    """Measure steps on a CPU: one call a step (the appendix's `cpu_step`) against PyTorch calls from Python.
 
     In bfloat16 and with weights of 8 and 4 bits: one request, alone and beside a busy program.
     """
@@ -106,7 +106,7 @@ def on_cpu(bench: benchmarks.bench.Bench) -> list[Run]:
 
 
 class Bench(benchmarks.bench.Bench):
-    """One model and the engines around it, of this phase and those below."""
+    """One model, and the engines of phases 08 and 09 that are measured with it."""
 
     def __init__(self, options: BenchOptions) -> None:
         super().__init__(options)
@@ -125,21 +125,24 @@ class Bench(benchmarks.bench.Bench):
         self.shift = 0
 
     def engine(self, variant: str) -> PagedEngine:
-        """A variant over the one scheduler and cache."""
+        """Return the engine of a variant, a key of `VARIANTS` (with or without graphs and overlap).
+
+        The engines of all variants share one scheduler and cache.
+        """
         graphs, overlap = VARIANTS[variant]
         runner: PagedRunner = self.graphs if graphs else self.eager
         loop = OverlappedLoop() if overlap else SequentialLoop()
         return PagedEngine(self.base.scheduler, runner, loop=loop)
 
     def cold(self, work: Workload) -> Workload:
-        """The workload with tokens that no run has seen: the variants share a prefix cache."""
+        """Return the workload with token ids that no earlier run had: the variants share a prefix cache."""
         self.shift += 1
         return work.cold(self.shift)
 
     # What is measured.
 
     def throughput(self) -> list[Run]:
-        """The three published workloads: all variants where they differ, fewer where a sample takes long."""
+        """Measure the three published workloads: one by all variants, two slow ones by fewer."""
         many = [BEFORE, NO_OVERLAP, PHASE] if self.name == MODELS[0] else [NO_OVERLAP, PHASE]
         shown = {
             "single-512": [*VARIANTS],
@@ -152,7 +155,7 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def overlap(self) -> list[Run]:
-        """What a step costs the host and the device, and how much of the host's time is hidden."""
+        """Measure a step's microseconds on host and device, and the share of the host's that is hidden."""
         rows, steps = (8, 8) if self.quick else (SIZES["max_rows"], 60)
         runs = []
         for count in dict.fromkeys((1, rows)):
@@ -174,7 +177,10 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def steps(self, variant: str, work: Workload, steps: int, repeat: int) -> Sample:
-        """Wall and device time of decode steps in the middle of a run."""
+        """Measure the wall and device time of a decode step, in microseconds, in the middle of a run.
+
+        work: requests that all decode at once. steps: number of steps that are timed. repeat: not read.
+        """
         engine, cold = self.engine(variant), self.cold(work)
         for prompt, params in zip(cold.prompts, cold.params, strict=True):
             engine.add(prompt, params)
@@ -190,7 +196,10 @@ class Bench(benchmarks.bench.Bench):
         ]
 
         def device() -> float:
-            """A step again and again: it reads and writes what it read and wrote before."""
+            """Return the device time of a step, in microseconds: its graph replayed again and again.
+
+            Each replay reads and writes what the one before it did.
+            """
             replays = [graph.replay] * 10
             (seconds,) = time_call(
                 lambda: [replay() for replay in replays], self.device, repeats=1, floor=0.0
@@ -211,7 +220,7 @@ class Bench(benchmarks.bench.Bench):
         return {"wall_us_per_step": per_step, "device_us_per_step": on_device}
 
     def startup(self) -> list[Run]:
-        """What capturing took, kernels compiled on the way included."""
+        """Report the number of graphs, and the seconds and bytes of capturing them, compilation included."""
         took = self.graphs.startup
         sample = {
             "startup_seconds": took.seconds,
@@ -222,7 +231,7 @@ class Bench(benchmarks.bench.Bench):
         return [self.run_of(PHASE, uniform("startup", 1, 1, 1), Samples([sample]))]
 
     def serving(self) -> list[Run]:
-        """Long prompts among short ones, as they arrive, in steps of 512 tokens."""
+        """Measure long prompts among short ones that arrive over time, in steps of at most 512 tokens."""
         work = self.short(workload("chunked_prefill"))
         scheduler: Any = self.base.scheduler
         before = scheduler.step_tokens, scheduler.chunk_tokens
@@ -236,18 +245,21 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def replayed(self, variant: str, work: Workload, repeat: int) -> Sample:
-        """One replay of the arrivals."""
+        """Measure a variant in one replay of a workload's arrivals.
+
+        repeat: not read.
+        """
         return time_replay(self.engine(variant), self.cold(work), self.device)[0]
 
     def compiled(self) -> list[Run]:
-        """`torch.compile` in the place of phase 06's small operators, in graphs as well."""
+        """Measure `torch.compile` in place of phase 06's kernels for small operators, in graphs as well."""
         sizes = PagedSizes(**{**SIZES, "max_rows": 16}, cache_bytes=1 << 33)
         features = (Compiled(), Chunked(), Prefix(), Graphs(graph_tokens=0), Overlap())
         engine = build(Recipe(self.model, sizes, features))
         return self.race({COMPILED: engine}, workload("single-512"))
 
     def without_kernels(self) -> list[Run]:
-        """Phase 08 as it stands, for the whole way at batch 1."""
+        """Measure phase 08 with PyTorch's operators instead of Triton kernels, for one request."""
         engine = engine_of(TORCH, self.model, max_len=SIZES["max_len"], cache_bytes=1 << 31)
         return self.race({TORCH: engine}, workload("single-512"))
 

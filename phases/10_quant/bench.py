@@ -29,7 +29,7 @@ SMALL_HEAD = {f"{PHASE} int4, int4 head": {"quantization": "int4", "head": "int4
 
 
 def run(options: BenchOptions) -> Evidence:
-    """On a CPU the speed of the small model; on a GPU that of large ones."""
+    """Measure the speed of each format: on a CPU with a small model, on a GPU with large ones."""
     cuda = options.device.type == "cuda"
     usual = ("random:qwen3-8b", "random:qwen3-0.6b") if cuda else ("smollm2",)
     runs: list[Run] = []
@@ -43,7 +43,7 @@ class Bench(benchmarks.bench.Bench):
     """One model in several formats, with the appendix and without."""
 
     def measured(self) -> list[Run]:
-        """On a CPU one request and 16 at a time and a prompt; on a GPU the published workloads."""
+        """Measure one request, 16 at a time, and a prompt on a CPU; the published workloads on a GPU."""
         if not self.on_cpu:
             # Many requests read a head as fast as one does.
             made, head = self.makers(ON_GPU, **SIZES), self.makers(SMALL_HEAD, **SIZES)
@@ -60,7 +60,10 @@ class Bench(benchmarks.bench.Bench):
     def makers(
         self, formats: dict[str, dict[str, Any]], **sizes: Any
     ) -> dict[str, partial[Any]]:
-        """What makes the engine of each format."""
+        """Return functions that make the engine of each format, with and without the appendix, by name.
+
+        formats: the options of each format, by its name. sizes: further options of every engine.
+        """
         return {
             name + ending: partial(engine_of, name + ending, self.model, **(sizes | given))
             for (name, given), ending in product(formats.items(), ("", APPENDIX))

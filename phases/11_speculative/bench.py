@@ -48,14 +48,14 @@ MOST_ITEMS = 2
 
 
 class Never(DraftController):
-    """Drafting has switched itself off, and stays so."""
+    """A draft controller that never drafts, as if drafting had switched itself off."""
 
     def decide(self, running: Sequence[Request]) -> None:
         """Return None: there are no drafts."""
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Tasks with every drafter, and the sweep over batch sizes.
+    """Measure tasks with every drafter, and a sweep over batch sizes.
 
     A model with random weights (`--model random:SHAPE`) has no text to guess: it is swept, and no more.
     """
@@ -79,10 +79,13 @@ Contender = tuple[PagedEngine, Drafter]
 
 
 class Bench(benchmarks.bench.Bench):
-    """One model and one engine, in which drafters take turns; without one it is phase 09's."""
+    """One model and one engine, in which drafters take turns; without a drafter it is phase 09's engine."""
 
     def __init__(self, options: BenchOptions, ending: str = "", **given: Any) -> None:
-        """ending: of all variants' names, `APPENDIX` or nothing."""
+        """Make the engine, by the options `given`.
+
+        ending: of all variants' names, `APPENDIX` or nothing.
+        """
         release_memory(options.device)
         super().__init__(options)
         self.ending = ending
@@ -90,16 +93,19 @@ class Bench(benchmarks.bench.Bench):
         self.engine = engine_of(PHASE + ending, self.model, **self.given)
 
     def other(self, **settings: Any) -> Contender:
-        """Return an engine of its own, whose drafter is part of it."""
+        """Return another engine, with the options `settings`, and its own drafter."""
         engine = engine_of(PHASE + self.ending, self.model, **{**self.given, **settings})
         return engine, engine.scheduler.drafter
 
     def drafter(self, source: Proposer, *, adaptive: bool = True) -> SpeculativeRunner:
-        """A drafter for the engine that guesses on the host, as the feature would make it."""
+        """Return a drafter for the engine, whose drafts `source` makes on the host.
+
+        adaptive: False: always the most drafts, whatever they cost.
+        """
         return SpeculativeRunner(source, self.length, adaptive=adaptive)
 
     def tasks(self) -> list[Run]:
-        """Requests one after the other, with and without guessing; nothing is found in a prefix cache."""
+        """Measure requests one after the other, without drafts and by each drafter; no prefix is cached."""
         tokenizer = Tokenizer(model_folder(self.name))
         ngrams = (self.engine, self.drafter(NGrams()))
         contenders: dict[str, Contender] = {BEFORE: (self.engine, NO_DRAFTS), PHASE: ngrams}
@@ -123,7 +129,7 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:
-        """Batch sizes: three right drafts, drafts that are always wrong, and none."""
+        """Measure each batch size with three right drafts, with wrong drafts only, and without drafts."""
         off = self.drafter(Synthetic(LENGTH))
         off.control = Never(LENGTH)
         contenders: dict[str, Contender] = {
@@ -142,7 +148,10 @@ class Bench(benchmarks.bench.Bench):
     def take_turns(
         self, contenders: Mapping[str, Contender], work: Workload, **facts: Any
     ) -> list[Run]:
-        """All contenders on one workload, in turn. What is synthetic says so."""
+        """Measure contenders (engine and drafter, by variant) on one workload, in turn.
+
+        facts: values added to each run. A run with synthetic drafts also has how many of them are right.
+        """
         few = work.first(2, tokens=8)
         timed = {name: partial(self.sample, one, work) for name, one in contenders.items()}
         warm = {name: partial(self.warm, one, few) for name, one in contenders.items()}
@@ -153,7 +162,7 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def warm(self, contender: Contender, work: Workload) -> None:
-        """Put a drafter into its engine, and say a few tokens; afterwards it remembers no text."""
+        """Install a drafter in its engine, generate the tokens of `work`, and set its counts to 0."""
         engine, drafter = contender
         engine.scheduler.drafter = drafter
         agree = agreeing
@@ -168,7 +177,10 @@ class Bench(benchmarks.bench.Bench):
             stats.accepted = []
 
     def sample(self, contender: Contender, work: Workload, number: int) -> Sample:
-        """Speed, and what came of the drafts."""
+        """Measure a contender's speed and steps, and its accepted drafts and tokens a step.
+
+        number: not read.
+        """
         engine, drafter = contender
         steps = engine.stats.steps
         found, done = time_replay(engine, work, self.device)
@@ -182,7 +194,7 @@ class Bench(benchmarks.bench.Bench):
 
 
 def stats_of(drafter: Drafter) -> SpeculationStats | None:
-    """What a drafter counts, if it guesses."""
+    """Return a drafter's counts of drafts, or None if it makes no drafts."""
     return drafter.stats if isinstance(drafter, SpeculativeRunner) else None
 
 

@@ -51,7 +51,7 @@ LARGE = "random:qwen3-8b"
 
 
 class Bench(benchmarks.bench.Bench):
-    """One model, a vocabulary for its grammars, and the engines of both phases."""
+    """One model, a vocabulary for its grammars, and the engines of phases 09 and 12."""
 
     phase = PHASE
     appendix = "all"
@@ -70,7 +70,10 @@ class Bench(benchmarks.bench.Bench):
             )
 
     def measured(self) -> list[Run]:
-        """Throughput with masks, the cost of one, and steps saved; on a GPU also that of a large model."""
+        """Measure throughput with masks, the time of a mask, and the steps that forced tokens save.
+
+        On a GPU also the throughput of a large model.
+        """
         runs = self.throughput() + self.masks() + self.steps()
         if not self.on_cpu and self.options.model is None and not self.quick:
             large = Bench(replace(self.options, model=LARGE))
@@ -80,7 +83,7 @@ class Bench(benchmarks.bench.Bench):
     # Throughput.
 
     def throughput(self) -> list[Run]:
-        """All rows constrained, one of them, none of them, and the phase before, at equal lengths.
+        """Measure throughput with grammars for all requests, one or none, and of phase 09, at equal lengths.
 
         On a GPU twice: at the lengths that all phases are measured with, and at short ones, where a step of
         a small model takes no longer than its masks.
@@ -93,7 +96,7 @@ class Bench(benchmarks.bench.Bench):
         return self.rates(workload("offline-256"), (ONE, FIELDS, PHASE)) + runs
 
     def rates(self, work: Workload, variants: Sequence[str]) -> list[Run]:
-        """Tokens a second of the phase before and of these variants."""
+        """Measure the tokens a second of phase 09 and of `variants`, on one workload."""
         work = self.short(work)
         count = len(work.items)
         free = [
@@ -130,7 +133,11 @@ class Bench(benchmarks.bench.Bench):
         return self.compare(timed, work, warm={}, batch=count, **by)
 
     def sizes(self, count: int, max_len: int, tokens: int) -> dict[str, Any]:
-        """Room for all requests, and for the other phase's engine beside this one."""
+        """Return the size options of an engine, small enough for two engines beside each other.
+
+        count: most running requests. max_len: most tokens of a request. tokens: most tokens in the cache at a
+            time.
+        """
         return {
             "max_rows": count,
             "max_len": max_len,
@@ -139,7 +146,7 @@ class Bench(benchmarks.bench.Bench):
         }
 
     def engine(self, sizes: Mapping[str, Any], **options: Any) -> PagedEngine:
-        """This phase's engine with the vocabulary, which a random model has from nowhere else."""
+        """Return phase 12's engine with this vocabulary, since a random model has no tokenizer."""
         # Guesses would need a mask for each of their places, and phase 09 guesses nothing either.
         engine = engine_of(
             PHASE + APPENDIX, self.model, **{"speculate": False, **sizes, **options}
@@ -155,7 +162,7 @@ class Bench(benchmarks.bench.Bench):
     # One mask.
 
     def masks(self) -> list[Run]:
-        """Measure a mask, by schema and backend, along outputs drawn from masks."""
+        """Measure the time of a mask, by schema and backend, along outputs drawn from masks."""
         runs = []
         for name, made in BACKENDS.items():
             try:
@@ -180,7 +187,10 @@ class Bench(benchmarks.bench.Bench):
     # Steps.
 
     def steps(self) -> list[Run]:
-        """Steps of the schema sample with and without drafts of what is forced, one request at a time."""
+        """Count the steps of one output per schema, with and without drafts of tokens that grammars force.
+
+        Requests run one at a time.
+        """
         most = 16 if self.quick else 48
         params = [
             SamplingParams(
@@ -213,7 +223,7 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def fact(self, variant: str, work: str, found: Mapping[str, float], **options: Any) -> Run:
-        """Evidence of something that was done once."""
+        """Return a run of the values `found`, which were measured once."""
         sha = hashlib.sha256(json.dumps([work, SCHEMAS]).encode()).hexdigest()
         made = self.run_of(variant, uniform(work, 1, 1, 1), Samples([dict(found)]), **options)
         return replace(made, workload_sha256=sha, noise=None)

@@ -35,14 +35,14 @@ def chunk_sizes(most: int) -> list[int]:
 
 
 def full_step(model: Model, step_tokens: int, most: int) -> int:
-    """Return `step_tokens` if full steps should have a CUDA graph of their own, else 0.
+    """Return `step_tokens` if steps of `step_tokens` tokens should have a CUDA graph of their own, else 0.
 
     step_tokens: most tokens that the scheduler puts into a step. most: tokens of the largest other graph
-        for steps with prompt tokens; 0: there are no such graphs.
+        for steps with prompt tokens; 0: there are no such graphs, and 0 is returned.
 
     Above `most` tokens padding would cost much, and usually the device takes longer than the launches of an
-    eager step. With a small model on a large GPU it does not: there one more graph, for full steps, is
-    faster. With a large model steps are long, and the graph would only take memory.
+    eager step (one without a graph). On a GPU it does not if a step of `step_tokens` tokens takes at most
+    `LAUNCHED_FLOP` operations: there one more graph is faster. With a larger model it would only take memory.
     """
     config = model.config
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
@@ -59,11 +59,11 @@ FULL = 0.9
 
 
 def fills(full: int, works: Sequence[Work], longest: int) -> bool:
-    """Return True if a step should use the graph for full steps: it fits well, with no very long prompt.
+    """Return True if a step has 0.9 of the tokens of the graph for full steps, and no very long prompt.
 
-    full: tokens of that graph; the step has to fill 0.9 of them. works: for each request of the step,
-        the tokens to compute. longest: context length, in tokens, from which prompts are computed by
-        another kernel.
+    full: tokens of that graph, the most that the scheduler puts into a step. works: for each request of the
+        step, the tokens to compute. longest: context length, in tokens, from which prompts are computed by
+        another kernel, so that the graph is not used.
     """
     ends = [work.start + work.count for work in works if work.count > 1]
     return sum(work.count for work in works) >= FULL * full and max(ends, default=0) < longest

@@ -35,7 +35,7 @@ def most_tiles(attention: TritonPagedAttention, tokens: int, requests: int) -> i
 
     These are the full tiles, and for each prompt one that is not full.
 
-    tokens, requests: most tokens and requests of the step.
+    attention: says how many tokens a tile has. tokens, requests: most tokens and requests of the step.
     """
     return tokens // attention.tile_tokens(tokens) + min(
         requests, tokens // (attention.most_queries + 1)
@@ -45,13 +45,14 @@ def most_tiles(attention: TritonPagedAttention, tokens: int, requests: int) -> i
 class Layout:
     """Offsets of the inputs of a `ChunkGraph` in one flat int64 array, so that one copy sends them all.
 
-    Inputs have the names of `HostBatch`'s fields, such as `positions`.
+    Inputs have the names of the fields of `HostBatch` (a step's batch on the host), such as `positions`.
 
     tokens, requests: most tokens and requests of a step. Lists of requests have an entry more, for a
         request without tokens, which pads them.
     tiles: most query tiles (blocks of one prompt's queries in the prefill kernel).
-    samples: most sampled tokens; None: one per request, and no input `drafts` (draft token ids are in the
-        step's token rows already).
+    samples: most sampled tokens; None: one per request, and no input `drafts` (the device has the ids of
+        draft tokens already).
+    size: length of the array.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class Layout:
         host: the step's batch. members: indices in the batch of the requests for the decode kernel.
         tiles: `[n, 4]`, query tiles of the other requests: request, row of the first query, queries, first
             position.
-        drafts: `[T]`, for each token its draft id if the device has not stored that yet, else -1; None: no
-            drafts.
+        drafts: `[T]`, for each token of the step its id if it is a draft that the device has not stored yet,
+            else -1; None: no drafts.
         """
         others = {
             "members": members,

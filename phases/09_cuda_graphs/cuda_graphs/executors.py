@@ -47,7 +47,7 @@ class DecodeGraphExecutor:
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
         """Capture all decode graphs by `capturer`, largest first.
 
-        part: called with each graph's name, to show progress.
+        part: a progress callback, called with each graph's name before its capture.
         """
         for size, features in product(reversed(self.sizes), KINDS):
             part(f"{size} requests")
@@ -69,7 +69,10 @@ class DecodeGraphExecutor:
         return None if size is None else (size, masked)
 
     def run(self, works: Sequence[Work], ticket: tuple[int, bool]) -> Forwarded:
-        """Run a decode step's forward pass by a graph, and return it; the graph samples too, unless masked.
+        """Run a decode step's forward pass by a graph; return a `Forwarded`, a step for the caller to sample.
+
+        If no sample needs more than a temperature (so no mask, top-k or log-probabilities), the graph samples
+        too, and the `Forwarded` only returns its tokens.
 
         works: for each request of the step, the tokens to compute. ticket: the graph's size in requests,
             and whether grammars restrict the step's samples (masks are made later, so the caller samples).
@@ -121,9 +124,8 @@ def decodes(works: Sequence[Work]) -> bool:
 class ChunkGraphExecutor:
     """Runs steps with several tokens per request, each by the smallest `ChunkGraph` that holds its tokens.
 
-    most_tokens: in the largest graph, apart from one for full steps (of `step_tokens` tokens); 0: there are
-        no graphs.
-    step_tokens: most tokens of a step: steps that are full may have a graph of their own.
+    most_tokens: tokens of the largest graph for steps that are not full; 0: there are no graphs.
+    step_tokens: most tokens that the scheduler puts into a step. Such full steps may have one more graph.
     """
 
     order: ClassVar[int] = 40
@@ -147,9 +149,9 @@ class ChunkGraphExecutor:
         self._staging = Staging(largest, runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all chunk graphs by `capturer`, largest first.
+        """Capture the CUDA graphs of all sizes by `capturer`, largest first.
 
-        part: called with each graph's name, to show progress.
+        part: a progress callback, called with each graph's name before its capture.
         """
         for (tokens, requests), layout in reversed(self._layouts.items()):
             part(f"{tokens} tokens of {requests} requests")
@@ -161,7 +163,8 @@ class ChunkGraphExecutor:
     def supports(self, works: Sequence[Work], masked: bool) -> ChunkGraph | None:
         """Return the smallest graph that holds a step, or None if there is none.
 
-        The graph for full steps is returned only if the step nearly fills it.
+        The graph for full steps (of as many tokens as the scheduler puts into a step) is returned only if the
+        step has 0.9 of its tokens, and no prompt that reaches 8,192 tokens (`LONG`).
 
         works: for each request of the step, the tokens to compute. masked: not read.
         """
@@ -197,9 +200,10 @@ def replay_chunk(
     graph: ChunkGraph,
     drafts_of: DraftsOf | None = None,
 ) -> tuple[Sequence[Work], HostBatch]:
-    """Send a step's inputs to the device and replay its chunk graph.
+    """Send a step's inputs to the device and replay `graph`, which holds the step.
 
-    staging: copies the inputs. works: for each request of the step, the tokens to compute.
+    runner: sends changed block tables, and counts the replay. staging: copies the other inputs.
+    works: for each request of the step, the tokens to compute.
     drafts_of: returns `[T]` for the sorted works and their layout: the draft's id for each token that is a
         draft, else -1; None: the graph has no input of drafts.
 

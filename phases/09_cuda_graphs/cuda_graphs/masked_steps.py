@@ -43,7 +43,7 @@ def begin_masks(
 def unfinished(engine: Engine, works: list[Work]) -> list[Work]:
     """Return the works (one request's tokens in a step) whose requests have not ended since scheduling.
 
-    The others are finished in the scheduler, as not computed.
+    For each of the others `Scheduler.finish_step` is called, which counts its tokens as not computed.
     """
     left = []
     for work in works:

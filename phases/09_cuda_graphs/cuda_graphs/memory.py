@@ -36,7 +36,7 @@ def graph_bytes(model: Model, rows: int, tokens: int, step_tokens: int) -> int:
     Args:
         rows: requests in the largest decode graph.
         tokens: tokens in the largest chunk graph (for steps with prompt tokens), 0 if there are none.
-        step_tokens: tokens of a full step, which may have a graph, too.
+        step_tokens: most tokens that the scheduler puts into a step; such a step may have a graph, too.
     """
     full = full_step(model, step_tokens, tokens)
     step = max(activation_bytes(model, size, rows) for size in (rows, tokens, full))

@@ -29,9 +29,9 @@ class OverlappedLoop:
     """A loop of engine steps that launches the next step before it reads the results of the last one.
 
     A request is scheduled on a *placeholder* for the token that is on its way to the host. If that token
-    ends the request, the step that was scheduled meanwhile computes one token too many, which `collect`
-    drops. The request's row and blocks may belong to another request by then; the first write of that
-    request comes later in the device's queue than the write of the dropped token.
+    ends the request, the step that was scheduled meanwhile computes one token too many, which
+    `Engine.collect` drops. The request's row and blocks may belong to another request by then; the first
+    write of that request comes later in the device's queue than the write of the dropped token.
 
     Two parts need tokens on the host earlier. Some drafters must see every token before a step is
     scheduled. And the grammar masks of a step depend on the tokens of the step before: they are begun as
@@ -58,7 +58,8 @@ class OverlappedLoop:
     def advance(self, engine: Engine) -> None:
         """Launch the engine's next step, then append the tokens of the step before to their requests.
 
-        A step that needs masks of those tokens is launched without its sampling.
+        If the next step has grammar masks, which depend on those tokens, its sampling is launched when its
+        masks are ready. If the drafter must see every token, the step before is finished first.
         """
         if needs_finished_step(engine.scheduler.drafter):
             self.finish_steps(engine)
@@ -101,5 +102,8 @@ class OverlappedLoop:
 
 
 def needs_finished_step(drafter: Drafter) -> bool:
-    """Return True while `drafter` must see every token before a step is scheduled; mostly False."""
+    """Return True while `drafter` must see every token before a step is scheduled.
+
+    False for a drafter that is no `WaitingDrafter`.
+    """
     return isinstance(drafter, WaitingDrafter) and drafter.needs_finished_step

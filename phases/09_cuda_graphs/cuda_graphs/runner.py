@@ -38,7 +38,7 @@ class GraphExecutor(StepExecutor, Protocol):
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
         """Capture all graphs of this executor by `capturer`, largest first.
 
-        part: called with each graph's name, to show progress.
+        part: a progress callback, called with each graph's name before its capture.
         """
         ...
 

@@ -133,7 +133,7 @@ def chunk_kernel(
         (only with DRAW) and column.
     logits: `[B, V]`, rows `row_stride` apart. rows: `[B]`, each request's row of settings. steps: `[B]`,
         the number of its output tokens before. floats, ints: settings of all rows, `[rows, 5]` and `[rows,
-        3]`.
+        3]`, rows `float_stride` and `int_stride` apart.
     first: the token id of the first column. NATIVE: use the GPU's fast logarithm.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -164,9 +164,10 @@ def finish_kernel(
     One program per row. Weights are relative to the row's largest logit. In a greedy row, or where the
     row's largest logit is not finite, the token is the argmax, the first of equals.
     tokens: output `[B]` int64. best, races, ids: `[B, CHUNKS]` as `chunk_kernel` stored them: largest
-        logit; the sampled token's -E / weight and column. rows: `[B]`, each request's row of settings.
-    floats: settings of all rows. CHUNKS_PAD: CHUNKS or the next power of two. DRAW: False: every row is
-        greedy.
+        logit; the sampled token's -E / weight (E is exponential noise) and column. rows: `[B]`, each
+        request's row of settings.
+    floats: settings of all rows, `float_stride` apart. CHUNKS_PAD: CHUNKS or the next power of two. DRAW:
+        False: every row is greedy.
     """
     row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
     x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))

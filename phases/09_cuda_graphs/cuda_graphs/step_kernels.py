@@ -20,8 +20,8 @@ def gather_kernel(
 ):  # fmt: skip
     """Write one token's inputs of a step, given its row and position. One program per token.
 
-    rows: `[T]` int64, the token's row of the next two. at: `[T]` int64, its position (-1: padding). tokens:
-        `[R, max_len]`, token ids. tables: `[R, width]`, block tables.
+    rows: `[T]` int64, the token's row in `tokens` and `tables`. at: `[T]` int64, its position (-1:
+        padding). tokens: `[R, max_len]`, token ids. tables: `[R, width]`, block tables.
     drafts: `[T]`, ids of draft tokens that `tokens` does not have yet, -1: no draft; read if DRAFTS. P:
         tokens of a block.
     ids, positions, slots: outputs `[T]`; a slot is block times P plus index in the block, -1 for padding.

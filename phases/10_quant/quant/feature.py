@@ -68,7 +68,10 @@ class Quant(Feature):
         INT4.with_group(self.group_size)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Quantize layers while the model is loaded; if the KV cache is quantized, also find its scales."""
+        """Replace the builder's weight loader by one that quantizes layers while the model is loaded.
+
+        If the KV cache is quantized, also let its scales be measured once the model is loaded.
+        """
         builder.weight_loader.replace(self, self.weight_loader())
         if self.kv_cache != PLAIN:
             builder.surgeries.append(self._scale_keys)
@@ -99,7 +102,10 @@ class Quant(Feature):
         builder.kv.replace(self, KVFormat(KV_DTYPES[self.kv_cache], scales))
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace the model's quantized linear layers by those with the device's fastest matrix product."""
+        """Replace the model's quantized linear layers by those with the device's fastest matrix product.
+
+        With Triton kernels, also reserve memory for the largest weight that is unpacked at a call.
+        """
         if not any(isinstance(layer, QuantLinear) for layer in builder.model.modules()):
             return
         if builder.feature(Kernels) is not None:

@@ -37,8 +37,9 @@ class KernelLinear(QuantLinear):
 
     @property
     def stored(self) -> QuantizedWeight:
-        """Return the weight as kernels read it: four-bit numbers in int32 words, for inputs that are in its
-        `order` already.
+        """Return the weight as kernels read it: without `order`, and four-bit numbers in int32 words.
+
+        Inputs have to be permuted by `order` before they are multiplied by this weight.
         """
         return QuantizedWeight(self.scheme, self.data, self.scale, self.zero)
 

@@ -36,12 +36,12 @@ def sample(model: Model) -> list[int]:
 def head_scales(model: Model, texts: Sequence[Sequence[int]], kind: str) -> Tensor:
     """Return scales `[L, 2, KH]` float32 of keys and values by layer and head, for a cache in 8 bits.
 
-    Each is a head's largest magnitude in `texts`, times `ROOM` since others may be larger, divided by the
-    format's largest number.
+    Each is a head's largest magnitude in `texts`, times a margin (2 for fp8, 1.1 for int8: other texts may
+    have larger ones), divided by the format's largest number.
 
     Args:
         texts: token ids, each text by itself.
-        kind: the format of the cache, a key of `KV_DTYPES`.
+        kind: the format of the cache, "fp8" or "int8".
     """
     seen = HeadMaxima(model)
     with torch.inference_mode():
@@ -65,7 +65,10 @@ class HeadMaxima(RecomputeAttention):
         )
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Record magnitudes of `k` and `v [S, KH, D]`; return attention's output `[S, H, D]` for `q`."""
+        """Record magnitudes of a layer's `k` and `v [S, KH, D]`; return attention's output `[S, H, D]`.
+
+        q: `[S, H, D]`, the queries.
+        """
         for side, x in enumerate((k, v)):
             most = x.float().abs().amax(dim=(0, 2))
             self.largest[layer.index, side] = self.largest[layer.index, side].maximum(most)

@@ -120,8 +120,10 @@ class StepCost:
 
     plain: seconds of a plain step (without drafts), measured `samples` times.
     fixed: how much longer a step with any drafts takes, as a multiple of `plain`.
-    each: what each draft costs besides, in tokens: the plain steps that one draft of every request adds.
-    tries: steps with drafts that were measured. most: drafts of a request that may be tried next.
+    each: what each draft of every request adds to that, as a multiple of `plain`. In that time a plain step
+        would make as many tokens for a request, so this is also a draft's cost in tokens.
+    tries: steps with drafts that were measured.
+    most: drafts that each request may have in the next step; twice as many after each measured step.
     drafting: number of steps with drafts, pauses included. tried_at: number of the last step with drafts.
     """
 
@@ -135,7 +137,7 @@ class StepCost:
     drafting: int = 0
 
     def add_plain(self, seconds: float) -> None:
-        """Update `plain` by the measured time of a step without drafts, in seconds."""
+        """Update `plain`, the estimated seconds of a step without drafts, by a measured time in seconds."""
         self.samples += 1
         if self.samples > SAMPLES:
             self.plain += (1 - MEMORY) * (min(seconds, 1.5 * self.plain) - self.plain)
@@ -143,9 +145,10 @@ class StepCost:
             self.plain = min(self.plain, seconds) if self.samples > 1 else seconds
 
     def add_drafts(self, seconds: float, drafts: float) -> None:
-        """Update `fixed` and `each` by the measured time of a step with drafts, in seconds.
+        """Update `fixed` and `each`, what drafts cost, by the measured seconds of a step with drafts.
 
-        drafts: mean number of drafts of a request in the step.
+        drafts: mean number of drafts of a request in the step. Nothing is updated without drafts or before a
+            plain step's time (`plain`) is known.
         """
         if not (self.plain and drafts):
             return
@@ -178,7 +181,7 @@ class DraftController:
     """Decides before each step whether there are drafts, and how many for each request.
 
     Args:
-        most: drafts of a request in a step.
+        most: most drafts of a request in a step.
         adaptive: False: always `most`, without measuring.
         watches: the drafter must see every step of a request, so drafting starts and stops only between
             requests.
@@ -314,7 +317,7 @@ class DraftController:
         return None if lengths is None else lengths[:rows]
 
     def _measure(self, rows: int) -> None:
-        """Update the estimated cost of a step by the time since the last call, if that step was decodes.
+        """Update a step's estimated cost by the time since the last call, if that step had no prompt tokens.
 
         Estimates are kept by batch size, with and without drafts. rows: requests in the step that begins.
         """
@@ -335,5 +338,5 @@ class DraftController:
 
 
 def is_decode(work: Work) -> bool:
-    """Return True if a work (one request's tokens in a step) is the newest token, and drafts, alone."""
+    """Return True if a work (one request's tokens in a step) is the newest token and drafts, no others."""
     return work.count == 1 + len(work.drafts) and len(work.sampled_requests) == 1

@@ -22,9 +22,10 @@ from speculative.proposer import Proposer
 class Shadow:
     """A copy of a request in the draft model's engine.
 
-    request: the copy, with a row, blocks and settings of that engine; its `num_computed_tokens` are right.
+    request: the copy, with a row, blocks and settings of that engine; its `num_computed_tokens` counts no
+        drafts.
     drafts: the tokens guessed last, which follow the copy's tokens; all but the last draft are computed.
-    known: how many tokens the large model's request had when they were guessed; -1: none were.
+    known: how many tokens the large model's request had when the drafts were guessed; -1: there are none.
     """
 
     request: Request
@@ -50,7 +51,7 @@ class DraftModel(Proposer):
     ) -> list[tuple[int, ...]]:
         """Return the draft tokens of each request, as many as its entry in `lengths` asks for.
 
-        They are empty for a request for which the draft model's cache has no room.
+        A request for which the draft model's engine has no room gets no drafts: ().
         """
         ready: dict[Request, Shadow] = {}
         behind: list[tuple[Shadow, int]] = []
@@ -73,11 +74,12 @@ class DraftModel(Proposer):
     def _ready(self, request: Request, length: int) -> Shadow | None:
         """Return the draft model's copy of a request, updated and with room for `length` drafts, or None.
 
-        The copy gets the request's new tokens. Of its computed ones, those from the first wrong draft on
-        count as not computed. So do the last draft, which never was computed, and in any case the newest
-        token. The copy's old drafts are dropped. A request without a copy gets one (`_enter`), if there is
-        a row and its tokens fit, else None is returned. A copy without room for its tokens and `length`
-        more is removed, and None is returned. The copy lacks the request's first `_skipped` tokens.
+        The request's new tokens are appended to the copy, except its first `_skipped` tokens. The copy's old
+        drafts are dropped, but where the new tokens agree with them, up to the first that differs, they count
+        as computed. The last draft does not, since it never was, and the newest token never does.
+
+        Without a copy, a request gets one (`_enter`). None is returned if a new copy finds no free row or its
+        tokens do not fit; or if a copy has no room for `length` more tokens, in which case it is removed.
         """
         shadow = self.shadows.get(request)
         if shadow is None:
@@ -142,10 +144,12 @@ class DraftModel(Proposer):
             shadow.request.num_computed_tokens = len(shadow.request.tokens)
 
     def _catch_up(self, owns: Sequence[Request]) -> Pending:
-        """Compute all known tokens of requests in the draft model; return the step with their first drafts.
+        """Compute all known tokens of requests' copies in the draft model, and sample a first draft of each.
 
-        owns: the draft model's requests. Prompts are computed in chunks; the drafts are sampled by the last
-            chunk, whose results may still be pending.
+        owns: the copies. Prompts are computed in chunks, as many steps as that takes.
+
+        Returns:
+            The last step's results, the first drafts, which may still be on their way to the host.
         """
         budget = self.engine.scheduler.step_tokens
         left = {own: len(own.tokens) for own in owns}

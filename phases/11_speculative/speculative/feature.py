@@ -70,9 +70,9 @@ class Speculate(Feature):
         return self.draft_length or DRAFTERS[self.drafter].defaults
 
     def install(self, builder: EngineBuilder) -> None:
-        """Add a drafter and its verifier to the engine, and graphs that verify if it has CUDA graphs.
+        """Add a drafter and a verifier of its drafts to the engine, and CUDA graphs for steps with drafts.
 
-        Nothing is added if `drafter` is "none".
+        Without the feature `Graphs` there are no such graphs. Nothing is added if `drafter` is "none".
         """
         if self.drafter == "none":
             return
@@ -131,8 +131,8 @@ DRAFTERS = {
 class SmallSteps(Feature):
     """A feature that adds CUDA graphs for steps of several tokens per request, if the engine has CUDA graphs.
 
-    They verify drafts, and compute known tokens in a draft model. drafts: most drafts of a request in a
-    step.
+    Such steps verify drafts, and compute in a draft model the tokens that it did not generate.
+    drafts: most drafts of a request in a step.
     """
 
     name: ClassVar[str] = "small_steps"
@@ -141,7 +141,10 @@ class SmallSteps(Feature):
     drafts: int
 
     def install(self, builder: EngineBuilder) -> None:
-        """Add the graphs' executor to the engine, and reserve device memory for the graphs."""
+        """Add a `VerifyGraphExecutor`, which captures graphs for such small steps, and reserve their memory.
+
+        Without the feature `Graphs`, nothing is added.
+        """
         graphs = builder.feature(Graphs)
         if graphs is not None:
             from speculative.verify_graph import VerifyGraphExecutor, verify_bytes

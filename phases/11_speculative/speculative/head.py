@@ -76,9 +76,11 @@ class Head(Model):
     predicts token p + 2. So its sequence is the request's without the first token. Its output head has only
     some tokens.
 
-    layers: its number of layers. width: of their MLPs. ids: `[N]` int64, the tokens of its output head.
+    large: the model it drafts for. layers: its number of layers. width: of their MLPs. ids: `[N]` int64, the
+        tokens of its output head.
     hooks: indices of the large model's layers whose outputs it reads, beside the last layer's.
-    features: `[most, hidden]`, the features that the next call reads, in the order of its tokens.
+    features: `[most, hidden]`, what the next call reads beside the token ids, in their order: mixed hidden
+        states. `most` is the number of tokens given to `room`.
     """
 
     features: Tensor
@@ -117,7 +119,10 @@ class Head(Model):
         return mixed
 
     def room(self, tokens: int) -> None:
-        """Allocate `features` for up to `tokens` tokens, at an address that a CUDA graph may read."""
+        """Allocate `features`, what `forward` reads beside token ids, for up to `tokens` tokens.
+
+        Its address stays, so a CUDA graph may read it.
+        """
         self.features = torch.zeros(
             tokens, self.config.hidden_size, dtype=self.dtype, device=self.device
         )

@@ -23,7 +23,7 @@ class HiddenStateHooks:
     A hook after each layer copies its output; a CUDA graph captures that with the layer. The engine with
     these hooks owns its model, so that no other engine runs them.
 
-    layers: indices of the layers. tokens: most of a step.
+    layers: indices of the layers. tokens: most tokens of a step.
 
     kept: `[tokens, len(layers) * hidden]`, the outputs in the newest step, in the order of its tokens.
     """

@@ -23,8 +23,8 @@ MOST_NEW = 4096
 class NGramIndex:
     """Index of the position where each n-gram of a request's tokens occurred last.
 
-    A token costs one entry for each of `NGRAM_SIZES`, some 100 bytes each, so an index has at most 10 MB.
-    At `MOST_TOKENS` tokens it drops the first half.
+    A token costs an entry for each n-gram that ends before it, of 4, 3 and 2 tokens, some 100 bytes each, so
+    an index has at most 10 MB. At 32,768 tokens (`MOST_TOKENS`) it drops the older half of them.
     """
 
     def __init__(self) -> None:
@@ -86,8 +86,7 @@ class NGrams(Proposer):
     ) -> list[list[int] | None]:
         """Return each request's drafts, as many as `lengths` says, or [] if its last n-gram is new.
 
-        None instead of a list: the index, which takes in some thousand tokens a call, lacks a part of the
-        prompt.
+        None instead of a list: the request's index lacks a part of its tokens; it takes in 4,096 a call.
         """
         found = []
         for request, length in zip(requests, lengths, strict=True):

@@ -44,8 +44,9 @@ class Proposer:
         """Store the engine for whose requests tokens are guessed; by default nothing is stored."""
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Learn from a finished step, whose hidden states are in `runner.last`; by default do nothing.
+        """Learn from a finished step; by default do nothing.
 
+        The step's hidden states are in `runner.last` of the engine.
         work: one request's tokens in the step. accepted: how many of its drafts the model confirmed.
         """
 

@@ -53,7 +53,7 @@ class SpeculativeRunner(WaitingDrafter):
 
     Args:
         source: makes the drafts.
-        most: drafts of a request in a step.
+        most: most drafts of a request in a step.
         adaptive: False: always `most` drafts, whatever they cost.
         clock: returns seconds; replaced by tests.
 

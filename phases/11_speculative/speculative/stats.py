@@ -13,8 +13,8 @@ class SpeculationStats:
 
     steps: times that a request's drafts were verified.
     drafted, accepted: number of drafts by position; the first draft of a request in a step has position 0.
-    marks: indices of the output tokens that were accepted drafts, by (request's index, its sample); None:
-        not recorded.
+    marks: which output tokens were accepted drafts, as indices in the output, by the request's (`index`,
+        `sample`): the number of its prompt, and of its completion; None: not recorded.
     """
 
     steps: int = 0

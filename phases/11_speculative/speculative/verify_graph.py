@@ -105,9 +105,9 @@ class VerifyGraphExecutor:
         )
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs by `capturer`, largest first.
+        """Capture all graphs that verify drafts by `capturer`, largest first.
 
-        part: called with each graph's name, to show progress.
+        part: a progress callback, called with each graph's name before its capture.
         """
         for ((tokens, requests), layout), kind in product(
             sorted(self._layouts.items(), reverse=True), CAPTURED
@@ -149,11 +149,11 @@ class VerifyGraphExecutor:
 def verify_sizes(most_rows: int, most_drafts: int) -> dict[int, list[int]]:
     """Return the token counts for which graphs are captured, by the number of requests they hold.
 
-    Each number of requests has counts of 2, 4, 8 and 16 tokens per request, as far as `most_drafts` allows,
-    and one of `most_drafts` and one more.
+    The numbers of requests are powers of two up to `most_rows`, at most 256. Each has counts of 2, 4, 8 and
+    16 tokens per request, as far as these are at most `most_drafts`, and of `most_drafts + 1`.
 
-    most_rows: the most requests. most_drafts: drafts of a request. Counts above `MOST_VERIFIED` are left
-        out: such a step takes so long that sampling outside a graph costs little.
+    most_rows: the most requests. most_drafts: drafts of a request. Counts above 512 (`MOST_VERIFIED`) are
+        left out: such a step takes so long that sampling outside a graph costs little.
     """
     lengths = [length for length in (2, 4, 8, 16) if length <= most_drafts] + [most_drafts + 1]
     rows = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most_rows]

@@ -14,9 +14,10 @@ from structured.matcher import Matcher, Words
 
 @dataclass(eq=False)
 class Constraint:
-    """A request's position in its grammar: a matcher, and how many output tokens that has accepted.
+    """A request's position in its grammar.
 
-    accepted: number of these tokens; a preempted request keeps its tokens, and so this count.
+    matcher: follows the output through the grammar. accepted: number of output tokens that the matcher has
+        accepted; a preempted request keeps its tokens, and so this count.
     """
 
     matcher: Matcher
@@ -39,7 +40,7 @@ class Constraint:
         """Record that the matcher has accepted the first `accepted` of the new output tokens `new`.
 
         Returns:
-            An error text if there is a token after these, or a limit is exceeded; otherwise "".
+            An error text if the matcher has not accepted all of `new`, or a limit is exceeded; otherwise "".
         """
         self.accepted += accepted
         if self.matcher.problem or accepted == len(new):
@@ -93,8 +94,11 @@ def forbidden_ends(
 ) -> list[tuple[int, int]]:
     """Return the end tokens that `min_tokens` and `ignore_eos` forbid: (row of the mask, token id) pairs.
 
-    request: whose masks. eos: the model's end-of-sequence tokens. row: the row, in the masks of a step, of
-        the one for the request's next token. count: number of the request's masks, row by row.
+    End tokens are `eos` and, below `min_tokens`, also the request's `stop_token_ids`.
+
+    request: whose masks. eos: the model's end-of-sequence tokens. row: index, among the masks of a step, of
+        the mask of the request's next token. count: number of the request's masks, which begin there: one
+        for the next token and one after each draft.
     """
     params, length = request.params, len(request.tokens) - request.prompt_len
     found = list[tuple[int, int]]()

@@ -92,9 +92,9 @@ class AutomataGrammarManager(GrammarManager):
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """Return the bit masks of all samples that have a grammar, copied to the device; None if none has.
 
-        A request whose output its grammar does not allow fails (`_fail`) and has no masks. `hold_back`
-        forbids the end tokens of `forbidden_ends`. The result's `positions` has the index of each mask's
-        sample among all samples.
+        A request whose output its grammar does not allow fails (see `pop_failed_requests`) and has no masks.
+        End tokens that `min_tokens` or `ignore_eos` forbid are masked where another token is allowed. The
+        result's `positions` has the index of each mask's sample among all samples of the step.
 
         works: for each request of the step, its tokens and drafts.
         """

@@ -110,7 +110,10 @@ class _SchemaReader:
         return Alt(tuple(self.typed(kind, {}, "any") for kind in TYPES))
 
     def value(self, schema: Any, pointer: str) -> Node:
-        """Return a syntax tree that matches the JSON text of every value that a schema allows."""
+        """Return a syntax tree that matches the JSON text of every value that a schema allows.
+
+        pointer: the schema's JSON pointer, for errors.
+        """
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
         if not isinstance(schema, Mapping):
@@ -154,7 +157,7 @@ class _SchemaReader:
     def listed(self, schema: Mapping[str, Any], key: str, pointer: str) -> list[Any]:
         """Return the list under the keyword `key` of a schema, or [] if the schema has no such keyword.
 
-        Raises `UserError` if the value is no list.
+        Raises `UserError` if the value is no list. pointer: the schema's JSON pointer, for the error.
         """
         value = schema.get(key, [])
         if not isinstance(value, list):
@@ -162,7 +165,10 @@ class _SchemaReader:
         return value
 
     def typed(self, kind: str, schema: Mapping[str, Any], pointer: str) -> Node:
-        """Return a syntax tree that matches every value of type `kind` that a schema allows."""
+        """Return a syntax tree that matches every value of type `kind` that a schema allows.
+
+        kind: a JSON type, such as "string". pointer: the schema's JSON pointer, for errors.
+        """
         if kind in SIMPLE:
             return SIMPLE[kind]
         own = {key: schema[key] for key in schema if key in OF_TYPE[kind]}
@@ -176,6 +182,7 @@ class _SchemaReader:
         """Return the least and the most number of characters or items that a schema allows; None: no limit.
 
         unit: "Length" (of a string) or "Items" (of an array): the keywords are "min" and "max" and this.
+        pointer: the schema's JSON pointer, for errors.
         """
         found = []
         for key in (f"min{unit}", f"max{unit}"):
@@ -188,12 +195,18 @@ class _SchemaReader:
         return found[0], found[1] if f"max{unit}" in schema else None
 
     def string(self, schema: Mapping[str, Any], pointer: str) -> Node:
-        """Return a syntax tree that matches every string that a schema allows, with its quotes."""
+        """Return a syntax tree that matches every string that a schema allows, with its quotes.
+
+        pointer: the schema's JSON pointer, for errors.
+        """
         counts = self.counts(schema, "Length", pointer)
         return Cat((QUOTE, _several(ANY_CHAR, *counts), QUOTE))
 
     def array(self, schema: Mapping[str, Any], pointer: str) -> Node:
-        """Return a syntax tree that matches every array that a schema allows, with its brackets."""
+        """Return a syntax tree that matches every array that a schema allows, with its brackets.
+
+        pointer: the schema's JSON pointer, for errors.
+        """
         low, high = self.counts(schema, "Items", pointer)
         item = self.value(schema.get("items", True), f"{pointer}/items")
         more = _several(
@@ -211,8 +224,8 @@ class _SchemaReader:
         - as `more`, a member with any key but all of these, unless `additionalProperties` is False.
 
         A key that is not in `properties` has a value that `additionalProperties` allows, by default any.
-        The pointers of these schemas are `{pointer}/properties/{escape(key)}` and
-        `{pointer}/additionalProperties`.
+        pointer: the schema's JSON pointer, for errors. Those of the schemas in it are
+        `{pointer}/properties/{escape(key)}` and `{pointer}/additionalProperties`.
         """
         properties, required = (
             schema.get("properties", {}),
@@ -233,7 +246,10 @@ class _SchemaReader:
         return Cat((literal("{"), Members(tuple(members), COMMA, more), literal("}")))
 
     def target(self, reference: Any, pointer: str) -> Node:
-        """Return a syntax tree that matches what the target of `reference` allows, such as `#/$defs/name`."""
+        """Return a syntax tree that matches what the target of `reference` allows, such as `#/$defs/name`.
+
+        pointer: the JSON pointer of the reference, for errors.
+        """
         if not isinstance(reference, str) or not (
             reference == "#" or reference.startswith("#/")
         ):

@@ -63,7 +63,7 @@ class PatternReader:
         self.at = 0
 
     def refuse(self, what: str) -> UserError:
-        """Return a `UserError` with the pattern, the index of the next character, and `what` is wrong."""
+        """Return a `UserError` with the pattern, the index of the next character, and the fault `what`."""
         return UserError(f"{self.where} {self.pattern[:60]!r}, character {self.at}: {what}")
 
     def peek(self) -> str:
