@@ -125,7 +125,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """Run the forward pass of a step, the half before sampling, and return its hidden states.
+        """Run a step's forward pass, the half before sampling; return its hidden states in a `Forwarded`.
 
         works: each the tokens of one request. masked: True if `sample` will be given bit masks of allowed
             tokens.
@@ -140,7 +140,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, allowed: TokenBitmask | None = None) -> Pending:
-        """Sample each request's next tokens from its hidden states, and return the results without waiting.
+        """Sample each request's next tokens from its hidden states; return them, not awaited, as `Pending`.
 
         The tokens are also written into the requests' rows on the device, for the next step.
         step: what `forward` returned. allowed: bit masks of tokens that may be sampled; None: every token.
