@@ -165,7 +165,8 @@ class FusedBlock(nn.Module):
     ) -> Tensor | Stream:
         """Map the hidden states `x` to the block's output, as a `Stream` whose sum the next norm computes.
 
-        x: `[..., hidden]`. cos_sin: RoPE's cosines and sines. attention: the engine's, with the KV cache.
+        x: `[..., hidden]`, or a `Stream` of it. cos_sin: RoPE's cosines and sines, `T D` numbers each.
+        attention: the engine's, with the KV cache.
         """
         for kernel in self.kernels:
             if kernel.supports(x, attention):
