@@ -143,7 +143,7 @@ class PrefixCache(PagedCache):
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
         """Let `child` share the blocks of its parent's first `tokens` tokens.
 
-        The index pins those that are cached once more: keeps them from eviction until `child` ends, too.
+        Those in the prefix index get one more pin there: they are kept from eviction until `child` ends, too.
         """
         super().fork(parent, child, tokens)
         self._cursors[child.row] = self.index.fork(self._cursors[parent.row])
