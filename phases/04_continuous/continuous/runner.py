@@ -82,7 +82,8 @@ class Pending:
 class Forwarded:
     """The first half of a step: the forward pass is launched, and nothing is sampled yet.
 
-    works: what the step computes for each request, in the order of the batch. batch: the step's inputs.
+    works: what the step computes for each request, in the order of the batch. batch: the step's inputs,
+        `T` tokens and `S` samples.
     hidden: `[T, hidden]`, the last layer's hidden states of all tokens.
     rest: a function from bit masks of allowed tokens to the step's results, for steps whose sampling is in
         a CUDA graph; None: `Runner.sample` does it.

@@ -26,7 +26,7 @@ class Scheduler:
     override the methods from `order` to `fork`.
 
     Args:
-        rows: one for each request that runs, at most `rows.count` at a time.
+        rows: slots in the engine's arrays, one for each request that runs, at most `rows.count` at a time.
         cache: reserves cache memory for the requests' keys and values.
         step_tokens: most tokens that one step computes.
         policy: returns a request's rank; smaller ranks are served first.
