@@ -27,10 +27,10 @@ the number is rounded up to a power of two, for which the kernel is compiled in 
 class TritonPagedAttention(PagedAttention):
     """Attention over the paged KV cache by two Triton kernels, one for decode steps and one for prefill.
 
-    Requests with at most `most_queries` new tokens (16 / (H / KH), rounded up to a power of two) are
-    computed by the decode kernel, all others by the prefill kernel. For a step of decodes alone, `begin`
-    allocates and uploads nothing, so that a CUDA graph can capture the step. CUDA graphs of other steps call
-    `begin_sorted` instead.
+    Requests with at most `most_queries` new tokens (16 over the query heads of a key/value head, rounded
+    up to a power of two) are computed by the decode kernel, all others by the prefill kernel. For a step of
+    decodes alone, `begin` allocates and uploads nothing, so that a CUDA graph can capture the step. CUDA
+    graphs of other steps call `begin_sorted` instead.
 
     Args:
         pool: the paged KV cache.
