@@ -99,7 +99,7 @@ class Bench(benchmarks.bench.Bench):
         return {"step_tokens": 2048, "max_len": 8192, "cache_bytes": self.kv_bytes(160_000)}
 
     def sample(self, make: Make, work: Workload, repeat: int) -> Sample:
-        """Time a replay of `work` in a new engine; return this with the tokens computed, found and saved."""
+        """Time a replay of `work` in a new engine; return its times, and the tokens computed and saved."""
         engine = make()
         found, _ = time_replay(engine, work.cold(repeat), self.device)
         found["computed_tokens"] = float(engine.stats.computed_tokens)
@@ -156,10 +156,10 @@ def index_queries(hit: float, blocks: int) -> Workload:
 
 
 def index_sample(kind: str, blocks: int, work: Workload, repeat: int) -> Sample:
-    """Build an index, then time look-ups, insertions and evictions of `work`'s sequences.
+    """Build an index, then time look-up and insertion of `work`'s sequences, and eviction of 64 blocks.
 
     kind: "radix" or "hash". blocks: blocks in the index. repeat: not read. Returns medians of single calls
-    in microseconds (`seconds`: of a look-up, in seconds).
+    in microseconds, the look-up also in seconds, and the mean time of making a sequence's keys.
     """
     index, number_of_block = INDEXES[kind](), 0
 

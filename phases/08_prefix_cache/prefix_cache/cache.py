@@ -73,7 +73,8 @@ class PrefixCache(PagedCache):
     def fits(self, request: Request) -> bool:
         """Return True if there is memory to admit a waiting request, of which some blocks may be cached.
 
-        Cached blocks need no new memory, but if no other request uses them, they can no longer be evicted.
+        Cached blocks need no new memory. Those that no other request uses do not count as free for the
+        request's other blocks: once it shares them, they cannot be evicted.
         """
         alone = self.free == self.allocator.count
         room = self.free - (0 if alone else self.reserve_blocks)
