@@ -31,17 +31,18 @@ MIXED = ((24, 8), (160, 12), (40, 48), (12, 24), (96, 16), (56, 40), (200, 8), (
 
 
 class Bench(benchmarks.bench.Bench):
-    """Both phases over one model."""
+    """Measurements of phase 04 beside phase 03, over one model."""
 
     phase = PHASE
 
     def measured(self) -> list[Run]:
-        """Unequal outputs, eight mixed requests, then requests that arrive over time."""
+        """Measure unequal outputs, eight mixed requests, then requests that arrive over time."""
         return self.skewed() + self.mixed() + self.traces()
 
     def skewed(self) -> list[Run]:
-        """Most outputs short, every eighth long: 03 plain and compacted, and 04, with no more KV bytes.
+        """Measure phases 03 and 04 on outputs of which most are short and every eighth is long.
 
+        03 runs plain and compacting (finished rows are dropped); 04 has no more bytes of KV cache than 03.
         03 makes a cache for each batch, as long as its longest prompt and longest output together; 04 has as
         many rows as a batch, each as long as the longest request.
         """
@@ -70,7 +71,10 @@ class Bench(benchmarks.bench.Bench):
         return self.compare(timed, work, ROWS, warm={}, batch=ROWS)
 
     def mixed(self) -> list[Run]:
-        """Eight requests of unequal lengths at once, together and one after the other; each one's gain."""
+        """Measure eight requests of unequal lengths that arrive at once, in eight rows and in one.
+
+        A request's gain is how many times sooner it ends with eight rows.
+        """
         items = [
             Item(uniform("", 1, prompt, 1, seed=number).items[0].prompt, output)
             for number, (prompt, output) in enumerate(MIXED)
@@ -79,7 +83,7 @@ class Bench(benchmarks.bench.Bench):
         return self.replays(work, {SEQUENTIAL: 1, PHASE: len(items)}, roofline=True)
 
     def traces(self) -> list[Run]:
-        """Requests that arrive over time: at random, all at once, and evenly."""
+        """Measure requests that arrive at random times, all at once, and evenly."""
         poisson = self.short(workload(f"continuous_batching{self.small}"))
         runs = []
         for trace, work in {
@@ -94,7 +98,11 @@ class Bench(benchmarks.bench.Bench):
     def replays(
         self, work: Workload, rows: Mapping[str, int], roofline: bool = False, **facts: Any
     ) -> list[Run]:
-        """Replay requests in an engine of so many rows for each variant, with the gain of each request."""
+        """Replay the requests of `work` in an engine for each variant, and return a run for each.
+
+        rows: by variant, the rows of its engine. If `SEQUENTIAL` is among them, `PHASE` gets each request's
+            gain over it. roofline: True to compare with the roofline of as many rows. facts: more fields.
+        """
         engines = {
             name: continuous.load(self.model, max_rows=count, max_len=longest(work))
             for name, count in rows.items()
@@ -116,17 +124,17 @@ class Bench(benchmarks.bench.Bench):
 
 
 def longest(work: Workload) -> int:
-    """Tokens of the longest request."""
+    """Return the tokens of the longest request, prompt and output."""
     return max(len(item.prompt) + item.max_tokens for item in work.items)
 
 
 def batch_columns(items: Sequence[Item]) -> int:
-    """Columns of 03's cache for one batch: prompts padded to the longest, then the outputs but one token."""
+    """Return the tokens of a row of 03's cache for a batch: longest prompt and longest output, less one."""
     return max(len(item.prompt) for item in items) + max(item.max_tokens for item in items) - 1
 
 
 def arriving(work: Workload, pattern: str, gap: float) -> Workload:
-    """The same requests, one every `gap` seconds."""
+    """Return the same requests, arriving one every `gap` seconds; `pattern` is added to the name."""
     items = tuple(
         replace(item, arrival=number * gap) for number, item in enumerate(work.items)
     )
@@ -134,7 +142,10 @@ def arriving(work: Workload, pattern: str, gap: float) -> Workload:
 
 
 def add_gains(before: Samples, after: Samples) -> None:
-    """Add to `after`'s samples how many times sooner each request ended than in `before`."""
+    """Add to `after`'s samples, as `gain_...`, how many times sooner each request ended than in `before`.
+
+    Their least, median and largest are added, too.
+    """
     for old, new in zip(cycle(before.kept), after.kept, strict=False):
         gains = {f"gain_{k}": old[k] / new[k] for k in old if k.startswith("e2e_ms_request_")}
         new |= gains

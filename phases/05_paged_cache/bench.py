@@ -37,20 +37,20 @@ MEMORY_MAX_LEN = 4096
 
 
 class Bench(benchmarks.bench.Bench):
-    """Both phases over one model."""
+    """Measurements of phase 05 beside phase 04, over one model."""
 
     phase = PHASE
 
     def measured(self) -> list[Run]:
-        """Requests in flight, the price of gathering, and memory."""
+        """Measure requests in flight, the price of gathering blocks for attention, and cache memory."""
         return self.capacity() + self.same_rows() + self.memory()
 
     # The same bytes.
 
     def capacity(self) -> list[Run]:
-        """A burst of requests into the same bytes of cache, for servers that accept shorter and longer ones.
+        """Measure a burst of requests in both phases with the same bytes of cache, for several `max_len`.
 
-        04 divides the bytes by the longest request that the server accepts. 05 does not care.
+        Phase 04 divides the bytes by `max_len`, the longest request that is accepted; phase 05 does not.
         """
         work = self.short(workload(f"paged_attention{self.small}"))
         tokens, accepted = CAPACITY["cpu" if self.on_cpu else "cuda"]
@@ -69,14 +69,17 @@ class Bench(benchmarks.bench.Bench):
     def engines(
         self, before: Mapping[str, Any], after: Mapping[str, Any]
     ) -> dict[str, Engine]:
-        """Both phases' engines of these sizes."""
+        """Return an engine of phase 04 with the options `before`, and one of 05 with `after`, by variant."""
         return {
             BEFORE: continuous.load(self.model, **before),
             PHASE: paged_cache.load(self.model, block_size=BLOCK, **after),
         }
 
     def same_rows(self) -> list[Run]:
-        """The same rows for both, and room for all requests: what is left is the price of gathering."""
+        """Measure both phases with the same rows, and room for all requests.
+
+        What differs is the price of gathering blocks for attention.
+        """
         runs = []
         for name in SAME_ROWS["cpu" if self.on_cpu else "cuda"]:
             work = self.short(workload(name))
@@ -92,7 +95,10 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def sample(self, engines: Mapping[str, Engine], work: Workload) -> dict[str, Samples]:
-        """Warm up, then measure in alternating order, with what the engines counted meanwhile."""
+        """Warm up the engines, measure them on `work` in turn, and return their samples by variant.
+
+        A sample has the engine's counts, too: steps, computed tokens, preemptions, requests in flight.
+        """
         self.warm_up(engines)
 
         def counts(engine: Engine) -> Sample:
@@ -116,10 +122,10 @@ class Bench(benchmarks.bench.Bench):
     # Memory.
 
     def memory(self) -> list[Run]:
-        """Bytes of cache that running requests hold, by the managers' own books: nothing is timed.
+        """Compute the bytes of cache that running requests hold in each phase; nothing is timed.
 
-        The requests are caught at a random moment of their lives. The third line is a pool that was made once
-        for the largest batch, as long as it runs nothing smaller.
+        Each request has its prompt and a random share of its output. The variant `FIXED` is a pool of blocks
+        made once for the largest batch, of the same size for all smaller ones.
         """
         work, most = workload("offline-256"), MEMORY_BATCHES[-1]
         life = np.random.default_rng(0).random(most) * work.output_lens[:most]
@@ -141,7 +147,7 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def paged_bytes(self, lengths: list[int]) -> int:
-        """Bytes of the blocks that a cache manager gives to requests of these lengths."""
+        """Return the bytes of the blocks that a `PagedCache` gives to requests of these lengths in tokens."""
         cache = PagedCache(
             len(lengths), MEMORY_MAX_LEN, len(lengths) * MEMORY_MAX_LEN // BLOCK, BLOCK
         )

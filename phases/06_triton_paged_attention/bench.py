@@ -29,12 +29,12 @@ OUTPUT = 64
 
 
 class Bench(benchmarks.bench.Bench):
-    """Every variant over one model, on a full batch."""
+    """Measurements of phase 06, phase 05, and 06 with layers by torch, over one model on a GPU."""
 
     phase = PHASE
 
     def measured(self) -> list[Run]:
-        """Both phases, and this one's attention beside phase 01's layers.
+        """Measure phases 05 and 06, and 06's attention with phase 01's layers, on 64 requests at once.
 
         Raises:
             UserError: there is no GPU.
@@ -52,7 +52,7 @@ class Bench(benchmarks.bench.Bench):
         }
 
         def once(variant: str, repeat: int) -> Sample:
-            """Run a new engine each time: several caches beside each other would not fit."""
+            """Time `variant` in a new engine: several engines' caches would not fit beside each other."""
             engine = load(variant, self.model, **sizes)
             return time_generation(engine, work.cold(repeat), self.device)
 
@@ -61,7 +61,7 @@ class Bench(benchmarks.bench.Bench):
 
 
 def load(variant: str, model: Model, **options: Any) -> PagedEngine:
-    """The engine of a variant."""
+    """Return the engine of a variant (a name such as `BEFORE`). options: those of `Preset.load`."""
     if variant == LAYERS_BY_TORCH:
         return Preset(on=[AttentionOnly]).load(model, **options)
     return (paged_cache if variant == BEFORE else triton_paged_attention).load(
@@ -74,7 +74,7 @@ class AttentionOnly(Kernels):
     """Attention by kernels, and phase 01's layers as they are."""
 
     def install(self, builder: EngineBuilder) -> None:
-        """Replace attention alone."""
+        """Replace attention by kernels, and no layer of the model."""
         from triton_paged_attention.attention import TritonPagedAttention
 
         heads = builder.model.config.num_heads

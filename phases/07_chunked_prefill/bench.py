@@ -27,13 +27,14 @@ BUDGET = 128
 
 @dataclass(frozen=True)
 class Size:
-    """A machine's share of the work.
+    """Sizes of the workloads on one kind of machine (`CPU`, `GPU`, or `QUICK` for a trial).
 
     decodes, outputs: requests in flight and the tokens each generates.
     prompts, every: lengths of the prompts that arrive meanwhile, one for every `every` tokens of the decodes.
     burst: lengths of the prompts that arrive together in the comparison of policies.
-    budgets: of the sweep. policy_budget: of the comparison of policies. clock_budget: of that by the clock.
-    max_len: of the engines. room: tokens of their caches: no request is preempted.
+    budgets, policy_budget, clock_budget: most tokens of a step (`step_tokens`) in the sweep of budgets, in
+        the comparison of policies, and where requests arrive by the clock.
+    max_len: of the engines. room: tokens of their caches, so many that no request is preempted.
     """
 
     decodes: int
@@ -60,7 +61,10 @@ QUICK = Size(4, 16, (96,) * 2, 4, (96, 16, 48), (32, 128), 32, 128, 512, 8192)
 def decodes_and_prompts(
     size: Size, prompts: tuple[int, ...], name: str, vocab: int = 10_000
 ) -> Workload:
-    """Short prompts that generate for long, and then prompts of these lengths that generate 16 tokens."""
+    """Return a workload of short prompts with long outputs, then prompts of these lengths with 16 tokens.
+
+    size: how many short prompts, and the length of their outputs. vocab: token ids are below this.
+    """
     rng = random.Random(0)
     shapes = [(32, size.outputs)] * size.decodes + [(length, 16) for length in prompts]
     items = [
@@ -71,7 +75,7 @@ def decodes_and_prompts(
 
 
 def stalled_fraction(completions: list[Completion]) -> float:
-    """The share of gaps between tokens that lasted more than twice as long as the median gap."""
+    """Return the share of gaps between tokens that lasted more than twice as long as the median gap."""
     gaps = [gap for completion in completions for gap in completion.itl_ms]
     return sum(gap > 2 * median(gaps) for gap in gaps) / len(gaps)
 
@@ -80,24 +84,24 @@ Make = Callable[[], PagedEngine]
 
 
 class Bench(benchmarks.bench.Bench):
-    """Both phases over one model."""
+    """Measurements of phase 07 beside phase 05, over one model."""
 
     phase = PHASE
 
     @property
     def size(self) -> Size:
-        """This machine's share of the work."""
+        """Return the sizes of the workloads on this machine."""
         return QUICK if self.quick else CPU if self.on_cpu else GPU
 
     def measured(self) -> list[Run]:
-        """Decodes meet long prompts; then budgets, policies, and a workload with arrivals."""
+        """Measure long prompts among decodes at several budgets, policies, and requests over time."""
         return self.stalls() + self.policies() + self.arrivals()
 
     def stalls(self) -> list[Run]:
-        """Long prompts arrive while others decode: phase 05, and this phase at several budgets.
+        """Measure phase 05, and phase 07 at several budgets, while long prompts arrive among decodes.
 
-        A prompt arrives when the decodes have got some more tokens, not at some second, so that the same
-        meets the same on any machine. The two that are compared take turns; the sweep comes after.
+        A prompt arrives when the decodes have got some more tokens, not at some second, so that it meets the
+        same decodes on any machine. Phase 05 and 07 at `BUDGET` take turns; the other budgets come after.
         """
         size = self.size
         name = f"decodes-{size.decodes}-prompts-{size.prompts[0]}-every-{size.every}"
@@ -110,7 +114,7 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def policies(self) -> list[Run]:
-        """Prompts of all lengths arrive together: which wait for which, under each policy?"""
+        """Measure each scheduling policy on prompts of all lengths that arrive together."""
         size = self.size
         name = f"decodes-{size.decodes}-burst-{len(size.burst)}"
         work = decodes_and_prompts(size, size.burst, name)
@@ -127,7 +131,7 @@ class Bench(benchmarks.bench.Bench):
         return runs
 
     def arrivals(self) -> list[Run]:
-        """The workload with 75 % long prompts, arriving by the clock."""
+        """Measure phases 05 and 07 on a workload of 75 % long prompts that arrive by the clock."""
         work = self.short(workload(f"chunked_prefill{self.small}"))
         budget = self.size.clock_budget
 
@@ -142,15 +146,15 @@ class Bench(benchmarks.bench.Bench):
     # Engines and samples.
 
     def before(self) -> PagedEngine:
-        """Phase 05: all prompts that wait go into one step, if they are not very long."""
+        """Return an engine of phase 05: prompts that wait go into one step, up to `2 * max_len` tokens."""
         return paged_cache.load(self.model, step_tokens=2 * self.size.max_len, **self.room())
 
     def after(self, budget: int, **options: Any) -> PagedEngine:
-        """Phase 07."""
+        """Return an engine of phase 07 with `step_tokens=budget` and these options."""
         return chunked_prefill.load(self.model, step_tokens=budget, **options, **self.room())
 
     def room(self) -> dict[str, Any]:
-        """The same cache for all variants."""
+        """Return the options that all engines share: requests, tokens of a request, and bytes of cache."""
         size = self.size
         bytes_ = self.kv_bytes(size.room)
         return {"max_rows": 64, "max_len": size.max_len, "cache_bytes": bytes_}
@@ -158,9 +162,10 @@ class Bench(benchmarks.bench.Bench):
     def under_load(
         self, made: Mapping[str, Make], work: Workload, repeats: int = 0, **facts: Any
     ) -> list[Run]:
-        """Samples that have the decodes first, then each prompt in its turn. TTFT is that of these prompts.
+        """Measure engines on `work`: its decodes first, then each prompt in its turn; return a run for each.
 
-        repeats: by default one on a CPU, where a few tokens are warm-up enough.
+        TTFT (time to first token) is that of the prompts. made: by variant, a function that makes its engine.
+        repeats: by default one on a CPU, where a few tokens are warm-up enough. facts: more fields of a run.
         """
         size, burst = self.size, "burst" in work.name
 

@@ -38,12 +38,12 @@ Make = Callable[[], PagedEngine]
 
 
 class Bench(benchmarks.bench.Bench):
-    """Both phases over one model."""
+    """Measurements of phase 08 beside phase 07, over one model."""
 
     phase = PHASE
 
     def measured(self) -> list[Run]:
-        """A shared prefix, by the clock and at once; nothing shared; sessions; chats; the indexes alone."""
+        """Measure a shared prefix (by the clock, and at once), none shared, sessions, chats, indexes."""
         repeats = self.options.repeats
         shared = self.short(workload(f"prefix_caching{self.small}"))
         at_once = tuple(replace(item, arrival=0.0) for item in shared.items)
@@ -68,7 +68,11 @@ class Bench(benchmarks.bench.Bench):
         roofline_batch: int = 0,
         more: Mapping[str, Make] | None = None,
     ) -> list[Run]:
-        """Engines on one workload, after a short warm-up. Arrivals leave idle time: most have no roofline."""
+        """Measure phases 07 and 08, and the engines `more`, on `work` after a short warm-up.
+
+        roofline_batch: requests of a batch for the roofline; 0: none, as where arrivals leave idle time.
+        more: by variant, a function that makes its engine.
+        """
         made: dict[str, Make] = {BEFORE: self.before, PHASE: partial(self.after, "radix")}
         for make in made.values():
             time_replay(make(), uniform("warm-up", 2, 64, 2), self.device)
@@ -81,21 +85,21 @@ class Bench(benchmarks.bench.Bench):
     # Engines, with the same budget and the same cache, and samples.
 
     def before(self) -> PagedEngine:
-        """Phase 07."""
+        """Return an engine of phase 07."""
         return chunked_prefill.load(self.model, **self.sizes())
 
     def after(self, index: str) -> PagedEngine:
-        """This phase."""
+        """Return an engine of phase 08. index: the kind of its prefix index, "radix" or "hash"."""
         return prefix_cache.load(self.model, index=index, **self.sizes())
 
     def sizes(self) -> dict[str, Any]:
-        """Room for everything: eviction is not what is measured here."""
+        """Return the engines' sizes, with cache for all requests: eviction is not what is measured here."""
         if self.on_cpu:
             return {"step_tokens": 256, "max_len": 1024, "cache_bytes": self.kv_bytes(8192)}
         return {"step_tokens": 2048, "max_len": 8192, "cache_bytes": self.kv_bytes(160_000)}
 
     def sample(self, make: Make, work: Workload, repeat: int) -> Sample:
-        """Time a replay in an engine whose cache is empty, with what was found and saved."""
+        """Time a replay of `work` in a new engine; return its times, and the tokens computed and saved."""
         engine = make()
         found, _ = time_replay(engine, work.cold(repeat), self.device)
         found["computed_tokens"] = float(engine.stats.computed_tokens)
@@ -107,7 +111,7 @@ class Bench(benchmarks.bench.Bench):
         return found
 
     def indexes(self) -> list[Run]:
-        """Microseconds of a look-up, an insertion and an eviction, in indexes of growing size.
+        """Measure look-up, insertion and eviction, in microseconds, in prefix indexes of growing size.
 
         Nothing here touches a model or a device; it is Python that runs between two steps.
         """
@@ -123,7 +127,10 @@ class Bench(benchmarks.bench.Bench):
 
 
 def stored_tokens(blocks: int) -> list[list[int]]:
-    """Sequences that fill an index with about so many blocks: 16 prompts' worth of common beginnings."""
+    """Return token sequences that fill an index with about `blocks` blocks.
+
+    Each has 64 blocks of 16 tokens; the first quarter is one of 16 common beginnings.
+    """
     rng = random.Random(1)
     quarter = SEQUENCE // 4 * BLOCK
     starts = [[rng.randrange(10_000) for _ in range(quarter)] for _ in range(16)]
@@ -135,7 +142,10 @@ def stored_tokens(blocks: int) -> list[list[int]]:
 
 
 def index_queries(hit: float, blocks: int) -> Workload:
-    """32 sequences of 64 blocks, of which the first `hit` are in the index, as a workload with a hash."""
+    """Return a workload of 32 sequences of 64 blocks each, to be looked up in an index of `blocks` blocks.
+
+    hit: share of each sequence's blocks, from its first on, that is in the index, from 0 to 1.
+    """
     rng, stored = random.Random(2), stored_tokens(blocks)
     known = round(hit * SEQUENCE) * BLOCK
     items = []
@@ -146,7 +156,11 @@ def index_queries(hit: float, blocks: int) -> Workload:
 
 
 def index_sample(kind: str, blocks: int, work: Workload, repeat: int) -> Sample:
-    """Build an index, then time look-ups, insertions and evictions; medians of single calls."""
+    """Build an index, then time look-up and insertion of `work`'s sequences, and eviction of 64 blocks.
+
+    kind: "radix" or "hash". blocks: blocks in the index. repeat: not read. Returns medians of single calls
+    in microseconds, the look-up also in seconds, and the mean time of making a sequence's keys.
+    """
     index, number_of_block = INDEXES[kind](), 0
 
     def insert(keys: list[Key]) -> None:

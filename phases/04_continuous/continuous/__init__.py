@@ -46,9 +46,9 @@ def load(
         device, dtype: where and how to load the model; "auto" chooses.
         tokenizer: needed for stop strings only.
         options: fields of `Sizes`. By default at most 16 requests run at a time (`max_rows`), each of at
-            most 2,048 tokens or the model's context (`max_len`), and a step computes at most 2,048 tokens,
-            or `max_len` if that is more (`step_tokens`). No prompt may be longer than `step_tokens`. With
-            `cache_bytes`, as many requests run as fit into this many bytes of KV cache.
+            most 2,048 tokens, or fewer if the model's context is shorter (`max_len`), and a step computes at
+            most 2,048 tokens, or `max_len` if that is more (`step_tokens`). No prompt may be longer than
+            `step_tokens`. With `cache_bytes`, as many requests run as fit into this many bytes of KV cache.
 
     Raises:
         UserError: an option is unknown or out of its limits.

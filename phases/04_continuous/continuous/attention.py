@@ -31,6 +31,7 @@ class BatchAttention(Protocol):
         """Store `k` and `v [T, KH, D]` in the cache, and return the attention of `q [T, H, D]`: `[T, H, D]`.
 
         `T`: tokens of the batch. `H`, `KH`: heads of queries, and of keys and values. `D`: size of a head.
+        layer: the number, heads, score scale and window of the layer that calls.
         """
 
     def wipe(self, row: int) -> None:
@@ -53,7 +54,8 @@ def prompt_attention(
     """Write the attention of one group of prompts to their tokens of `out [T, H, D]`.
 
     The prompts have no cached tokens: each attends to its own keys and values of this step.
-    plan: the group, made by `prompt_groups`. q: `[T, H, D]`; k and v: `[T, KH, D]`, of the whole batch.
+    plan: the group, made by `prompt_groups`. layer: its score scale and window are used.
+    q: `[T, H, D]`; k and v: `[T, KH, D]`, of the whole batch.
     """
     q = plan.take(q)
     k = plan.take(k)
@@ -105,7 +107,7 @@ class RowAttention:
             self._decodes.append((plan, slice(first, end)))
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store `k` and `v [T, KH, D]` in the requests' rows; return the attention `[T, H, D]` of `q`."""
+        """Store `k`, `v [T, KH, D]` in the requests' rows of `layer`; return attention `[T, H, D]` of `q`."""
         keys, values = self.store.layers[layer.index]  # [R, KH, max_len, D]
         keys[self.batch.token_rows, :, self.batch.positions] = k
         values[self.batch.token_rows, :, self.batch.positions] = v

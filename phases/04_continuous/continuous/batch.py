@@ -94,6 +94,8 @@ class HostBatch:
 class Batch:
     """A step's inputs on the device; `host` is the same layout on the host.
 
+    `B`: requests, `T`: tokens, `S`: samples of the step.
+
     input_ids: `[T]` int64, the tokens to compute, those of all requests end to end.
     positions, token_rows: `[T]` int64, each token's index in its sequence, and its request's row.
     query_starts: `[B + 1]` int32, where each request's tokens begin and end.

@@ -61,7 +61,7 @@ class RowCache(CacheManager):
 
 
 class RowStore:
-    """The KV cache in rows: keys and values of every layer, `[R, KH, max_len, D]` each.
+    """The KV cache in `R` rows, one a request: keys and values of every layer, `[R, KH, max_len, D]` each.
 
     Heads come before tokens, so that one head's keys are adjacent: attention over `keys[row, :, :context]`
     reads a view, and nothing is copied.

@@ -235,7 +235,7 @@ class Engine:
         """Return True if a step samples a request that follows a grammar, so that its logits must be masked.
 
         Then all tokens before this step must be known when its masks are made. Costs nothing until the
-        first request with a grammar has come.
+        first request with a grammar has come. works: each the tokens of one request.
         """
         return self.grammar_manager.active and any(
             request.constraint is not None
@@ -297,7 +297,7 @@ class Engine:
     def append_tokens(self, pending: Pending, results: Results) -> None:
         """Append a step's sampled tokens to its requests, and report the step to the scheduler as finished.
 
-        results: the tokens of each sampled request of the step, in order.
+        pending: the step. results: the tokens of each of its sampled requests, in order.
         """
         now = self._collected
         result = iter(results)

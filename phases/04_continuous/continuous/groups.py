@@ -55,7 +55,8 @@ class Group:
         """Return a `Group` of these members of a batch, with its indices copied to the device.
 
         members: `[G]`, indices into the batch. host: the whole batch's lengths.
-        meant: `[G]` bool, False for members that only fill a gap; these get no results. None: all True.
+        meant: `[G]` bool, False for repeats of a member, which stand for cache rows between that have no
+            member; repeats get no results. None: all True.
         """
         starts, lens = host.query_starts[members], host.query_lens[members]
         queries, context = int(lens.max()), int(host.context_lens[members].max())
@@ -76,8 +77,9 @@ class Group:
     def mask(self, window: int | None, columns: int, device: torch.device) -> Tensor | None:
         """Return the mask `[G, 1, queries, columns]` (True: visible); None if every query sees every key.
 
-        window: size of the sliding window in tokens; None: no window. columns: number of keys. A mask is
-        made once for each window, and kept for all layers of the step.
+        window: size of the sliding window in tokens; None: no window. columns: number of keys.
+        device: where the mask is made. `G`: requests of the group. A mask is made once for each window, and
+        kept for all layers of the step.
         """
         if window not in self.masks:
             contexts = self.host.context_lens[self.members]
@@ -94,12 +96,18 @@ class Group:
         return self.masks[window]
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the group's padded tokens of `x [T, heads, D]`, heads first: `[G, heads, queries, D]`."""
+        """Return queries, keys or values of the group's `G` requests, heads first: `[G, heads, queries, D]`.
+
+        x: `[T, heads, D]`, those of all tokens of the batch. Shorter requests are padded to `queries` tokens.
+        """
         taken = x[self.gather]
         return taken.reshape(len(self.members), self.queries, *x.shape[1:]).transpose(1, 2)
 
     def put(self, out: Tensor, result: Tensor) -> None:
-        """Write the group's results `[G, H, queries, D]`, less padding, to its tokens of `out [T, H, D]`."""
+        """Write the results of the group's `G` requests, less padding, to their tokens of `out [T, H, D]`.
+
+        result: `[G, H, queries, D]`.
+        """
         flat = result.transpose(1, 2).reshape(-1, *out.shape[1:])  # [G * queries, H, D]
         if isinstance(self.gather, slice):
             out[self.gather] = flat
@@ -155,7 +163,8 @@ def attend_masked(
 ) -> Tensor:
     """Return a layer's attention `[G, H, S, D]` by one fused call, which never writes the scores to memory.
 
-    q: `[G, H, S, D]`. k, v: `[G, KH, C, D]`. mask: `[G or 1, 1, S, C]` bool, True: visible; None: all keys.
+    q: `[G, H, S, D]`, `S` queries of each of `G` requests. k, v: `[G, KH, C, D]`, `C` keys of each.
+    mask: `[G or 1, 1, S, C]` bool, True: visible; None: all keys. `H`, `KH`: heads of size `D`.
     A layer with attention sinks, which the fused call cannot compute, is computed by phase 01's `attend`.
     """
     if layer.sinks is not None:
@@ -172,7 +181,7 @@ def attend_masked(
 def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:
     """Return the prompts without cached tokens, in groups of similar length, and the other requests.
 
-    host: the batch's lengths.
+    A prompt of one token is among the others. host: the batch's lengths. device: for the groups' indices.
 
     Returns:
         The groups, each to be computed by one call of attention over this step's keys and values; and the

@@ -82,7 +82,8 @@ class Pending:
 class Forwarded:
     """The first half of a step: the forward pass is launched, and nothing is sampled yet.
 
-    works: what the step computes for each request, in the order of the batch. batch: the step's inputs.
+    works: what the step computes for each request, in the order of the batch. batch: the step's inputs,
+        `T` tokens and `S` samples.
     hidden: `[T, hidden]`, the last layer's hidden states of all tokens.
     rest: a function from bit masks of allowed tokens to the step's results, for steps whose sampling is in
         a CUDA graph; None: `Runner.sample` does it.
@@ -125,7 +126,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """Run the forward pass of a step, the half before sampling, and return its hidden states.
+        """Run a step's forward pass, the half before sampling; return its hidden states in a `Forwarded`.
 
         works: each the tokens of one request. masked: True if `sample` will be given bit masks of allowed
             tokens.
@@ -140,7 +141,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, allowed: TokenBitmask | None = None) -> Pending:
-        """Sample each request's next tokens from its hidden states, and return the results without waiting.
+        """Sample each request's next tokens from its hidden states; return them, not awaited, as `Pending`.
 
         The tokens are also written into the requests' rows on the device, for the next step.
         step: what `forward` returned. allowed: bit masks of tokens that may be sampled; None: every token.

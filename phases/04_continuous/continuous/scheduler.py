@@ -26,7 +26,7 @@ class Scheduler:
     override the methods from `order` to `fork`.
 
     Args:
-        rows: one for each request that runs, at most `rows.count` at a time.
+        rows: slots in the engine's arrays, one for each request that runs, at most `rows.count` at a time.
         cache: reserves cache memory for the requests' keys and values.
         step_tokens: most tokens that one step computes.
         policy: returns a request's rank; smaller ranks are served first.
@@ -262,7 +262,7 @@ class Scheduler:
         """Reserve cache for the first `upto` tokens of `request` by preempting requests of `queue[at:]`.
 
         queue: the running requests in the order of this step; those from index `at` on are not served yet.
-        A preempted request is removed from it.
+        A preempted request is removed from `queue`.
         Returns True if the cache is reserved. False if there is still no room; `request` itself may then
         have been preempted. This class preempts none and returns False.
         """
@@ -277,7 +277,7 @@ class Scheduler:
         return self.rows.free > len(request.siblings) and self.cache.fits(request)
 
     def start_request(self, request: Request) -> None:
-        """Give an admitted request its row, and reserve cache memory for its tokens."""
+        """Give an admitted request a free row (slot) of `rows`, and reserve cache memory for its tokens."""
         self.rows.acquire(request)
         if not self.cache.reserve(request, len(request.tokens)):
             raise AssertionError("the cache refused what it said would fit")

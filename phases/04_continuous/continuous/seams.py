@@ -114,7 +114,8 @@ class GrammarManager:
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """Return the bit masks of allowed tokens for the samples of a step, in order.
 
-        works: each the tokens of one request. Returns None if all tokens are allowed for all samples.
+        works: each the tokens of one request. Returns a `TokenBitmask` (on the device), or None if all tokens
+        are allowed for all samples.
         """
         return None
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def stream(engine: Engine, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-    """Generate for all prompts at once, and yield each token as it comes, with its prompt's index.
+    """Generate for all prompts at once, and yield a `TokenEvent` with its prompt's index for each token.
 
     The consumer runs the engine's steps by asking for the next token. If it leaves early, the requests that
     have not ended are aborted. Several streams of one engine may be read in turn, also by several threads.
@@ -39,7 +39,7 @@ def stream(engine: Engine, prompts: list[list[int]], params: Params) -> Iterator
 
 
 def _events(engine: Engine, groups: list[list[Request]]) -> Iterator[TokenEvent]:
-    """Add the requests to the engine, run steps until all have ended, and yield their tokens.
+    """Add the requests to the engine, run steps until all have ended, and yield `TokenEvent`s.
 
     groups: for each prompt its requests, one for each sample.
     """

@@ -15,8 +15,8 @@ class Work(NamedTuple):
         `start .. start + count - 1`, drafts included.
     drafts: guessed tokens, the last of these; only a work with one sampled request has any.
     sampled_requests: requests that get a token sampled from the last token's logits: none in the middle of
-        a prompt; at its end the request itself, and samples of the same prompt that waited for it; then the
-        request itself.
+        a prompt; at its end the request itself, and samples of the same prompt that waited for it; in later
+        steps the request itself.
     drafts_forced: True if the drafts are certain to be accepted, so that the next step may be scheduled
         after them before this one has completed.
     """

@@ -40,9 +40,9 @@ def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 class PagedBatch(Batch):
     """A step's inputs on the device, with the KV cache blocks of its requests.
 
-    block_tables: `[B, max_blocks]` int32, with as many columns as the longest context has blocks; entries
-        past a request's last block may hold anything.
-    slots: `[T]` int64, where each new token's key and value go: `block * P + offset`.
+    block_tables: `[B, max_blocks]` int32, the blocks of each of `B` requests, with as many columns as the
+        longest context has blocks; entries past a request's last block may hold anything.
+    slots: `[T]` int64, where each new token's key and value go: `block * P + offset`, `P` tokens a block.
     """
 
     block_tables: Tensor
@@ -66,13 +66,13 @@ class PagedAttention(ABC):
         self.plan()
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store `k` and `v [T, KH, D]` in the cache, and return attention of `q [T, H, D]`: `[T, H, D]`."""
+        """Store `k`, `v [T, KH, D]` in `layer`'s blocks; return attention `[T, H, D]` of `q [T, H, D]`."""
         cache, _ = self.place(layer)
         self.store(cache, k, v)
         return self.attend(layer, q, k, v, cache)
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """Return a layer's blocks, and the slots `[T]` in them for the step's new keys and values."""
+        """Return a layer's `LayerBlocks`, and the slots `[T]` in them for the step's new keys and values."""
         return self.pool.layers[layer.index], self.batch.slots
 
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:

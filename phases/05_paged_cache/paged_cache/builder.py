@@ -255,7 +255,7 @@ def assemble(builder: EngineBuilder) -> PagedEngine:
 
 
 def load(builder: EngineBuilder) -> Model:
-    """Return the recipe's model, loaded from its files unless the recipe has a loaded one."""
+    """Return the model of `builder.recipe`, loaded from its files unless the recipe has a loaded one."""
     asked = builder.recipe
     return load_model(
         asked.model,
@@ -266,7 +266,10 @@ def load(builder: EngineBuilder) -> Model:
 
 
 def plan_memory(builder: EngineBuilder) -> MemoryPlan:
-    """Return how the memory is divided: as many KV cache blocks as fit beside weights and activations."""
+    """Return a `MemoryPlan` with as many KV cache blocks as fit beside weights and activations.
+
+    builder: its model, sizes and reservations are used.
+    """
     sizes = builder.recipe.sizes
     return plan_cache(
         builder.model,

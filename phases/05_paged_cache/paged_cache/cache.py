@@ -68,7 +68,7 @@ class PagedCache:
         """Return True if enough blocks are free to admit a waiting request with all the tokens it has.
 
         Blocks reserved for other requests in this step are not free any more. Unless all blocks are free,
-        those of the watermark stay free, too.
+        those of the watermark (the share kept for running requests) stay free, too.
         """
         kept = 0 if self.free == self.allocator.count else self.reserve_blocks
         return self.blocks_for(len(request.tokens)) <= self.free - kept
@@ -147,7 +147,7 @@ class PagedCache:
         return fresh
 
     def take_moves(self, works: Sequence[Work]) -> Any:
-        """Return which blocks move between groups of layers before a step; None: no block does.
+        """Return which blocks move between groups of layers before a step (for `BlockPool.regroup`), or None.
 
         works: the step's requests and tokens. Always None here, where all layers share one block table;
         phase 17 overrides it.

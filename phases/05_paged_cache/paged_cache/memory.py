@@ -97,13 +97,13 @@ def plan_cache(
     gpu_memory_utilization: float = 0.9,
     reserved: int = 0,
 ) -> MemoryPlan:
-    """Return how an engine's memory is divided, and so the number of blocks of its KV cache.
+    """Return how an engine's memory is divided (a `MemoryPlan`), with the number of KV cache blocks.
 
     model: the loaded model, whose weights have left less memory free. block_size: tokens in a block.
     step_tokens: most tokens that a step computes. max_len: most tokens of a request.
     rows: most requests that run at a time; the cache is never larger than these can fill.
     kv: how keys and values are stored; None: in the model's dtype.
-    cache_bytes: size of the cache, if as much is free; None: as large as there is room for.
+    cache_bytes: bytes of the cache, if as many are free; None: as large as there is room for.
     gpu_memory_utilization: share of a GPU's memory that weights, cache and all else may fill, from 0 to 1.
     reserved: bytes to leave free, as for CUDA graphs.
 

@@ -78,14 +78,14 @@ def largest(dtype: torch.dtype) -> float:
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """Return `x [G, H, queries, D]` with each head multiplied by the scale of its key/value head.
 
-    scale: `[KH]`. The result has the dtype of `x`.
+    `G` requests, `H` query heads of size `D`. scale: `[KH]`. The result has the dtype of `x`.
     """
     per_head = scale.repeat_interleave(x.shape[1] // len(scale))
     return (x * per_head[:, None, None]).to(x.dtype)
 
 
 def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros; on a CPU the system allocates its memory page by page, when it is written."""
+    """Return a tensor of zeros; on a CPU the system gives memory only to the parts that are written."""
     size = prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.zeros(shape, device=device, dtype=dtype)
@@ -115,7 +115,7 @@ class BlockPool:
     ) -> None:
         """Allocate `blocks` blocks of `block_size` tokens for every layer.
 
-        config: the model's sizes. dtype: the model's. kv: the format of keys and values; None: that dtype.
+        config: the model's sizes. dtype: the model's. kv: the format of keys and values; None: in `dtype`.
         """
         config.check_keys_only()
         kv = kv or KVFormat()

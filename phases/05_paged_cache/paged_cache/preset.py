@@ -32,7 +32,7 @@ class Preset:
     Args:
         on: features that are on by default.
         fitting: features that are on by default where they are faster (`Feature.enabled_by_default`); each
-            decision sees the features before it.
+            is asked with the features that are on already.
         defaults: values of `PagedSizes` options by device type, such as "cuda".
 
     Each feature is an option that switches it on or off, such as `prefix_cache=False`. Each of its fields
@@ -68,6 +68,7 @@ class Preset:
     ) -> PagedEngine:
         """Return an engine for a model's name, its folder or a loaded model, with these options.
 
+        device, dtype: where and how to load the model; "auto" chooses.
         tokenizer: needed for stop strings only. options: sizes, switches of features, and their fields.
 
         Raises:
@@ -119,7 +120,7 @@ def _refuse_options_of(
 ) -> None:
     """Raise `UserError` for an option of the feature `kind`, which is off, unless its value means "off", too.
 
-    given: the feature's options that the caller has set, by name.
+    given: the feature's options that the caller has set, by name. device: the engine's, for the message.
     """
     for name, value in given.items():
         if name not in kind.without or kind.without[name] != value:

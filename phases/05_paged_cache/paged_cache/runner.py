@@ -99,7 +99,7 @@ class PagedRunner(Runner):
         """Destroy the executors' CUDA graphs after the last step; this class has no executors with graphs."""
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Update the device before a step: new requests' tokens, zeros in blocks, copies of blocks.
+        """Update the device before a step: upload new requests' tokens, set blocks to zero, copy blocks.
 
         works: the step's requests and tokens. Blocks that a request has just taken are set to zero if some
         block may hold NaN; blocks that two requests shared are copied before one of them writes.
@@ -123,7 +123,7 @@ class PagedRunner(Runner):
         )
 
     def block_tables(self, host: HostBatch) -> NDArray[np.int32]:
-        """Return a batch's block tables on the host: `[B, max_blocks]`, as the longest context needs."""
+        """Return a batch's block tables on the host: `[B, most]`, `most` blocks in its longest context."""
         width = self.cache.blocks_for(int(host.context_lens.max()))
         return self.cache.tables[host.rows, :width]
 

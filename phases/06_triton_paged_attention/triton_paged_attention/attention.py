@@ -27,9 +27,10 @@ the number is rounded up to a power of two, for which the kernel is compiled in 
 class TritonPagedAttention(PagedAttention):
     """Attention over the paged KV cache by two Triton kernels, one for decode steps and one for prefill.
 
-    Requests with at most `most_queries` new tokens are computed by the decode kernel, all others by the
-    prefill kernel. For a step of decodes alone, `begin` allocates and uploads nothing, so that a CUDA graph
-    can capture the step. CUDA graphs of other steps call `begin_sorted` instead.
+    Requests with at most `most_queries` new tokens (16 over the query heads of a key/value head, rounded
+    up to a power of two) are computed by the decode kernel, all others by the prefill kernel. For a step of
+    decodes alone, `begin` allocates and uploads nothing, so that a CUDA graph can capture the step. CUDA
+    graphs of other steps call `begin_sorted` instead.
 
     Args:
         pool: the paged KV cache.
@@ -92,7 +93,8 @@ class TritonPagedAttention(PagedAttention):
     def tile_tokens(self, tokens: int) -> int:
         """Return the most query tokens of a tile (a piece of a prompt) in a step of `tokens` tokens.
 
-        With a small batch of tokens, tiles are smaller, so that all multiprocessors get one.
+        Where `tokens` fill at most one tile of 64 rows (`SMALL`; a row: a token and query head of one
+        key/value head) for each multiprocessor, tiles are that small, on a GPU with TMA.
         """
         default = self._prefill_config.block_m
         return (SMALL if tokens <= self._small_batch else default) // self._group
@@ -103,7 +105,7 @@ class TritonPagedAttention(PagedAttention):
         members: int32, indices of the requests for the decode kernel, padded with requests without tokens
             and context; None: no request is for that kernel.
         tiles: `[n, 4]` int32, query tiles of the other requests, as `sort` returns them, padded with tiles
-            of no tokens. A graph's owner refills both tensors before each replay.
+            of no tokens. Before a graph is replayed, both tensors are refilled.
         """
         self.batch = batch
         self._prefill_keys = 0

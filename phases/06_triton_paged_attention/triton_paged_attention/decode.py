@@ -45,7 +45,8 @@ def combine_rows(
     partial, lse: float32 outputs and log2 of the softmax sums, by split, query token and head of the group.
     first_split: row of the request's first split in these. used: how many splits have been written.
     first_token: row of the request's first query token in `out`. count: its query tokens, at most QUERIES.
-    kv_head: the key/value head; its GROUP query heads are written.
+    kv_head: the key/value head; its GROUP query heads are written. H: query heads in all. D_PAD,
+    SPLITS_PAD: D and the number of splits, rounded up to a power of two.
     """
     # As many rows at a time as registers hold: each time waits for its loads.
     ROWS: tl.constexpr = (
@@ -83,9 +84,10 @@ def decode_kernel(
     """Compute one split (share) of a request's keys for one key/value head; the last to finish combines all.
 
     One program per key/value head, split and request.
-    out, q: `[T, H, D]`. k_cache, v_cache: `[N, P, KH, D]`.
+    out, q: `[T, H, D]`. k_cache, v_cache: `[N, P, KH, D]`, `N` blocks of `P` tokens.
     block_tables: `[B, max_blocks]`. context_lens: `[B]`. sinks: `[H]`, extra scores in the softmax's sum,
-        or None. scale: of scores. Strides are in numbers, not bytes.
+        or None. scale: of scores. Strides: numbers (not bytes) from a block table, block, slot (token) or
+        head to the next.
     partial, lse, arrived: workspace: float32 outputs of splits, log2 of their softmax sums, and counters of
         finished splits, which are 0 before and after the launch.
     k_scale, v_scale: `[KH]`, by which a head's stored keys and values are multiplied, or None.

@@ -43,7 +43,8 @@ def decode_v3_kernel(
     q: `[B, H, D]`. k_cache, v_cache: `[N, P, KH, D]`. block_tables: `[B, max_blocks]`. context_lens: `[B]`.
     scale: by which scores are multiplied. Strides: numbers from a block table, block, token or head to the
         next.
-    GROUP: query heads of a key/value head, padded to BLOCK_M rows. BLOCK_N: keys of a tile.
+    GROUP: query heads of a key/value head, padded to BLOCK_M rows. BLOCK_N: keys of a tile. P: tokens of a
+        block. D_PAD: D rounded up to a power of two.
     WINDOW: tokens that a query sees; 0: all.
     """
     request = tl.program_id(0)

@@ -39,7 +39,7 @@ def factors(norm: RMSNorm | Gemma3RMSNorm) -> Tensor:
 
 
 class FusedRMSNorm(nn.Module):
-    """`RMSNorm` or `Gemma3RMSNorm` in one kernel, which also computes the pending addition of a `Stream`.
+    """`RMSNorm` or `Gemma3RMSNorm` in one kernel, which adds a `Stream`'s two summands first.
 
     weights: the norm's factors and epsilon, for another kernel that normalizes its own input.
     """
@@ -56,7 +56,7 @@ class FusedRMSNorm(nn.Module):
     def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
         """Return the residual stream with its pending addition computed, and the normalized stream.
 
-        x: a `Stream`, or a tensor, to which nothing is added. Both results are `[..., size]`.
+        x: a `Stream` (two summands), or a tensor, to which nothing is added. Both results are `[..., size]`.
         """
         total, delta = x if isinstance(x, Stream) else (x, None)
         return add_rms_norm(total, delta, self.weights)
@@ -165,7 +165,8 @@ class FusedBlock(nn.Module):
     ) -> Tensor | Stream:
         """Map the hidden states `x` to the block's output, as a `Stream` whose sum the next norm computes.
 
-        x: `[..., hidden]`. cos_sin: RoPE's cosines and sines. attention: the engine's, with the KV cache.
+        x: `[..., hidden]`, or a `Stream` of it. cos_sin: RoPE's cosines and sines, `T D` numbers each.
+        attention: the engine's, with the KV cache.
         """
         for kernel in self.kernels:
             if kernel.supports(x, attention):

@@ -88,8 +88,8 @@ class FusedLinear(nn.Module):
 
     linear: the layer itself, `[..., in] -> [..., out]`, in any format of weights.
     kernels: faster functions, asked in this order; empty in this phase.
-    total: function that sums a product over ranks, each of which has a part, and adds the residual; None:
-        there is one rank.
+    total: function that sums a product over ranks (devices that have a part of the layer each), and adds
+        the residual; None: there is one rank.
     """
 
     def __init__(self, linear: nn.Module) -> None:

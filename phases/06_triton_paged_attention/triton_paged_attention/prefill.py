@@ -41,14 +41,16 @@ def prefill_kernel(
     """Compute causal attention of one query tile (a piece of a prompt) for one key/value head.
 
     One program per query tile and key/value head.
-    out, q: `[T, H, D]`. k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, with TMA their descriptors.
+    out, q: `[T, H, D]`. k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, with TMA (tensor
+        memory accelerator) their descriptors.
     block_tables: `[B, max_blocks]`.
     tiles: `[n, 4]` int32 of `query_tiles`: request, row of the first query token in `q`, number of tokens,
         position of the first.
     k_scale, v_scale: `[KH]`, by which stored keys and values are multiplied, or None. sinks: `[H]`, extra
         scores in the softmax's sum, or None. scale: by which scores are multiplied.
     Strides: numbers from a block table, block, token or head to the next. WINDOW: tokens seen; 0: all.
-    BLOCK_M: rows of a query tile: its tokens times GROUP heads. BLOCK_N: keys of a tile.
+    BLOCK_M: rows of a query tile: its tokens times the GROUP query heads of a key/value head.
+    BLOCK_N: keys of a tile. P: tokens of a block. D_PAD: D rounded up to a power of two.
     ATTEND: the device function that loops over tiles of keys, such as `tiles.attend`.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)

@@ -42,9 +42,10 @@ def decode_default(
     pairs: (request, key/value head) pairs of a launch. d_pad: a head's size, rounded up to a power of two.
     itemsize: bytes of a key's number.
 
-    Each pair gets an equal number of those programs, the splits of its keys: at least 1 and at most 32. Two
-    programs a multiprocessor hide latency best with many short loads, more programs with larger tiles:
-    split contexts have tiles of 32 tokens and 2 warps, others of 64 and 4, both with 3 stages.
+    Each pair gets an equal number of those programs, the splits of its keys: at least 1 and at most 32. With
+    several splits, tiles have 32 tokens and 2 warps, since two programs a multiprocessor hide latency best
+    with many short loads. With one split, tiles have 64 tokens and 4 warps, which is better for the more
+    programs there are then. Both have 3 stages.
 
     The tiles in flight, one of keys and one of values for each stage, may fill half of the shared memory,
     so that two programs fit. If they need more, stages are dropped first, down to 1; then tiles are halved,
@@ -117,9 +118,10 @@ def for_step(
 ) -> PrefillConfig:
     """Return the prefill block sizes of a step, which depend on its tokens and on its longest context.
 
-    config: the default. small_batch: True if the step's query tokens are not enough for default tiles
+    config: the default sizes. small_batch: True if the step's query tokens are not enough for default tiles
         on all multiprocessors; then smaller tiles go to more of them, with more stages.
-    keys: longest context of the step's prompts; long ones run with one program per multiprocessor.
+    keys: longest context of the step's prompts; from 8,192 keys on (`LONG`), with tiles by TMA, one program
+        runs per multiprocessor, with more stages.
     block_size: tokens of a KV cache block.
 
     So 64 tokens of 32 heads of 128 over 32,768 keys take 356 us instead of 545, of 9 heads of 64 310

@@ -17,7 +17,8 @@ def padded(size: int) -> int:
 def raw_scores(q, keys):
     """Return the scores of a tile, not multiplied by the scale yet: `q [M, D]`, `keys [N, D]` -> `[M, N]`.
 
-    "ieee" keeps float32 inputs from being rounded to tf32, and changes nothing for half precision.
+    The product's precision "ieee" keeps float32 inputs from being rounded to tf32, and changes nothing for
+    half precision.
     """
     return tl.dot(q, tl.trans(keys), input_precision="ieee")
 
@@ -26,8 +27,8 @@ def raw_scores(q, keys):
 def no_keys(ROWS: tl.constexpr, D_PAD: tl.constexpr):
     """Return the state of the online softmax of rows that have seen no key: `m`, `total` and `acc`.
 
-    m, total: `[ROWS]` float32, the largest score and the sum. acc: `[ROWS, D_PAD]` float32, the output, not
-    yet divided by `total`.
+    m, total: `[ROWS]` float32, the largest score and the softmax's sum. acc: `[ROWS, D_PAD]` float32, the
+    output, not yet divided by `total`.
     """
     total = tl.zeros([ROWS], tl.float32)
     return tl.full([ROWS], -1.0e30, tl.float32), total, tl.zeros([ROWS, D_PAD], tl.float32)
@@ -37,7 +38,8 @@ def no_keys(ROWS: tl.constexpr, D_PAD: tl.constexpr):
 def fold(s, values, m, total, acc, factor):
     """Fold a tile of keys into the online softmax, and return its new `m`, `total` and `acc`.
 
-    m, total: `[M]`, the largest score and the sum. acc: `[M, D]`, the output, not yet divided by `total`.
+    m, total: `[M]`, the largest score (times `factor`) and the softmax's sum. acc: `[M, D]`, the output, not
+        yet divided by `total`.
     s: raw scores `[M, N]`. values: `[N, D]`. factor: the score scale times log2(e), since exponents are of
         two. Scaling inside the exponent is one multiply-add per score instead of two operations.
     """
@@ -101,10 +103,12 @@ def load_tile(
 ):  # fmt: skip
     """Load a tile of keys and one of values by pointers, and return them: `[BLOCK_N, D_PAD]` each.
 
+    k_cache, v_cache: pointers to the layer's `[N, P, KH, D]`.
     block: the number of the keys' block, or `[BLOCK_N]` where a tile spans blocks (`lookup` returns it).
     kv_head: the key/value head. start: position of the tile's first key. key: `[BLOCK_N]`, positions of its
         keys.
     Strides: numbers from a block, slot or head to the next. BOUNDED: True to read zeros from key `high` on.
+    D_PAD: D rounded up to a power of two. P: tokens of a block.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
@@ -137,10 +141,13 @@ def attend(
 ):  # fmt: skip
     """Fold the keys at positions `low` to `high - 1` of a request into an online softmax, and return it.
 
-    query: `[M, D_PAD]`. position: `[M]`, of each row's token. m, total: `[M]`, largest score and sum.
-    acc: `[M, D_PAD]`, the output, not yet divided by `total`; the new m, total and acc are returned.
+    query: `[M, D_PAD]`. position: `[M]`, of each row's token.
+    m, total: `[M]`, the largest score and the softmax's sum. acc: `[M, D_PAD]`, the output, not yet divided
+        by `total`. The new m, total and acc are returned.
     k_cache, v_cache: the layer's blocks; with TMA, descriptors of these. kv_head: the key/value head.
-    table: pointer to the request's block table. Strides in numbers. P: tokens of a block.
+    table: pointer to the request's block table. scale: by which scores are multiplied. P: tokens of a block.
+    Strides: numbers from a block, slot (token) or head to the next.
+    CAUSAL: True if rows see no later keys. WINDOW: tokens that a row sees; 0: all. TMA: True to load by it.
     MASK: which tiles have keys that a row may not see. "none": `high - low` is a multiple of BLOCK_N, and
         every row sees every key. "edge": this is so up to key `whole`, and only the tiles after it are
         masked. "all": any tile may.

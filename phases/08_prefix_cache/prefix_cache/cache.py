@@ -73,7 +73,8 @@ class PrefixCache(PagedCache):
     def fits(self, request: Request) -> bool:
         """Return True if there is memory to admit a waiting request, of which some blocks may be cached.
 
-        Cached blocks need no new memory, but if no other request uses them, they can no longer be evicted.
+        Cached blocks need no new memory. Those that no other request uses do not count as free for the
+        request's other blocks: once it shares them, they cannot be evicted.
         """
         alone = self.free == self.allocator.count
         room = self.free - (0 if alone else self.reserve_blocks)
@@ -143,7 +144,7 @@ class PrefixCache(PagedCache):
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
         """Let `child` share the blocks of its parent's first `tokens` tokens.
 
-        The index pins those that are cached once more: keeps them from eviction until `child` ends, too.
+        Those in the prefix index get one more pin there: they are kept from eviction until `child` ends, too.
         """
         super().fork(parent, child, tokens)
         self._cursors[child.row] = self.index.fork(self._cursors[parent.row])

@@ -39,7 +39,8 @@ class Entry:
 class Cursor:
     """A request's position in the hash index: the entry of the last cached block that the request uses.
 
-    entry: that of this block; None: the request uses none. digest: the hash of all tokens up to its end.
+    entry: that of this block; None: the request uses none. digest: the hash of all tokens up to the block's
+        end.
     salt: the request's. broken: True after a hash collision: no later block of the request is inserted.
     """
 
@@ -148,7 +149,7 @@ class HashIndex:
             entry = entry.before
 
     def evict(self, count: int) -> list[int]:
-        """Remove at most `count` blocks that no request uses, the least recently used first; return them.
+        """Remove at most `count` blocks no request uses, least recently used first; return their numbers.
 
         A block is unpinned, and so evicted, before the block that precedes it.
         """

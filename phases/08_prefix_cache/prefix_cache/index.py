@@ -73,7 +73,7 @@ class PrefixIndex(Protocol):
         """
 
     def evict(self, count: int) -> list[int]:
-        """Remove at most `count` blocks that no request uses, the least recently used first; return them."""
+        """Remove at most `count` blocks no request uses, least recently used first; return their numbers."""
 
     def blocks(self) -> list[int]:
         """Return the number of every block in the index."""

@@ -18,7 +18,7 @@ from prefix_cache.index import Key, Match
 class Node:
     """A node of a radix tree: a run of blocks that follow its parent's. Children differ in their first block.
 
-    keys, blocks: the tokens (as bytes) and the numbers of these blocks, equally long; empty only in a root.
+    keys, blocks: for each of these blocks its tokens (as bytes), and its number; empty only in a root.
     children: by their first key. parent: None for a root. salt: that of the tree.
     pins: how many requests' cursors are at this node or below; with 0, its blocks can be evicted.
     used: when a cursor last left the node, in ticks of a counter of the index.
@@ -114,7 +114,7 @@ class RadixIndex:
     def fork(self, cursor: object) -> Node:
         """Return a second cursor: the same node, for a request that shares all blocks up to there.
 
-        This node and all above it get one more pin: they are kept from eviction until both have ended.
+        This node and all above it get one more pin: they are kept from eviction until both requests end.
         """
         assert isinstance(cursor, Node)
         self._pin(cursor)
@@ -133,9 +133,9 @@ class RadixIndex:
             node = node.parent
 
     def evict(self, count: int) -> list[int]:
-        """Remove at most `count` blocks that no request uses, the least recently used first; return them.
+        """Remove at most `count` blocks no request uses, least recently used first; return their numbers.
 
-        They are taken from the ends of leaves.
+        Blocks are taken from the ends of leaves.
         """
         freed: list[int] = []
         while len(freed) < count and self._leaves:
@@ -161,7 +161,7 @@ class RadixIndex:
 
     @property
     def roots(self) -> list[Node]:
-        """Return the root of each salt's tree, for drawings and tests."""
+        """Return a list of the root nodes, one for each salt's tree, for drawings and tests."""
         return list(self._roots.values())
 
     def _walk(self, keys: list[Key], salt: str) -> list[tuple[Node, int]]:

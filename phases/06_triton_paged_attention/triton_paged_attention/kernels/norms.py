@@ -61,6 +61,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, norm: NormWeights) -> tuple[Te
     """Return `x + delta`, rounded to `x`'s dtype, and the RMSNorm of that sum.
 
     x: `[..., size]`. delta: of the same shape; None: nothing is added, and the first result is `x`.
+    norm: the weights and epsilon.
     """
     x = x.contiguous()
     size = x.shape[-1]

@@ -90,13 +90,14 @@ def norm_rope_kernel(
     H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Normalize, rotate and store up to HEADS heads of one token: query heads, key heads or value heads.
+    """Normalize, rotate and store up to HEADS (8) heads of one token: query, key or value heads.
 
     One program per token and group of HEADS heads. Values are only stored.
     qkv: `[T, (H + 2 KH) D]`. q_out: output `[T, H, D]`. cos, sin: `[T, D]` float32, the first half of a
         sine negated. HALF: D / 2.
     k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, written at `slots [T]` (`block * P + offset`;
-        negative: not at all). PLACE: device function that returns where values lie in a block.
+        negative: not at all). block_stride, slot_stride: numbers from a block or token of these to the next.
+    PLACE: device function that returns where values lie in a block. P: tokens of a block.
     q_weight, k_weight: `[D]`, factors of the heads' RMSNorms; None: no norm. eps: theirs.
     rows, columns: `[T]` and `[(H + 2 KH) D]`, by which `qkv` is multiplied first; None: it is not.
     k_scale, v_scale: `[KH]`, by which stored keys and values are divided; None: they are not.
