@@ -54,13 +54,10 @@ def shown(value: object) -> str:
 def integer(
     name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None
 ) -> int:
-    """Return `value`, an integer of Python or of numpy, as an int.
-
-    name: the field's, for error messages. low, high: smallest and largest value allowed; None: no limit.
+    """Return `value`, which numpy may have made, as an int. low, high: limits, or None. name: for errors.
 
     Raises:
-        UserError: the value is no integer (nor is a bool: `max_tokens=True` is a mistake), or not in low ..
-            high.
+        UserError: it is no integer (nor is a bool: `max_tokens=True` is a mistake), or not in low .. high.
     """
     if low is None:
         limit = "an integer"
@@ -83,11 +80,8 @@ def number(
 ) -> float:
     """Return `value` as a float from `low` to `high`; with `above_low`, `low` itself is too small.
 
-    name: the field's, for error messages.
-
     Raises:
-        UserError: the value is no number (nor is a bool or a string), or beyond these limits, as NaN always
-            is.
+        UserError: it is no number (nor is a bool or a string), or out of these limits, as NaN always is.
     """
     limit = f"above {low:g} and at most" if above_low else f"between {low:g} and"
     limit = f"{limit} {high:g}"

@@ -49,12 +49,7 @@ def check_json(data: bytes, most_parts: int) -> None:
 
 
 def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
-    """Return the JSON object in `data`, UTF-8.
-
-    Raises:
-        FieldError: the JSON is no object, has more than `most_parts` objects, lists and keys, or more
-            than 128 levels of nesting.
-    """
+    """Return the JSON object in `data`, UTF-8; `FieldError` if it is none, or has over `most_parts` parts."""
     check_json(data, most_parts)
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
@@ -88,10 +83,7 @@ def convert_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON, UTF-8, on one line.
-
-    Characters in strings that some readers take for the end of a line, such as U+2028, are escaped.
-    """
+    """Return a value as JSON, UTF-8, on one line: characters that end a line anywhere are escaped."""
     data = _encode(value)
     if b"\xe2\x80" in data or b"\xc2\x85" in data:
         for character, escaped in _LINE_ENDS.items():

@@ -75,10 +75,9 @@ class Request:
     numbers: NDArray[np.int64] | None = field(default=None, repr=False)
 
     def ids(self, start: int, end: int) -> NDArray[np.int64]:
-        """Return its known tokens `start` to `end - 1` as an int64 array, which must not be changed.
+        """Return its known tokens from `start` to `end` as an int64 array, which must not be changed.
 
-        Converting a thousand tokens takes as long as scheduling a step, so the prompt is converted once and
-        kept.
+        Converting a thousand tokens takes as long as scheduling a step: a prompt is converted once, for all.
         """
         prompt_len = self.prompt_len
         if self.numbers is None:

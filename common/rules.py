@@ -28,8 +28,7 @@ def check_prompt(
 ) -> NDArray[np.int64]:
     """Return a prompt's token ids, int64 `[P]`; raise `UserError` for a request that no phase can serve.
 
-    params: the request's settings. Of them, stop tokens and biased tokens must be in the vocabulary, and stop
-        strings need a tokenizer; the grammar is not checked here.
+    params: the request's, checked as far as they depend on the prompt or the engine, but for the grammar.
     has_tokenizer: False for an engine that sees only token ids and so cannot look for stop strings.
 
     Every phase calls this before it computes. The rule for lengths is vLLM's: prompt and output together
@@ -106,10 +105,9 @@ def finish_reason(
     limit: most output tokens. eos_ids: the model's end-of-sequence tokens.
 
     A stop token beyond the first `min_tokens` tokens is "stop", even as the last one allowed; so is an
-    end-of-sequence token, unless `ignore_eos`. (The sampler masks both kinds before that; the rule is
-    repeated here for tokens that did not come from the sampler.) Stop strings need text, which `TextStream`
-    searches. Under a grammar an end-of-sequence token is allowed only where the output may end, so it is
-    always "stop".
+    end-of-sequence token, unless `ignore_eos`. (The sampler masks them before that; the rule is repeated
+    here for tokens that did not come from it.) Stop strings need text, which `TextStream` searches. Under a
+    grammar an end-of-sequence token is allowed only where the output may end, so it always ends it.
     """
     if params.grammar is not None and token in eos_ids:
         return "stop"

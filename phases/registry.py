@@ -149,7 +149,8 @@ def load_checked(
 ) -> Streams:
     """Return a phase's engine for a model, with options that are checked already.
 
-    model: a loaded model, or its name. tokenizer: used for grammars; may be None.
+    options: the phase, and its options. model: a loaded model, or its name.
+    tokenizer: used for grammars; may be None.
 
     Raises:
         UserError: the phase cannot compute the model's layers.

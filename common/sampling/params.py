@@ -69,7 +69,7 @@ class SamplingParams:
     min_p: keep the tokens at least min_p times as likely as the most likely one. 0 to 1.
     repetition_penalty: above 1 makes tokens of prompt and output less likely. From 0.01 to 100.
     presence_penalty: subtracted from the logit of every token of the output. From -2 to 2.
-    frequency_penalty: subtracted once for each time the token stands in the output. From -2 to 2.
+    frequency_penalty: subtracted once for each time the token stands in the output; limits as above.
     seed: the same seed gives the same tokens, whatever else runs beside the request; None draws a fresh one.
         So does -1, as with vLLM and Ollama. Of other numbers the lowest `SEED_BITS` bits count.
     stop: the text ends before the first of these strings to be completed. At most `MAX_STOPS`, of 1 to
@@ -77,8 +77,7 @@ class SamplingParams:
     stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens. At most
         `MAX_STOP_TOKEN_IDS`, each 0 to `MAX_INT`.
     ignore_eos: an end-of-sequence token is a token like any other (for benchmarks).
-    logprobs: N reports log-probabilities of each generated token and of the N most likely ones at its
-        position, up to `MAX_LOGPROBS`; None reports none.
+    logprobs: None, or report log-probabilities of each token and of so many likely ones, to `MAX_LOGPROBS`.
     logit_bias: added to the logits of these token ids. At most `MAX_BIASED_TOKENS` of ids 0 to `MAX_INT`,
         each bias at most `MAX_LOGIT_BIAS` and at least its negative.
     n: completions for each prompt, 1 to `MAX_N`.

@@ -153,10 +153,7 @@ class SamplerRows:
     def _parts(
         self, chosen: NDArray[np.bool_]
     ) -> Iterator[tuple[NDArray[np.int64], Positions]]:
-        """Yield the positions where `chosen`, bool `[B]`, is True, in parts of at most `at_once` positions.
-
-        Each part is (int64 array on the host, the same positions as a slice or a tensor on the device).
-        """
+        """Yield the positions where `chosen [B]` is True, in parts: as (host array, device indices)."""
         positions = np.flatnonzero(chosen)
         for first in range(0, len(positions), self.at_once):
             part = positions[first : first + self.at_once]

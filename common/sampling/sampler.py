@@ -86,10 +86,9 @@ class HostSampled:
         self._sampled = Sampled(tokens, tokens, logprobs, sampled.wanted)
 
     def get(self) -> list[tuple[int, Logprob | None]]:
-        """Wait for the copies; return (token, log-probabilities) for each position in the batch.
+        """Wait for the copies; return the token and the log-probabilities of each position in the batch.
 
-        The token is `ops.NAN_TOKEN` (-1) where logits are NaN; log-probabilities are None where none were
-        wanted.
+        The token is `ops.NAN_TOKEN` where logits are NaN; log-probabilities are None where none were wanted.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -106,24 +105,18 @@ def pinned_copy(tensor: Tensor) -> Tensor:
 
 
 class SamplerBackend:
-    """Chooses one token for each row of logits for a `Sampler`; this class does so by PyTorch operations.
+    """Chooses one token for each row of logits for a `Sampler`, here by torch.
 
-    Subclasses choose the same tokens by kernels, or from logits that are spread over ranks (GPUs of one
-    model).
+    Subclasses choose the same tokens by kernels, or from logits that are spread over ranks.
 
-    In all methods, sampler: holds the settings. logits: `[B, V]`. rows, steps: `[B]` int64, each request's
-    row of settings and its number of tokens generated before. plan: how the batch is sampled. masked: True if
-    the step has bitmasks.
+    In all methods, logits: `[B, V]`. rows, steps: `[B]` int64, each request's row of settings and its number
+    of tokens generated before. plan: how the batch is sampled. masked: True if the step has bitmasks.
     """
 
     def whole(
         self, sampler: Sampler, logits: Tensor, plan: SamplingMetadata, masked: bool
     ) -> Tensor:
-        """Return the logits of the whole vocabulary, `[B, V]`; a subclass gathers them from all ranks.
-
-        In this class `logits` are whole already. plan, masked: for subclasses, how the batch is sampled and
-        whether the step has bitmasks.
-        """
+        """Return the logits of the whole vocabulary, `[B, V]`; over ranks they may have to be gathered."""
         return logits
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
@@ -141,12 +134,7 @@ class SamplerBackend:
         plan: SamplingMetadata,
         masked: bool,
     ) -> Tensor:
-        """Return the token chosen for each row of the masked and penalized `logits`: `[B]` int64.
-
-        logits: `[B, V]`. rows, steps: `[B]` int64, each request's row of settings and its number of tokens
-            generated before.
-        plan: which rows are chosen together. masked: whether the step has bitmasks; for subclasses.
-        """
+        """Return one token for each row of the adjusted logits: `[B]` int64."""
         if not plan.draws:
             return logits.argmax(1)  # of equals the first
         tokens = torch.empty_like(rows)
@@ -161,10 +149,7 @@ class SamplerBackend:
         return tokens
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Return `tokens [B]` for the host, with `ops.NAN_TOKEN` (-1) where the chosen token's logit is NaN.
-
-        logits: `[B, V]`.
-        """
+        """Return `tokens [B]` for the host: `ops.NAN_TOKEN` where the chosen one's logit `[B, V]` is NaN."""
         chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         return tokens.masked_fill(chosen.isnan(), ops.NAN_TOKEN)  # NaN wins every choice
 
@@ -178,12 +163,10 @@ class SamplerBackend:
     ) -> Tensor:
         """Return a random token for each row that has a temperature, and the argmax for others: `[B]` int64.
 
-        logits: `[B, V]`. rows, steps: `[B]` int64, each request's row of settings and its number of tokens
-            generated before. features: operations to apply, such as top-p.
+        features: operations to apply, such as top-p.
 
-        The Gumbel-max trick takes the argmax of logit / temperature - log(E), E being random numbers with
-        exponential distribution. This takes the argmax of its exponential, weight / E, as the largest -E /
-        weight, which is minus infinity for a weight of 0.
+        The Gumbel-max trick takes the argmax of logit / temperature - log(E). This takes the argmax of its
+        exponential, weight / E, as the largest -E / weight, which is minus infinity for a weight of 0.
         """
         weights = sampler.weigh(logits, rows, features)  # [B, V]
         noise = negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)  # [B, V]
@@ -199,8 +182,7 @@ class Sampler(SamplerRows):
 
     The token of a row depends on its logits, settings and past, and on nothing else in the batch.
 
-    sampler_backend: computes the choice; later phases have one of kernels, and one for logits spread over
-        ranks.
+    sampler_backend: computes the choice; a later phase replaces it by kernels, or by a choice over ranks.
     """
 
     sampler_backend: SamplerBackend = TORCH
@@ -217,10 +199,9 @@ class Sampler(SamplerRows):
         """Return the next token of each row as a `Sampled`, and count it for the penalties.
 
         logits: float32 [B, V]; masked in place if there are masks and no request wants log-probabilities.
-        rows: int64 [B] on the device, the row of settings of the request at each position in the batch.
+        rows: int64 [B] on the device, the row of the request at each position in the batch.
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
-        plan: what `SamplerRows.plan` returned for these rows. allowed: the masks; None: every token may be
-            chosen.
+        plan: what `plan` returns for the same rows. allowed: the masks; None: every token may be chosen.
 
         This only queues work for the device, and with `plan.for_any_rows()` a CUDA graph can capture it. A
         row without penalties may stand at several positions of the batch, with different steps (several
@@ -244,12 +225,11 @@ class Sampler(SamplerRows):
     def weigh(self, logits: Tensor, rows: Tensor, features: SamplingFlags) -> Tensor:
         """Return exp((logit - largest) / temperature), 0 where truncation excludes a token: float32 `[B, V]`.
 
-        logits: `[B, V]`, in half precision if CUDA graphs leave them so. rows: int64 `[B]`, rows of settings.
-            features: which truncations (top-k, top-p, min-p) to apply.
+        logits: `[B, V]`, in half precision if graphs leave them so. rows: int64 `[B]`, rows of settings.
+        features: which truncations to apply.
 
-        The result is NaN for a token that wins without a draw (the first of several): the largest logit of a
-        greedy row, and logits that are NaN or infinite. Greedy rows come here only with metadata that
-        applies each operation to all rows (`for_any_rows`).
+        NaN means that a token wins without a draw, the first of several: the largest logit of a greedy row
+        (which `for_any_rows` includes here), and logits that are NaN or infinite.
         """
         floats = self.floats[rows]
         ints = self.ints[rows]
@@ -264,10 +244,9 @@ class Sampler(SamplerRows):
         return weights
 
     def weights(self, logits: Tensor, largest: Tensor, rows: Tensor) -> Tensor:
-        """Return exp((logit - largest) / temperature), float32 `[B, V]`; NaN at a greedy row's largest logit.
+        """Return exp((logit - largest) / temperature), float32 `[B, V]`; NaN: the largest of a greedy row.
 
-        logits: float32 `[B, V]`. largest: `[B, 1]`, of each row of logits. rows: int64 `[B]`, rows of
-            settings.
+        logits: float32 `[B, V]`. largest: `[B, 1]`, of each row of logits. rows: int64 `[B]`.
         """
         # Where a logit is NaN it alone shall stay NaN.
         largest = largest.nan_to_num(_LARGEST, math.inf, -math.inf)
@@ -284,12 +263,10 @@ class Sampler(SamplerRows):
         plan: SamplingMetadata,
         allowed: TokenBitmask | None,
     ) -> Tensor:
-        """Return the logits `[B, V]` after mask, bias, min_tokens and penalties.
+        """Return the logits `[B, V]` after mask, bias, min_tokens and penalties; a copy if any row has some.
 
-        The result is a copy, unless only a mask changes the logits and no request wants log-probabilities.
-
-        rows, steps: int64 `[B]`, each request's row of settings and number of tokens generated before.
-        plan: says which edits there are. allowed: bitmasks of allowed tokens; None: all are allowed.
+        rows, steps: int64 `[B]`, each request's row of settings and number of tokens generated before. plan:
+            which edits there are. allowed: bitmasks of allowed tokens; None: all are allowed.
         """
         edited = bool(plan.features & (SamplingFlags.EDITS | SamplingFlags.PENALTIES))
         if edited or (allowed is not None and plan.wanted is not None):

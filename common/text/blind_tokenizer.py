@@ -23,7 +23,8 @@ class StandIns:
 
     special: texts of the special tokens. of: the stand-in for each character that begins or ends a special
         token.
-    rewritten: True if the tokenizer's normalizer may make a special token out of a text that has no stand-in.
+    rewritten: True if the tokenizer's normalizer may make a special token out of a text in which nothing was
+        replaced, because it contained none before.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:

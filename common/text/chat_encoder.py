@@ -87,8 +87,7 @@ class ChatEncoder:
     def hide(self, value: Any, *, whole: bool = False) -> Any:
         """Return `value` with one character of each special token in its texts replaced.
 
-        value: a text, or lists and dictionaries that hold texts. whole: True: halves of special tokens at the
-            ends of a text may stay.
+        value: a text, or lists and objects that hold texts. whole: only whole ones count, not halves of one.
 
         Raises:
             UserError: a text with a special token contains one of the stand-ins already.

@@ -43,14 +43,13 @@ codecs.register_error(
 class TokenBytes(dict[int, bytes]):
     """Map from token id to the UTF-8 bytes that the token adds in the middle of a text, filled when read.
 
-    An id outside the vocabulary adds no bytes. A byte-level tokenizer (GPT-2's kind) spells bytes as
+    An id outside the vocabulary adds none. A byte-level tokenizer (GPT-2's kind) spells bytes as
     characters. One with byte fallback (SentencePiece's kind) has a token for every byte, `<0x00>` to
     `<0xFF>`, beside its pieces of text. If the decoder looks at neighbours, the bytes are those that the
     token adds after another token.
 
     Attributes:
-        suffix: the mark with which a word's last token ends, such as `</w>`; empty if the tokenizer has none.
-            It becomes a space unless the text ends there.
+        suffix: what ends a word's last token, where a space follows unless the text ends; else empty.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -100,9 +99,8 @@ class TokenBytes(dict[int, bytes]):
         return found
 
     def first(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds at the beginning of a text.
-
-        Some decoders drop the space of a first token, or show a mark such as `##` of a word's later part.
+        """Return the bytes that a token adds at the beginning of a text, where some decoders drop its space,
+        or show the mark of a word's later part.
         """
         found = self[token_id]
         same = self.byte_level or self.suffix or (self.byte_fallback and b" " not in found)

@@ -200,7 +200,9 @@ class MessageWithoutContent(dict[str, Any]):
 
 
 def _without_null(message: Any) -> Any:
-    """Return a message whose content is null as a `MessageWithoutContent`; return others unchanged."""
+    """Return a message whose content is null as one in which templates see no content (undefined, not None);
+    return others unchanged.
+    """
     if not isinstance(message, dict) or message.get("content") is not None:
         return message
     return MessageWithoutContent(

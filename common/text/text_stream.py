@@ -20,16 +20,15 @@ class TextStream:
 
     The end-of-sequence or stop token that ended it is left out; so is a stop string with what follows.
 
-    A stop string may be spread over several tokens. Text that may turn out to be the beginning of one is held
-    back until it is decided. The string that is completed first counts, and of several completed by the same
-    character the longest; so it does not matter how the text is split into tokens. The text of the first
-    `min_tokens` tokens is not searched. A token costs time in proportion to its own text and to what is held
-    back, not to the text before.
+    A stop string may be spread over several tokens. Text that may turn out to be the beginning of one is
+    held back until it is decided. The string that is completed first counts, and of several completed by
+    the same character the longest; so it does not matter how the text is split into tokens. The text of the
+    first `min_tokens` tokens is not searched. A token costs time in proportion to its own text and to what
+    is held back, not to the text before.
 
-    beginning: number of tokens so far that had no text before them: some decoders drop such a token's leading
-        space.
-    sizes: for each token the number of characters that it adds to the text, shown at once or later.
-    stop: the stop string that has ended the text; None: there was none.
+    beginning: tokens so far before which no text stands, so that some decoders drop a leading space.
+    sizes: characters of each token's own text, wherever it is shown.
+    stop: the stop string that has ended it; None: there was none.
     """
 
     stop: str | None = None
@@ -45,13 +44,11 @@ class TextStream:
     ) -> None:
         """Start with an empty text that continues `prompt` (token ids).
 
-        params: its `stop`, `min_tokens` and `grammar` are used. shown: ids of special tokens that stay in the
-            text.
-        answer: called with the text that a token adds, and True if no token follows; returns the part that is
-            shown and searched for stop strings, such as all but reasoning. None: all of it.
-        mark: a text from which on no stop strings are searched, such as the beginning of a tool call (a
-            client sees only a part of that); empty: there is none. With `^` before it, as in `^{`, it counts
-            only where the text begins.
+        params: its `stop`, `min_tokens` and `grammar` are used. shown: special tokens that stay in the text.
+        answer: called with the text each token adds, and True if nothing follows; returns the part that is
+            shown and searched for stop strings. Reasoning, say, is neither. None: all is shown.
+        mark: text from which on no stop string is looked for, such as the beginning of a tool call, of whose
+            text a client sees but a part; empty: there is none. `^{`: a brace that begins the text.
         """
         # A grammar counts the bytes that tokens have in the middle of a text.
         self._detokenizer = Detokenizer(tokenizer, shown, prompt, params.grammar is not None)
@@ -68,8 +65,7 @@ class TextStream:
         """Append the next token (None: there is none) with the reason why it is the last (None: it is not).
 
         Returns:
-            The reason, which is "stop" if the token completes a stop string, and the text that can now be
-            shown.
+            The reason, which is "stop" if the token completes a stop string, and the text that is added.
         """
         piece = ""
         if token_id is not None:
@@ -89,12 +85,7 @@ class TextStream:
         return reason, new
 
     def _split(self, piece: str, last: bool) -> tuple[str, str]:
-        """Append decoded text; return (part before the mark, part from the mark on, empty without a mark).
-
-        The mark is a text, such as the beginning of a tool call, from which on no stop strings are searched.
-
-        last: True: no text follows. False: an end that may begin the mark is held back.
-        """
+        """Append decoded text; return it up to the mark, and from there on. last: nothing follows."""
         text, mark = self._begun + piece, self._mark.removeprefix("^")
         at = text.find(mark)
         if mark != self._mark and text and at:
@@ -106,10 +97,7 @@ class TextStream:
         return text[:at], ""
 
     def _search(self, piece: str) -> str:
-        """Append decoded text, and return the part that can be shown: no stop string begins in it.
-
-        `stop` is set once a stop string is complete.
-        """
+        """Append decoded text, and set `stop` once a stop string is complete; return what can be shown."""
         self._exempt -= 1
         if self._exempt >= 0 or not self._stops:
             return piece

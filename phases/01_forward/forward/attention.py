@@ -15,10 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The facts that attention needs about a layer.
+    """The facts that attention needs about a layer: its index, head counts and size, scale, and those below.
 
-    ``index`` is the layer's number. ``num_heads``, ``num_kv_heads`` and ``head_dim`` are ``H``, ``KH`` and
-    ``D``. ``scale`` multiplies the scores.
     ``sliding_window = w`` lets the query at position ``p`` see the keys ``p-w+1 .. p``.
     ``sinks [H]``: the score, for each query head, of one more key that every query sees, of value 0.
     """
@@ -103,10 +101,7 @@ class RecomputeAttention:
     """Causal attention over the whole sequence at every call; it stores nothing between calls."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return attention's output ``[..., S, H, D]`` for one whole sequence.
-
-        q: ``[..., S, H, D]``. k, v: ``[..., S, KH, D]``.
-        """
+        """Return ``[..., S, H, D]`` of a sequence's ``q [..., S, H, D]``, ``k``, ``v [..., S, KH, D]``."""
         positions = torch.arange(q.shape[-3], device=q.device)
         mask = causal_mask(positions, positions, layer.sliding_window)  # [S, S]
         mask = mask.unsqueeze(-3)  # [1, S, S]: one mask for all heads

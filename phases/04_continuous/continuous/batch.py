@@ -21,22 +21,21 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HostBatch:
-    """A step's layout on the host, so that no code has to ask the device (`.item()` waits for the device).
+    """A step's layout on the host, so that no code has to ask the device (`.item()` waits for it).
 
     A batch has `B` works (a work: the tokens of one request), `T` tokens and `S` samples; work `i`'s
-    tokens are `query_starts[i] .. query_starts[i + 1] - 1`. A work with `k` drafts (guessed tokens) is
-    sampled at its last `k + 1` tokens. Any other work is sampled at its last token: not at all in the
-    middle of a prompt, once for its request, or once for each of several samples that share a prompt.
+    tokens are `query_starts[i] .. query_starts[i + 1] - 1`. A work with `k` drafts is sampled at its last
+    `k + 1` tokens, any other one at its last token, once for each of its sampled requests.
 
-    rows: `[B]`, each work's row (the slot of its request).
-    query_lens: `[B]`, tokens computed in this step.
-    query_starts: `[B + 1]`, running sum of `query_lens`, from 0.
-    context_lens: `[B]`, keys that the request has after this step, the new ones included.
+    rows: `[B]`, each work's row.
+    query_lens: `[B]`, tokens computed now.
+    query_starts: `[B + 1]`, running sum of `query_lens`.
+    context_lens: `[B]`, every key that a request has after this step, the new ones included.
     token_rows, positions: `[T]`, each token's row and its index in its sequence.
     sample_at: `[S]`, the tokens (indices into `T`) whose hidden state is sampled.
-    sample_rows: `[S]`, the row to which each sampled token is written.
-    sample_positions: `[S]`, the sampled token's position in that row.
-    sample_steps: `[S]`, how many tokens the request of that row had generated before.
+    sample_rows: `[S]`, the rows that take the samples.
+    sample_positions: `[S]`, where in its row each sampled token goes.
+    sample_steps: `[S]`, how many tokens that row had generated before.
     """
 
     rows: Ints
@@ -94,16 +93,10 @@ class HostBatch:
 class Batch:
     """A step's inputs on the device; `host` is the same layout on the host.
 
-    `B`: requests, `T`: tokens, `S`: samples of the step.
-
-    input_ids: `[T]` int64, the tokens to compute, those of all requests end to end.
-    positions, token_rows: `[T]` int64, each token's index in its sequence, and its request's row.
-    query_starts: `[B + 1]` int32, where each request's tokens begin and end.
-    context_lens: `[B]` int32, keys of each request, the new ones included.
-    rows: `[B]` int64, each request's row.
-    sample_at: `[S]` int64, the tokens (indices into `T`) whose hidden state is sampled.
-    sample_rows, sample_positions: `[S]` int64, the row and the position to which each sample is written.
-    sample_steps: `[S]` int64, how many tokens the request had generated before.
+    input_ids, positions, token_rows: `[T]` int64.
+    query_starts: `[B + 1]` int32; context_lens: `[B]` int32.
+    rows: `[B]` int64.
+    sample_at, sample_rows, sample_positions, sample_steps: `[S]` int64.
     """
 
     host: HostBatch
@@ -120,10 +113,9 @@ class Batch:
 
     @classmethod
     def of(cls, host: HostBatch, rows: RequestRows, **more: NDArray[np.integer[Any]]) -> Self:
-        """Return a batch on the device, given its layout on the host, which is copied in one transfer.
+        """Return a batch on the device: its layout is copied in one transfer, its tokens read from the rows.
 
-        rows: the token ids of all running requests; `input_ids` are read from these.
-        more: host arrays of further fields, by name, for a subclass that has them.
+        rows: token ids of all running requests. more: fields of a subclass that are on the host as well.
         """
         arrays = {**vars(host), **more}
         del arrays["query_lens"]  # the device needs none

@@ -132,12 +132,10 @@ class Engine:
     def prepare(
         self, prompt: Sequence[int], params: SamplingParams, index: int
     ) -> list[Request]:
-        """Check a prompt (token ids) and its parameters; return its `n` requests, which are not queued yet.
-
-        index: the caller's number for the prompt.
+        """Return the `n` requests of one prompt (token ids), checked; `index` is the caller's number for it.
 
         Raises:
-            UserError: the requests can never be served.
+            UserError: they can never be served.
         """
         ids = check_prompt(
             prompt,
@@ -164,10 +162,7 @@ class Engine:
         return requests
 
     def process_inbox(self) -> None:
-        """Add and abort the requests that callers have asked for since the last step.
-
-        Each step begins with this. Requests whose grammar has been compiled meanwhile are added as well.
-        """
+        """Add and abort what callers have asked for since the last step; a step begins with this."""
         while self.inbox:
             command = self.inbox.popleft()
             command()
@@ -193,10 +188,7 @@ class Engine:
                 self.end(request, "length")
 
     def _abort(self, request: Request) -> None:
-        """End a request, and the samples that wait for it to compute their prompt, with the reason "abort".
-
-        Requests that have ended already stay as they are.
-        """
+        """End a request, and the samples that wait for its prompt, with "abort", unless it has ended."""
         if request.finish_reason is None:
             for member in [request, *request.siblings]:
                 if member.finish_reason is None:
@@ -213,8 +205,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step for all requests that can take part; return its outputs (tokens, ends of requests).
 
-        A Ctrl-C during the step is raised at the step's end, when no request is half changed; then the next
-        call returns this step's outputs.
+        Ctrl-C is raised at its end, when no request is half changed; the next step returns these outputs.
         """
         with uninterrupted(), self._marks:
             self.process_inbox()
@@ -232,10 +223,9 @@ class Engine:
         return works
 
     def needs_mask(self, works: Sequence[Work]) -> bool:
-        """Return True if a step samples a request that follows a grammar, so that its logits must be masked.
+        """Return True if a request that a step samples follows a grammar; costs nothing until one comes.
 
-        Then all tokens before this step must be known when its masks are made. Costs nothing until the
-        first request with a grammar has come. works: each the tokens of one request.
+        Then all tokens before this step must be known when its masks are made.
         """
         return self.grammar_manager.active and any(
             request.constraint is not None
@@ -244,10 +234,7 @@ class Engine:
         )
 
     def forward(self, works: list[Work]) -> Forwarded | None:
-        """Launch a step's forward pass, and return its hidden states, to be sampled by `sample`.
-
-        works: each the tokens of one request. Returns None if the step is empty or has failed.
-        """
+        """Launch a step's forward pass, and return it unsampled; None if the step is empty or has failed."""
         if not works:
             return None
         self.stats.begin(works, len(self.scheduler.running))
@@ -256,10 +243,7 @@ class Engine:
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
-        """Launch the sampling of a step, and return its pending results without waiting for them.
-
-        step: what `forward` returned. Returns None if `step` is None or the sampling failed.
-        """
+        """Launch the sampling of `step`, and return its results; None if there is no step, or it failed."""
         if step is None:
             return None
         with self.failing(step.works):
@@ -275,19 +259,13 @@ class Engine:
         return None
 
     def collect(self, pending: Pending) -> None:
-        """Wait for the tokens of the step `pending`, and append them to its requests.
-
-        If the step failed, its requests end instead.
-        """
+        """Wait for the tokens of the step `pending`, and append them; if it fails, its requests end."""
         results = self.wait(pending)
         if results is not None:
             self.append_tokens(pending, results)
 
     def wait(self, pending: Pending) -> Results | None:
-        """Wait for the step `pending`, and return a list of tokens for each sampled request, in order.
-
-        Returns None if the step failed; its requests have then ended.
-        """
+        """Wait for the step `pending`; return the tokens of each sampled request, None if the step failed."""
         with self.failing(pending.works):
             results = pending.get()
             self._collected = time.perf_counter()
@@ -295,10 +273,7 @@ class Engine:
         return None
 
     def append_tokens(self, pending: Pending, results: Results) -> None:
-        """Append a step's sampled tokens to its requests, and report the step to the scheduler as finished.
-
-        pending: the step. results: the tokens of each of its sampled requests, in order.
-        """
+        """Append a step's tokens (`results`: some for each sampled request); finish it in the scheduler."""
         now = self._collected
         result = iter(results)
         for work in pending.works:
@@ -319,9 +294,7 @@ class Engine:
                 self.scheduler.leave(request)
 
     def _receive(self, request: Request, tokens: Sequence[Token], now: float) -> bool:
-        """Append sampled tokens to a request until it finishes, and an `Output` for each to `outputs`.
-
-        now: time at which the tokens were known, in seconds of `time.perf_counter`.
+        """Append sampled tokens to a request until it finishes, with the time `now` in seconds.
 
         Returns:
             True if the request finished and must release its row.
@@ -361,10 +334,7 @@ class Engine:
 
     @contextmanager
     def failing(self, works: Sequence[Work]) -> Iterator[None]:
-        """Return a context manager under which an `Exception` ends the requests of `works` and is not raised.
-
-        Other errors (Ctrl-C) end the requests, too, and are raised.
-        """
+        """Return a context in which an `Exception` ends the requests of `works`; other errors are raised."""
         try:
             yield
         except BaseException as error:
@@ -373,12 +343,11 @@ class Engine:
                 raise
 
     def fail(self, works: Sequence[Work], error: BaseException) -> None:
-        """End the requests of a step that raised `error`; their memory is freed.
+        """End the requests of a step that raised; what they hold is released and nothing is committed.
 
-        Each work of the step is finished in the scheduler with `computed=False`, so that none of its tokens
-        can be shared from the cache. Then its request, its sampled requests and the siblings that wait for
-        its prompt end with the reason "error" and the error, unless they have ended. `on_step_failed` is
-        called last.
+        Each work of the step is finished with `computed=False`. Then its request, its sampled requests and
+        the siblings that wait for its prompt end with "error" and the error, unless they have ended.
+        `on_step_failed` is called last.
         """
         log.error("a step failed, and with it %d requests", len(works), exc_info=error)
         for work in works:
@@ -390,10 +359,7 @@ class Engine:
         self.on_step_failed(error)
 
     def take_outputs(self) -> list[Output]:
-        """Return the outputs since the last call, in order, and remove them from the engine.
-
-        Outputs of requests that `stream` has added are put into the stream's own queue instead.
-        """
+        """Return the outputs since the last call, in order; those of a stream go to its queue instead."""
         outputs, self.outputs = self.outputs, []
         rest = list[Output]()
         for output in outputs:
@@ -407,10 +373,9 @@ class Engine:
     def end(
         self, request: Request, reason: FinishReason, error: BaseException | None = None
     ) -> None:
-        """End a request without a further token: it leaves the scheduler, and a last output has the reason.
+        """End a request without a further token: it leaves the scheduler, and its last output has the reason.
 
-        This output also has the text that was held back as the possible start of a stop string.
-        error: stored in the request; with None, an error that the request has already stays.
+        error: stored in the request; None keeps its own. The output has text that a stop string held back.
         """
         request.finish_reason, request.finished = reason, time.perf_counter()
         request.error = error or request.error

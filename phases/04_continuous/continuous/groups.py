@@ -27,13 +27,12 @@ key in 0.1 microseconds, a call costs 12)."""
 class Group:
     """Requests whose attention is computed in one call, padded to the longest query and context among them.
 
-    members: `[G]`, the indices of these requests in the batch. host: the whole batch's lengths.
-    queries, context: the longest query and context of the group, in tokens.
+    members: `[G]`, the indices of these requests in the batch. host: the batch.
+    queries, context: the longest query and context.
     gather: which tokens of the batch are the group's queries: a slice if they are adjacent and need no
         padding, or `[G, queries]` int64 on the device, where padding repeats a request's last token.
-    scatter: for a padded group, two index tensors: the tokens of the batch to write, and the entries of the
-        flat results `[G * queries]` to write to them. None: the group is not padded.
-    masks: attention masks by sliding window (None: no window), made when a layer first needs one.
+    scatter: for a padded group, the tokens to write and where in the flat `[G * queries]` their results are.
+    masks: by sliding window, made when a layer first needs one.
     """
 
     members: Ints
@@ -54,9 +53,8 @@ class Group:
     ) -> Group:
         """Return a `Group` of these members of a batch, with its indices copied to the device.
 
-        members: `[G]`, indices into the batch. host: the whole batch's lengths.
-        meant: `[G]` bool, False for repeats of a member, which stand for cache rows between that have no
-            member; repeats get no results. None: all True.
+        members: `[G]`, indices into the batch. host: the batch's lengths.
+        meant: `[G]` bool, False for members that only fill a gap; their results are dropped. None: all True.
         """
         starts, lens = host.query_starts[members], host.query_lens[members]
         queries, context = int(lens.max()), int(host.context_lens[members].max())
@@ -75,11 +73,9 @@ class Group:
         return plan
 
     def mask(self, window: int | None, columns: int, device: torch.device) -> Tensor | None:
-        """Return the mask `[G, 1, queries, columns]` (True: visible); None if every query sees every key.
+        """Return the mask `[G, 1, queries, columns]` of visible keys; None if every query sees every key.
 
-        window: size of the sliding window in tokens; None: no window. columns: number of keys.
-        device: where the mask is made. `G`: requests of the group. A mask is made once for each window, and
-        kept for all layers of the step.
+        window: tokens that a query sees; None: all. columns: keys. Made once a step for each window.
         """
         if window not in self.masks:
             contexts = self.host.context_lens[self.members]
@@ -96,18 +92,12 @@ class Group:
         return self.masks[window]
 
     def take(self, x: Tensor) -> Tensor:
-        """Return queries, keys or values of the group's `G` requests, heads first: `[G, heads, queries, D]`.
-
-        x: `[T, heads, D]`, those of all tokens of the batch. Shorter requests are padded to `queries` tokens.
-        """
+        """Return the group's tokens of `x [T, heads, D]`, heads first: `[G, heads, queries, D]`."""
         taken = x[self.gather]
         return taken.reshape(len(self.members), self.queries, *x.shape[1:]).transpose(1, 2)
 
     def put(self, out: Tensor, result: Tensor) -> None:
-        """Write the results of the group's `G` requests, less padding, to their tokens of `out [T, H, D]`.
-
-        result: `[G, H, queries, D]`.
-        """
+        """Write `result [G, H, queries, D]` to the group's tokens of `out [T, H, D]`."""
         flat = result.transpose(1, 2).reshape(-1, *out.shape[1:])  # [G * queries, H, D]
         if isinstance(self.gather, slice):
             out[self.gather] = flat
@@ -121,17 +111,16 @@ class Group:
 def group(
     order: Sequence[int], queries: Ints, contexts: Ints, padding: int, rows: Ints | None = None
 ) -> list[Ints]:
-    """Divide a batch into groups for one call of attention each, so that padding costs less than the calls.
+    """Return requests in groups, each padded to its longest query and context, so that little is padded.
 
     order: indices into the batch, sorted so that neighbours have similar lengths.
-    queries, contexts: `[B]`, each request's numbers of new tokens and of keys.
-    padding: largest number of padded query-key pairs in a group.
-    rows: `[B]`, cache rows, increasing along `order`, if a group reads the cache as one slice of rows: rows
-        of the slice that belong to no member are padding, too. None: rows do not matter.
+    queries, contexts: `[B]`, numbers of new tokens and of keys. padding: most padded pairs of a group.
+    rows: `[B]`, increasing in this order; if given, one view must cover a group's rows, and rows between them
+        that no request of the group has are padding too. None: rows do not matter.
 
-    Returns a list with the members of each group, as indices into the batch. Requests are taken in the
-    given order; each is added to the current group as long as the group's padding stays within `padding`,
-    and begins a new group otherwise.
+    Returns the members of each group, as indices into the batch. Requests are taken in the given order. One
+    is added to the current group as long as the group's padding stays within `padding` query-key pairs, so
+    every further call saves more padding than it costs.
     """
     groups: list[Ints] = []
     current: list[int] = []
@@ -163,9 +152,8 @@ def attend_masked(
 ) -> Tensor:
     """Return a layer's attention `[G, H, S, D]` by one fused call, which never writes the scores to memory.
 
-    q: `[G, H, S, D]`, `S` queries of each of `G` requests. k, v: `[G, KH, C, D]`, `C` keys of each.
-    mask: `[G or 1, 1, S, C]` bool, True: visible; None: all keys. `H`, `KH`: heads of size `D`.
-    A layer with attention sinks, which the fused call cannot compute, is computed by phase 01's `attend`.
+    q: `[G, H, S, D]`. k, v: `[G, KH, C, D]`. mask: `[G or 1, 1, S, C]` bool, True: visible; None: all keys.
+    The fused call knows no sinks; for a layer with sinks, phase 01's `attend` is called instead.
     """
     if layer.sinks is not None:
         return attend(layer, q, k, v, mask)
@@ -179,13 +167,9 @@ def attend_masked(
 
 
 def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:
-    """Return the prompts without cached tokens, in groups of similar length, and the other requests.
+    """Return the requests without cached tokens in `Group`s of similar length, and the others' indices.
 
-    A prompt of one token is among the others. host: the batch's lengths. device: for the groups' indices.
-
-    Returns:
-        The groups, each to be computed by one call of attention over this step's keys and values; and the
-        indices of all other requests in the batch, int64: those with cached tokens or one token.
+    host: the batch's lengths. A request without cached tokens attends to this step's keys and values.
     """
     fresh = (host.query_lens == host.context_lens) & (host.query_lens > 1)
     found = np.flatnonzero(fresh)

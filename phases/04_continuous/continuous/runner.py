@@ -33,22 +33,13 @@ Results = Sequence[Sequence[Token]]
 
 
 class OutputVerifier:
-    """Decides which of a step's sampled tokens each request keeps: one each, since this class has no drafts.
-
-    Phase 11's subclass verifies draft tokens.
-    """
+    """Decides which sampled tokens each request gets: here one each. Phase 11's verifies draft tokens."""
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write a step's draft tokens into their requests' rows on the device before the step runs.
-
-        works: each the tokens of one request. This base class has no drafts, and writes none.
-        """
+        """Write the drafts of a step's works into their requests' rows, before it runs; here are none."""
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return, for each sampled request of the works, those of the step's sampled tokens that it keeps.
-
-        tokens: one for each sampled position of the batch, in order. Returns one sequence for each request.
-        """
+        """Return, for each sampled request of the works, those of the step's tokens that it keeps."""
         return list(zip(tokens))  # tuples of one token
 
 
@@ -57,11 +48,10 @@ ONE_TOKEN_EACH = OutputVerifier()
 
 @dataclass
 class Pending:
-    """The results of a step that the device may still be computing. Only `get` waits for them.
+    """The results of a step that the device may still be computing. Only `get` waits for it.
 
     works: what the step computed for each request, in the order of the results.
-    arriving: the sampled tokens, whose copy to the host is under way; None: nothing was sampled.
-    verifier: decides which of these tokens each request keeps.
+    arriving: its tokens, whose copy to the host is under way; None: nothing was sampled.
     """
 
     works: Sequence[Work]
@@ -69,10 +59,7 @@ class Pending:
     verifier: OutputVerifier = ONE_TOKEN_EACH
 
     def get(self) -> Results:
-        """Wait for the step; return a sequence of tokens for each sampled request, in order.
-
-        Returns an empty sequence if the step has sampled no request.
-        """
+        """Wait for the step, and return for each sampled request the list of its tokens."""
         if self.arriving is None:
             return ()
         return self.verifier.accepted(self.works, self.arriving.get())
@@ -82,11 +69,9 @@ class Pending:
 class Forwarded:
     """The first half of a step: the forward pass is launched, and nothing is sampled yet.
 
-    works: what the step computes for each request, in the order of the batch. batch: the step's inputs,
-        `T` tokens and `S` samples.
-    hidden: `[T, hidden]`, the last layer's hidden states of all tokens.
-    rest: a function from bit masks of allowed tokens to the step's results, for steps whose sampling is in
-        a CUDA graph; None: `Runner.sample` does it.
+    works: what the step computes for each request, in the order of the batch. batch: its inputs.
+    hidden: `[T, hidden]`.
+    rest: computes the second half by a CUDA graph, given the bit masks; None: `Runner` computes it.
     logits: `[S, V]` float32 of the samples, if they are computed already; else None.
     """
 
@@ -126,10 +111,9 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """Run a step's forward pass, the half before sampling; return its hidden states in a `Forwarded`.
+        """Run the first half of a step of these works, from tokens to hidden states, and return these.
 
-        works: each the tokens of one request. masked: True if `sample` will be given bit masks of allowed
-            tokens.
+        masked: True if the second half will be given bit masks.
         """
         # In the order of their rows, so that neighbours in the cache are neighbours in the batch.
         works = sorted(works, key=_by_row)
@@ -141,9 +125,8 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, allowed: TokenBitmask | None = None) -> Pending:
-        """Sample each request's next tokens from its hidden states; return them, not awaited, as `Pending`.
+        """Sample the next tokens from the last hidden states of every request; return the pending results.
 
-        The tokens are also written into the requests' rows on the device, for the next step.
         step: what `forward` returned. allowed: bit masks of tokens that may be sampled; None: every token.
         """
         if step.rest is not None:
@@ -163,17 +146,11 @@ class Runner:
         return Pending(step.works, HostSampled(sampled), self.verifier)
 
     def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
-        """Return the float32 logits `[S, V]` of the hidden states `[S, hidden]` that are to be sampled.
-
-        plan: how these rows are sampled, for a subclass whose logits depend on it.
-        """
+        """Return the logits of hidden states `[S, hidden]` to be sampled by `plan`: `[S, V]` float32."""
         return self.model.logits(hidden)
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Upload the tokens and sampling parameters of requests that got a row since the last step.
-
-        The draft tokens of this step's works are written to their rows, too.
-        """
+        """Upload the tokens and settings of requests with new rows, and the drafts of this step's works."""
         for request in self.rows.upload():
             self.sampler.set_row(
                 request.row,

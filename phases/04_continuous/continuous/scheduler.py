@@ -21,17 +21,16 @@ from continuous.work import Work
 class Scheduler:
     """Iteration-level scheduling of whole prompts and decodes, as many as `step_tokens` and the cache allow.
 
-    There is one rule: schedule the tokens of a request that are known and not computed
-    (`num_computed_tokens`): at first the whole prompt, afterwards one token a step. Later phases
-    override the methods from `order` to `fork`.
+    There is one rule: let `num_computed_tokens` catch up with the tokens there are. A prompt is far
+    behind, a decode is one behind. Later phases override the hooks below.
 
     Args:
-        rows: slots in the engine's arrays, one for each request that runs, at most `rows.count` at a time.
-        cache: reserves cache memory for the requests' keys and values.
+        rows: one for each request that runs, at most `rows.count` at a time.
+        cache: where their keys and values go.
         step_tokens: most tokens that one step computes.
-        policy: returns a request's rank; smaller ranks are served first.
-        drafter: guesses tokens that the next step verifies. A drafter that guesses any needs an attention
-            that takes several queries of a request with cached tokens; this phase's attention takes one.
+        policy: which request is served first.
+        drafter: guesses tokens to be verified. With one that does, attention must take several queries of
+            a request with a past; this phase's takes one.
     """
 
     preemptions = 0  # a later phase sends requests back in line
@@ -67,10 +66,7 @@ class Scheduler:
             )
 
     def check_step(self, prompt_len: int, limit: int) -> None:
-        """Raise `UserError` if a request needs more tokens in one step than `step_tokens`: its whole prompt.
-
-        prompt_len: tokens of its prompt. limit: most tokens that it may have, prompt and output.
-        """
+        """Raise `UserError` if such a request needs more tokens in one step than a step has."""
         if prompt_len > self.step_tokens:
             raise UserError(
                 f"the prompt has {prompt_len} tokens, but a step computes a whole prompt and at most "
@@ -96,20 +92,19 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """Decide the next step, and return its works (each: the tokens of one request). Call it once a step.
 
-        The works' tokens count as computed from here on. The running requests come first, in their `order`.
-        Each gets its `num_new_tokens` of what is left of the budget, `step_tokens`, and drafts after these.
-        Then waiting requests are admitted, from the head of their queue (`_admit_waiting`). On the way:
+        The works count as computed from here on. First come the running requests in their `order`, each with
+        its `num_new_tokens` of what is left of the budget, `step_tokens`, drafts included. The waiting line
+        follows, from its head (`_admit_waiting`). On the way:
 
-        - Before a request that `should_yield` is served, the waiting requests of smaller ranks are admitted
+        - A request that `should_yield` is served after those of the waiting line that rank before it
           (`_admit_waiting` with `before`), unless this step has preempted.
-        - Cache memory is reserved before a work is made. If the cache has none for a request, running
-          requests after it, which this step has not served yet, may be preempted (`preempt_for` removes
-          them from the list of this step). Such a step counts as one that preempted, also if no memory was
-          found. It admits no request afterwards, which would take the memory that a preempted request has
-          just lost.
-        - The drafter is asked once a step whether it guesses at all (`begin`). A request for which nothing
-          had to be preempted may have drafts (`_drafts`), as many as are left of the budget after its own
-          tokens and those `reserved_for_decodes` of the requests after it.
+        - Room is reserved for all that is computed, and before the work is taken. A request for which the
+          cache has none may take memory from those after it in the queue, which this step has not served yet
+          (`preempt_for` removes its victims from the queue). That step has preempted, whether room was
+          found or not, and admits no request afterwards: it would take what the victim has just lost.
+        - The drafter is asked once a step whether it guesses at all (`begin`). A request whose room was there
+          at once may have drafts (`_drafts`), within what the budget holds after its share and what is
+          `reserved_for_decodes` for the requests behind it.
         """
         works: list[Work] = []
         budget = self.step_tokens
@@ -145,16 +140,12 @@ class Scheduler:
     ) -> int:
         """Admit requests from the head of the waiting queue while there is room; schedule their first tokens.
 
-        No request overtakes the head of the queue. A preempted request waits until its last step is
-        collected. An admitted one's `num_computed_tokens` and `cached_tokens` are set to what the cache's
-        `lookup` returns.
-
-        works: the step's list, to which works (each: the tokens of one request) are appended. budget:
-            tokens of the step that are left. before: only requests of a smaller rank are admitted; None:
-            all.
+        works: gets their works. budget: tokens of the step that are left. before: only requests of a smaller
+            rank are admitted; None: all. No request overtakes the head, and one with a step in flight waits.
+            An admitted one has as many `num_computed_tokens` and `cached_tokens` as the cache has (`lookup`).
 
         Returns:
-            The tokens that are left of the budget.
+            What is left of the budget.
         """
         while budget > 0:
             request = self._head()
@@ -175,14 +166,12 @@ class Scheduler:
         return budget
 
     def _drafts(self, request: Request, end: int, budget: int) -> tuple[int, ...]:
-        """Return guessed tokens to follow a request's newest token in this step, and reserve cache for them.
+        """Return drafts after a request's newest token, which this step computes, and reserve cache for them.
 
-        Returns an empty tuple if the cache has no room (no request is preempted for a draft), if the step
-        does not compute the newest token, if samples of the same prompt wait for this request, and with
-        penalties, which count all tokens before a position.
+        There are none if the cache has no room (no request is preempted for a draft), for a request whose
+        siblings wait for its prompt, and with penalties, which count all tokens before a position.
 
-        end: number of the request's tokens, the newest included. budget: tokens of the step left for
-            drafts.
+        end: tokens of the request with the newest one. budget: tokens of the step that are left for drafts.
         """
         newest = len(request.tokens) + request.placeholders
         if end != newest or request.prefilling or request.siblings or request.params.penalized:
@@ -194,14 +183,12 @@ class Scheduler:
     def _schedule_request(
         self, request: Request, count: int, drafts: tuple[int, ...] = ()
     ) -> Work:
-        """Return a work of a request's next `count` tokens and its drafts, and count all of them as computed.
+        """Return a work of `count` tokens of a request and its drafts, and advance the request by both.
 
-        A work that ends before the newest token samples no token: the request has one more step in flight.
-        A work that reaches it has sampled requests: the request, or what `fork` returns if samples of the
-        same prompt wait for it. Each of these has one more step in flight and one more placeholder (a token
-        that is being sampled). If the newest token is a placeholder itself, the drafts follow a token that is
-        not known, so they are tokens certain to come: the work is marked `drafts_forced`, and each draft
-        counts as a placeholder, too.
+        A work that ends before the newest token, known or placeholder, samples no token: the request has one
+        more step in flight. One that reaches it has sampled requests: the request itself, or what `fork`
+        returns where siblings wait for its prompt. Each of these has one more step in flight and one more
+        placeholder. Drafts after a placeholder are `drafts_forced`: then each of them is a placeholder, too.
         """
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + count + len(drafts)
@@ -234,17 +221,11 @@ class Scheduler:
         return running.copy()
 
     def reserved_for_decodes(self, later: int) -> int:
-        """Return how many tokens of the step's budget drafts may not use.
-
-        later: running requests that are still to be scheduled in this step; one token is kept for each.
-        """
+        """Return the tokens that drafts may not use: one for each of `later` requests to be scheduled."""
         return later
 
     def should_yield(self, request: Request) -> bool:
-        """Return True if waiting requests of a smaller rank are to be admitted before this running request.
-
-        In this phase none are: always False.
-        """
+        """Return True if waiting requests of a smaller rank go before this running request."""
         return False
 
     def num_new_tokens(self, request: Request, budget: int) -> int:
@@ -261,18 +242,15 @@ class Scheduler:
     def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Reserve cache for the first `upto` tokens of `request` by preempting requests of `queue[at:]`.
 
-        queue: the running requests in the order of this step; those from index `at` on are not served yet.
-        A preempted request is removed from `queue`.
-        Returns True if the cache is reserved. False if there is still no room; `request` itself may then
-        have been preempted. This class preempts none and returns False.
+        These requests are not served yet in this step, and a preempted one is removed from the queue. Returns
+        False if there is still no room; then `request` may be preempted itself. Here: preempt none.
         """
         return False
 
     def can_admit(self, request: Request) -> bool:
-        """Return True if there is cache memory for a waiting request, and a row for it and for each sibling.
+        """Return True if there are cache memory for a waiting request, and rows for it and its siblings.
 
-        Siblings are samples of the same prompt that wait for this request to compute it. They must be able
-        to get rows as soon as it has.
+        Siblings get their rows at once, or a fork might find none.
         """
         return self.rows.free > len(request.siblings) and self.cache.fits(request)
 
@@ -283,15 +261,12 @@ class Scheduler:
             raise AssertionError("the cache refused what it said would fit")
 
     def fork(self, request: Request) -> tuple[Request, ...]:
-        """Start the siblings of `request`: the samples of its prompt, which this step completes.
+        """Start the siblings of `request`, whose prompt this step completes.
 
         Returns:
-            `request` and those siblings that have not ended: the requests that this step samples. Each has
-            a row, stands in `running` by its rank, counts as many computed tokens as `request`, and shares
-            its cache. `request.siblings` is empty afterwards.
-
-        Raises:
-            NotImplementedError: always in this class, whose requests share no cache memory.
+            The sampled requests of the step: `request` and its siblings, but for those that have ended. Each
+            has a row, stands in `running` by its rank, counts as many computed tokens as `request`, and
+            shares its cache. `request` has no siblings left.
         """
         raise NotImplementedError("this cache does not share prompts")
 
@@ -300,13 +275,12 @@ class Scheduler:
     def finish_step(self, work: Work, *, accepted: int = 0, computed: bool = True) -> None:
         """Record that a scheduled step has completed for one request, after its tokens were appended.
 
-        Called once for every work (a request's tokens in the step), in order, also if its requests have
-        ended meanwhile. For each sampled request, its number of steps in flight and its placeholders
-        (tokens that were being sampled) go down, and its computed tokens are committed to the cache: others
-        may share them.
+        Called once for every work (the request's tokens in the step), in order, whatever became of its
+        requests. For each sampled request, the step in flight and its placeholders are subtracted, and the
+        computed tokens are committed to the cache; siblings share blocks, but each commits its own.
 
         accepted: number of drafts that the model confirmed; tokens computed from the others do not count.
-        computed: False if the step failed: then nothing is committed.
+        computed: False if the step failed.
         """
         end = work.start + work.count - len(work.drafts) + accepted
         gained = len(work.drafts) + 1 if work.drafts_forced else bool(work.sampled_requests)
@@ -321,10 +295,9 @@ class Scheduler:
             self.drafter.on_step_finished(work, accepted)
 
     def leave(self, request: Request) -> None:
-        """Free the row and the cache memory of a request that has finished or is preempted.
+        """Free the cache memory and the row of a request that has finished or is preempted, if it has a row.
 
-        Does nothing for a request without a row. The drafter is called first (its `leave`), and the row is
-        freed last, because the cache finds the request's memory by its row.
+        The drafter is called first (`leave`), and the row is freed last: the cache needs it to find memory.
         """
         if request.row >= 0:
             self.drafter.leave(request)

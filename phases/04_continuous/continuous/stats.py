@@ -14,11 +14,7 @@ from continuous.work import Work
 
 @dataclass
 class Stats:
-    """Counters of an engine.
-
-    steps: all steps. decode_steps: those that compute one token for each of their requests.
-    computed_tokens: tokens of all steps, drafts included. most_running: most requests that ran at a time.
-    """
+    """Counters of an engine. A step that computes more than one token for any request is a prefill step."""
 
     steps: int = 0
     decode_steps: int = 0
@@ -26,10 +22,7 @@ class Stats:
     most_running: int = 0
 
     def begin(self, works: Sequence[Work], running: int) -> None:
-        """Add a step to the counters.
-
-        works: each the tokens of one request in the step. running: number of running requests.
-        """
+        """Add a step to the counters. works: its requests and tokens. running: how many requests run."""
         tokens = sum(work.count for work in works)
         self.steps += 1
         self.decode_steps += tokens == len(works)
@@ -42,10 +35,7 @@ STEP = "step: "
 
 
 def marked(works: Sequence[Work]) -> AbstractContextManager[object]:
-    """Return a context manager that marks a step as "prefill" or "decode" in PyTorch's profiler.
-
-    works: each the tokens of one request. It does nothing if no profiler runs or the step is empty.
-    """
+    """Return a context that names the step of these works in PyTorch's profiler, if one runs."""
     if not works or not torch._C._autograd._profiler_enabled():
         return nullcontext()
     return record_function(

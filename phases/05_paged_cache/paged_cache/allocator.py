@@ -59,10 +59,7 @@ class BlockAllocator:
                 raise AssertionError(f"block {block} was released once too often")
 
     def check(self, users: Iterable[int]) -> None:
-        """Raise `AssertionError` unless the reference counts are right.
-
-        users: block numbers, each as often as the block has users.
-        """
+        """Raise `AssertionError` unless `users` has each block's number once for each of its users."""
         counted = [0] * self.count
         for block in users:
             counted[block] += 1

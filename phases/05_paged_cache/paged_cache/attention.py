@@ -23,10 +23,9 @@ from paged_cache.pool import BlockPool, LayerBlocks, largest, scaled
 
 
 def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return keys or values `x [..., KH, D]` as the cache stores them, in `dtype`.
+    """Return keys or values `x [..., KH, D]` as stored: divided by `scale [KH]`, in the range of `dtype`.
 
-    scale: `[KH]`, by which each head's numbers are divided; then they are clamped to the range of `dtype`,
-        and rounded if it is an integer type. None: only the dtype changes.
+    scale: None: only the dtype changes.
     """
     if scale is None:
         return x.to(dtype)
@@ -78,8 +77,7 @@ class PagedAttention(ABC):
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
         """Write every token's key and value to its slot in a layer's blocks, in the cache's format.
 
-        cache: the layer's blocks. k, v: `[T, KH, D]`. The slots are those of `self.batch`:
-            `block * P + offset`.
+        cache: the layer's blocks. k, v: `[T, KH, D]`. A slot of the pool is `block * P + offset`.
         """
         cache.k.flatten(0, 1)[self.batch.slots] = encode(k, cache.k_scale, cache.k.dtype)
         cache.v.flatten(0, 1)[self.batch.slots] = encode(v, cache.v_scale, cache.v.dtype)
@@ -152,10 +150,7 @@ class TorchPagedAttention(PagedAttention):
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """Return the attention `[T, H, D]` of `q [T, H, D]` over a layer's blocks, group by group.
-
-        cache: the layer's blocks, which hold this step's `k` and `v [T, KH, D]` already.
-        """
+        """Return attention `[T, H, D]` of `q [T, H, D]` over a layer's blocks, group by group."""
         out = torch.empty_like(q)
         for plan in self._prompts:
             prompt_attention(plan, layer, q, k, v, out)
@@ -177,8 +172,7 @@ class TorchPagedAttention(PagedAttention):
     def _gather(numbers: Tensor, blocks: Tensor, plan: Group) -> Tensor:
         """Return the keys or values of a group's contexts, heads first: `[G, KH, blocks * P, D]`.
 
-        numbers: `[N, P, KH, D]`, a layer's keys or its values. blocks: `[G * blocks]`, as many block
-            numbers of each request. plan: the group.
+        numbers: `[N, P, KH, D]`. blocks: `[G * blocks]`, equally many of each request. plan: the requests.
         """
         taken = numbers.index_select(0, blocks)  # [G * blocks, P, KH, D], a copy
         return taken.view(len(plan.members), -1, *numbers.shape[2:]).transpose(1, 2)

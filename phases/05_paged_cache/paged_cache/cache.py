@@ -65,19 +65,15 @@ class PagedCache:
         return self.blocks_for(tokens) <= min(self.allocator.count, self.tables.shape[1])
 
     def fits(self, request: Request) -> bool:
-        """Return True if enough blocks are free to admit a waiting request with all the tokens it has.
+        """Return True if there are blocks to admit a waiting request with all the tokens it has.
 
-        Blocks reserved for other requests in this step are not free any more. Unless all blocks are free,
-        those of the watermark (the share kept for running requests) stay free, too.
+        Blocks reserved for others in this step are not free any more.
         """
         kept = 0 if self.free == self.allocator.count else self.reserve_blocks
         return self.blocks_for(len(request.tokens)) <= self.free - kept
 
     def reserve(self, request: Request, upto: int) -> bool:
-        """Grow a request's block table to hold its first `upto` tokens.
-
-        Returns False, with nothing changed, if there are not enough free blocks; else True.
-        """
+        """Grow the request's block table to `upto` tokens; return False without enough blocks."""
         if upto <= self._writable[request.row]:
             return True
         return self.grow(request, upto)
@@ -139,18 +135,14 @@ class PagedCache:
         return copies
 
     def take_fresh(self) -> list[int]:
-        """Return the numbers of the blocks that requests have taken since the last call.
-
-        Called before a step and before its copies.
-        """
+        """Return the blocks that have got a new owner since the last call, before a step and its copies."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
     def take_moves(self, works: Sequence[Work]) -> Any:
-        """Return which blocks move between groups of layers before a step (for `BlockPool.regroup`), or None.
+        """Return which blocks move between groups of layers before a step of these works: here none.
 
-        works: the step's requests and tokens. Always None here, where all layers share one block table;
-        phase 17 overrides it.
+        Phase 17 overrides it.
         """
 
     def lookup(self, request: Request) -> int:

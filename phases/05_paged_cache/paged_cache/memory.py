@@ -38,7 +38,7 @@ class MemoryPlan:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens the cache holds."""
+        """Return how many tokens the cache has room for."""
         return self.blocks * self.block_size
 
     def __str__(self) -> str:

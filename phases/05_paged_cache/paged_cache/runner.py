@@ -25,10 +25,9 @@ def run_by_first(
     masked: bool,
     eager: Callable[[Sequence[Work]], Forwarded],
 ) -> Forwarded:
-    """Run a step's forward pass by the first executor that supports the step, else by `eager`.
+    """Return the hidden states of a step's works, by the first executor that supports it, or by `eager`.
 
-    works: the step's requests and tokens. masked: True if its samples get bit masks of allowed tokens.
-    Returns its hidden states, not sampled yet.
+    masked: True if its samples get bit masks.
     """
     for executor in executors:
         if (ticket := executor.supports(works, masked)) is not None:
@@ -41,15 +40,14 @@ class PagedRunner(Runner):
 
     Args:
         model: computes hidden states and logits.
-        attention: a backend over the block pool.
-        rows: the running requests' token ids on the device.
-        cache: the block tables.
-        executors: functions from this runner to an executor (a faster way to run certain steps), in the
-            order in which these are asked; if one returns None, there is no such executor.
-        options: further arguments of `continuous.Runner`.
+        attention: any backend over the pool.
+        rows: where the tokens are.
+        cache: whose tables say where keys and values are.
+        executors: factories of executors, called with this runner in the order of asking; None is left out.
+        options: those of `continuous.Runner`.
 
-    executors: the executors, asked for each step in this order; `eager` runs a step that none supports.
-    last: the newest step's forward pass; its hidden states are valid until the next step.
+    executors: asked for each step in this order; `eager` runs what none supports.
+    last: the first half of the newest step; its hidden states are valid until the next step.
     """
 
     attention: PagedAttention
@@ -81,29 +79,19 @@ class PagedRunner(Runner):
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """Run a step's forward pass by the first executor that supports it; return its hidden states.
-
-        works: the step's requests and tokens. masked: True if its sampling will be masked.
-        """
+        """Compute a step's hidden states (see `Runner.forward`) by the first executor that supports it."""
         self.last = run_by_first(self.executors, works, masked, self.eager)
         return self.last
 
     def eager(self, works: Sequence[Work]) -> Forwarded:
-        """Run a step's forward pass one operation after the other; return its hidden states, not sampled yet.
-
-        works: the step's requests and tokens.
-        """
+        """Run the first half of a step's works, one operation after the other; return its hidden states."""
         return super().forward(works)
 
     def release(self) -> None:
         """Destroy the executors' CUDA graphs after the last step; this class has no executors with graphs."""
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Update the device before a step: upload new requests' tokens, set blocks to zero, copy blocks.
-
-        works: the step's requests and tokens. Blocks that a request has just taken are set to zero if some
-        block may hold NaN; blocks that two requests shared are copied before one of them writes.
-        """
+        """Upload new requests, copy blocks, and zero those that may hold NaN, before a step (`works`)."""
         super().refresh(works)
         if (moves := self.cache.take_moves(works)) is not None:
             self.attention.pool.regroup(moves)
@@ -113,10 +101,7 @@ class PagedRunner(Runner):
             self.attention.pool.copy(copies)
 
     def prepare(self, works: Sequence[Work]) -> Batch:
-        """Return a step's inputs on the device, with block tables and slots.
-
-        works: the step's requests and tokens, in batch order.
-        """
+        """Return the inputs on the device of a step of these works, with block tables and slots."""
         host = HostBatch.of(works, self.rows.prompt_lens)
         return PagedBatch.of(
             host, self.rows, block_tables=self.block_tables(host), slots=self.slots(host)

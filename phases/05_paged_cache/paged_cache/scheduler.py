@@ -20,10 +20,9 @@ class PagedScheduler(Scheduler):
     cache: PagedCache
 
     def check_step(self, prompt_len: int, limit: int) -> None:
-        """Raise `UserError` if a request may need more tokens in one step than `step_tokens`.
+        """Raise `UserError` if a request's prompt and output could exceed the tokens of one step.
 
-        prompt_len: tokens of its prompt. limit: most tokens that it may have, prompt and output. A
-        preempted request computes its prompt and its output so far in one step.
+        A preempted request computes its prompt and its output so far in one step.
         """
         if limit - 1 > self.step_tokens:
             raise UserError(
@@ -32,10 +31,9 @@ class PagedScheduler(Scheduler):
             )
 
     def add(self, requests: list[Request]) -> None:
-        """Add the samples of one prompt to the waiting queue as one; the first computes the prompt for all.
+        """Add the samples of one prompt to the waiting queue together; the first computes the prompt for all.
 
-        The others are its `siblings`. If there are more samples than rows (requests that may run), they are
-        added in parts of as many as there are rows.
+        If there are more samples than rows, they are added in parts of as many as there are rows.
         """
         for request in requests:
             request.rank = self.policy(request)
@@ -44,14 +42,13 @@ class PagedScheduler(Scheduler):
             self._push(first)
 
     def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
-        """Preempt the requests of the largest ranks until `request` has cache for its first `upto` tokens.
+        """Preempt the last request by rank until `request` has room; it may be `request` itself.
 
-        queue: the running requests in the order of this step. Only `request` and `queue[at:]`, which this
-            step has not served yet, can be preempted; a preempted one is removed. `queue` is not always
-            sorted by rank.
+        upto: tokens that it needs room for. queue, at: only the requests `queue[at:]`, not yet served in this
+            step, can lose their blocks; they leave `queue`. They are not always in the order of ranks.
 
         Returns:
-            True if the cache is reserved. False if `request` had the largest rank and was preempted itself.
+            False if there is still no room.
         """
         while True:
             victim = max((request, *queue[at:]), key=by_rank)
@@ -75,21 +72,17 @@ class PagedScheduler(Scheduler):
         self._push(request)
 
     def start_request(self, request: Request) -> None:
-        """Allocate rows for all samples of a prompt, and blocks for the first one, `request`.
-
-        The other samples, its `siblings`, wait for it to compute the prompt; aborted ones are dropped.
-        """
+        """Allocate rows for all samples of a prompt, and blocks for the first; drop aborted samples."""
         super().start_request(request)
         request.siblings = [each for each in request.siblings if each.finish_reason is None]
         for sibling in request.siblings:
             self.rows.acquire(sibling)
 
     def fork(self, request: Request) -> tuple[Request, ...]:
-        """Start the samples that wait for `request` to compute their prompt, which this step completes.
+        """Start the siblings of `request`, whose prompt this step completes, on its blocks; return all.
 
-        They share the prompt's blocks. Returns `request` and these siblings, but for those that have ended:
-        the prompt's last logits are sampled once for each. All earlier chunks of the prompt have finished:
-        if one failed after the fork, the siblings would go on with keys that were never computed.
+        Its last logits are sampled once for each. All earlier chunks of the prompt have finished: if one
+        failed after the fork, the siblings would go on with what was never computed.
         """
         siblings = [sibling for sibling in request.siblings if sibling.finish_reason is None]
         request.siblings = []
@@ -102,8 +95,7 @@ class PagedScheduler(Scheduler):
     def leave(self, request: Request) -> None:
         """Free the blocks and the row of a request that has ended or is preempted.
 
-        Samples that wait for the request to compute their prompt have rows and do not run: their rows are
-        freed with it. If one of these ends by itself, only its row is freed.
+        Before the fork, siblings have rows but do not run; they leave with the first sample, or alone.
         """
         if request.row >= 0 and request.num_computed_tokens == 0:
             self.rows.release(request)

@@ -21,10 +21,7 @@ CUDA_BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Kernels(Feature):
-    """Compute attention, norms, RoPE and gated activations by Triton kernels instead of by torch.
-
-    The tokens are the same. As an option: `kernels="triton"` or `kernels="torch"`.
-    """
+    """Compute attention, norms, RoPE and gates by "triton" or by "torch"; the tokens are the same."""
 
     name = "kernels"
     phase = 6

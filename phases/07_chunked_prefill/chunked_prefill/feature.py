@@ -14,7 +14,7 @@ STEP_TOKENS = 256
 
 @dataclass(frozen=True)
 class Chunked(Feature):
-    """Split prompts into chunks so that a step stays within a budget of tokens; decodes come first."""
+    """Split prompts so that a step stays within a budget of tokens; decodes come first."""
 
     name = "chunked_prefill"
     phase = 7

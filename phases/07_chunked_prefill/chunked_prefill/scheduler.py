@@ -18,17 +18,16 @@ from paged_cache.scheduler import PagedScheduler
 
 
 class ChunkedScheduler(PagedScheduler):
-    """Schedules decodes first, then prompts with what is left of a step's budget, `step_tokens`.
+    """Schedules decodes first, then prompts with what is left of the budget `step_tokens`.
 
-    Neither decodes nor prompts can starve. While a prompt is waiting to be scheduled, a quarter of the
-    budget is reserved for prompts; if that leaves too little for all decodes, the decodes take turns.
+    Neither side can starve the other. While a prompt is waiting for its turn, a quarter of the budget is
+    reserved for prompts; if that leaves too little for all decodes, they take turns.
 
     Args:
         rows: the slots of running requests. cache: block tables of their KV cache.
         chunk_tokens: most tokens of one prompt in a step; the whole budget by default. With less, several
-            prompts advance in the same step.
-        options: those of `Scheduler`. `step_tokens`, the budget, bounds the time of a step, and so the time
-            between two tokens of a request.
+            prompts advance side by side.
+        options: those of `Scheduler`. `step_tokens`, the budget, bounds the time of a step and the gaps.
     """
 
     def __init__(
@@ -72,11 +71,7 @@ class ChunkedScheduler(PagedScheduler):
         return decodes + prompts
 
     def reserved_for_decodes(self, later: int) -> int:
-        """Return how many tokens of the step's budget drafts may not use.
-
-        later: running requests that are still to be scheduled in this step: one token is kept for each, and
-        a quarter of the budget if there are prompts.
-        """
+        """Return the tokens that drafts may not use: `later` for decodes, and the quarter for prompts."""
         return later + self._kept
 
     def _newcomer(self) -> bool:
@@ -85,22 +80,14 @@ class ChunkedScheduler(PagedScheduler):
         return head is not None and not head.in_flight and self.can_admit(head)
 
     def should_yield(self, request: Request) -> bool:
-        """Return True if `request` is a prompt that has begun, and a waiting request has a smaller rank.
-
-        Then the waiting request is scheduled first.
-        """
+        """Return True for a prompt that has begun, if a waiting request ranks before it and so goes first."""
         if not request.prefilling:
             return False
         head = self._head()
         return head is not None and head.rank < request.rank
 
     def num_new_tokens(self, request: Request, budget: int) -> int:
-        """Return how many tokens of `request` this step computes: a chunk of its prompt, or one of a decode.
-
-        budget: tokens left in the step. The result is 0 if nothing is left to compute or the budget is used
-        up, for a decode that must wait for its turn or whose last allowed token is known or being sampled,
-        and for the last chunk of a prompt with several samples while an earlier chunk is in flight.
-        """
+        """Return the number of tokens to schedule of a request, within `budget`: one, or a prompt's chunk."""
         known = len(request.tokens) + request.placeholders
         behind = known - request.num_computed_tokens
         # Drafts in flight may make it negative.

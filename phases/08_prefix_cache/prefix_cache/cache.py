@@ -14,10 +14,7 @@ from prefix_cache.index import Key, Match, PrefixIndex
 
 
 def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> list[Key]:
-    """Return the index key of each full block of a sequence, in order: the block's tokens as bytes.
-
-    block_size: tokens in a block. Tokens after the last full block have no key.
-    """
+    """Return the keys (the tokens) of the full blocks of `block_size` tokens, in order."""
     width = 4 * block_size
     raw = np.asarray(tokens, np.int32).tobytes()
     return [raw[at : at + width] for at in range(0, len(raw) - width + 1, width)]
@@ -42,11 +39,10 @@ class PrefixStats:
 
 
 class PrefixCache(PagedCache):
-    """A paged KV cache that finds full blocks again by their tokens, so that requests can share them.
+    """A paged KV cache whose full blocks are also in a prefix index, and shared by content.
 
-    The blocks are in a prefix index. The index counts as one user of every block in it, each request that
-    shares the block as another. Blocks that only the index uses count as free: they are evicted when their
-    memory is needed.
+    The index is one user of every block in it, each request that shares it another. Blocks that only the
+    index uses count as free: they are evicted when they are needed.
     """
 
     def __init__(
@@ -71,10 +67,9 @@ class PrefixCache(PagedCache):
         return self.allocator.free + self.index.evictable
 
     def fits(self, request: Request) -> bool:
-        """Return True if there is memory to admit a waiting request, of which some blocks may be cached.
+        """Return True if a waiting request can be admitted with its cached blocks.
 
-        Cached blocks need no new memory. Those that no other request uses do not count as free for the
-        request's other blocks: once it shares them, they cannot be evicted.
+        Cached blocks need no memory, but once they are pinned they cannot be evicted.
         """
         alone = self.free == self.allocator.count
         room = self.free - (0 if alone else self.reserve_blocks)
@@ -86,9 +81,8 @@ class PrefixCache(PagedCache):
     def lookup(self, request: Request) -> int:
         """Return how many of a request's tokens are in cached full blocks; always fewer than the request has.
 
-        The last token has to be computed, since its logits are needed. If the last block is full and
-        cached, all of it is computed again: to write one token into it would change a block that others
-        share.
+        The last token has to be computed, since its logits are wanted. If the last block is full and
+        cached, all of that block is computed: one token would be written into a block that others share.
         """
         return len(self._match(request).blocks) * self.block_size
 
@@ -96,10 +90,9 @@ class PrefixCache(PagedCache):
         return self.index.match(self._keys_of(request), request.salt)
 
     def _keys_of(self, request: Request) -> list[Key]:
-        """Return the index keys (each: the tokens of a block) of the full blocks that a request may share.
+        """Return the index keys (block by block the tokens) of the blocks that a waiting request may share.
 
-        These are all but a block that would hold the last token. The result is kept for the next call for
-        the same request.
+        The keys of the last request are stored for the next call.
         """
         length = len(request.tokens)
         if self._keys[0] is not request or self._keys[1] != length:
@@ -130,10 +123,7 @@ class PrefixCache(PagedCache):
         return super().grow(request, upto)
 
     def take_blocks(self, count: int) -> list[int]:
-        """Take `count` free blocks and return their numbers; if fewer are free, evict cached blocks first.
-
-        The least recently used are evicted. The caller has checked that there are enough.
-        """
+        """Take `count` blocks; what is missing, evict from the least recently used cached ones."""
         missing = count - self.allocator.free
         if missing > 0:
             evicted = self.index.evict(missing)
@@ -142,10 +132,7 @@ class PrefixCache(PagedCache):
         return super().take_blocks(count)
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """Let `child` share the blocks of its parent's first `tokens` tokens.
-
-        Those in the prefix index get one more pin there: they are kept from eviction until `child` ends, too.
-        """
+        """Let `child` share its parent's blocks of the first `tokens` tokens, and pin those in the index."""
         super().fork(parent, child, tokens)
         self._cursors[child.row] = self.index.fork(self._cursors[parent.row])
         self._committed[child.row] = self._committed[parent.row]

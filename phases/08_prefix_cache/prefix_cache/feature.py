@@ -19,7 +19,7 @@ INDEXES: dict[str, type[RadixIndex] | type[HashIndex]] = {
 
 @dataclass(frozen=True)
 class Prefix(Feature):
-    """Keep KV cache blocks of ended requests, and share them between requests with the same first tokens."""
+    """Keep KV blocks of ended requests, and share them between requests with the same first tokens."""
 
     name = "prefix_cache"
     phase = 8

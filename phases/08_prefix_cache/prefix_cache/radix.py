@@ -38,11 +38,10 @@ AGE = attrgetter("used")
 
 
 class RadixIndex:
-    """A prefix index (`PrefixIndex`) as radix trees, one for each salt; a cursor is a node.
+    """A prefix index as a radix tree for each salt; implements `PrefixIndex`.
 
-    Pins count the requests that use a node's blocks; only leaves without pins are evicted. As a pinned node
-    pins all nodes above it, a node without pins has no node with pins below it, and becomes a leaf when the
-    nodes below it are evicted: `evictable` counts all blocks without pins.
+    Only leaves without pins can be evicted. A pinned node pins all nodes above it, so every block without
+    pins is on a leaf sooner or later: all of them are evictable.
     """
 
     def __init__(self) -> None:
@@ -52,10 +51,9 @@ class RadixIndex:
         self._leaves: list[Node] = []  # those without pins, the oldest first
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """Return a `Match`: the blocks of the longest cached beginning of a sequence.
+        """Return a `Match`: the blocks of the longest cached beginning of `keys` (the tokens of each block).
 
-        keys: the tokens of each of its blocks. salt: blocks inserted under another salt do not match.
-        Changes nothing.
+        salt: only sequences inserted under the same one match. Changes nothing.
         """
         blocks: list[int] = []
         unpinned = 0
@@ -65,10 +63,9 @@ class RadixIndex:
         return Match(blocks, unpinned)
 
     def attach(self, keys: list[Key], salt: str) -> Node:
-        """Pin (keep from eviction) the blocks of `keys`, found by `match`; return the last node as cursor.
+        """Pin the nodes of `keys`, all of which `match` has found, and return the last one as a cursor.
 
-        A node of which only some blocks match is split, so that only these are pinned. keys: the tokens of
-        each block. salt: the request's.
+        A node that is matched in part is split, so that pins are exact.
         """
         node = self._roots.setdefault(salt, Node([], [], None, salt))
         for child, length in self._walk(keys, salt):
@@ -79,14 +76,12 @@ class RadixIndex:
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[Node, list[int], list[int]]:
-        """Insert a request's next `blocks` into its tree, after the node at which its `cursor` stands.
+        """Follow the known keys after the cursor, then append the other blocks to a leaf, or to a new one.
 
-        keys: the tokens of each block. Keys that are in the tree already are followed; the blocks of the
-        others are appended to the leaf there, or become a new leaf.
+        keys, blocks: one of each for every block after the cursor.
 
         Returns:
-            The new cursor; for each key the block to use, which is the tree's if it had these tokens
-            already; and those of `blocks` that were inserted.
+            The new cursor, the block in the index for each key, and those of `blocks` that were inserted.
         """
         assert isinstance(cursor, Node)
         node = cursor
@@ -112,10 +107,7 @@ class RadixIndex:
         return node, held + new, new
 
     def fork(self, cursor: object) -> Node:
-        """Return a second cursor: the same node, for a request that shares all blocks up to there.
-
-        This node and all above it get one more pin: they are kept from eviction until both requests end.
-        """
+        """Return a second cursor: the same node, which is pinned once more with all above it."""
         assert isinstance(cursor, Node)
         self._pin(cursor)
         return cursor
@@ -133,10 +125,7 @@ class RadixIndex:
             node = node.parent
 
     def evict(self, count: int) -> list[int]:
-        """Remove at most `count` blocks no request uses, least recently used first; return their numbers.
-
-        Blocks are taken from the ends of leaves.
-        """
+        """Remove at most `count` blocks from the ends of the least recently used leaves, and return them."""
         freed: list[int] = []
         while len(freed) < count and self._leaves:
             leaf = self._leaves[0]
@@ -150,7 +139,7 @@ class RadixIndex:
         return freed
 
     def blocks(self) -> list[int]:
-        """Return the number of every block in the trees of all salts."""
+        """Return a list of the numbers of all blocks in the trees of all salts."""
         found: list[int] = []
         todo = self.roots
         while todo:
@@ -206,10 +195,7 @@ class RadixIndex:
         node.pins += 1
 
     def _offer(self, node: Node) -> None:
-        """Add `node` to the leaves that can be evicted, if it is a leaf and has no pins.
-
-        A root without children is removed instead: its tree is empty.
-        """
+        """Add `node` to the evictable leaves if it is one without pins; remove its tree if it is empty."""
         if node.pins == 0 and not node.children:
             if node.parent is None:
                 self._roots.pop(node.salt, None)  # an empty tree

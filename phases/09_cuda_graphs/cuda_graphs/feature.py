@@ -71,7 +71,7 @@ class Graphs(Feature):
 
 @dataclass(frozen=True)
 class Overlap(Feature):
-    """Schedule each step on the host while the device computes the step before."""
+    """Schedule each step while the device computes the one before."""
 
     name = "overlap"
     phase = 9

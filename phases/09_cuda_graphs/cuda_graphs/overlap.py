@@ -56,10 +56,8 @@ class OverlappedLoop:
         return self.in_flight_step is None and self.half is None
 
     def advance(self, engine: Engine) -> None:
-        """Launch the engine's next step, then append the tokens of the step before to their requests.
-
-        If the next step has grammar masks, which depend on those tokens, its sampling is launched when its
-        masks are ready. If the drafter must see every token, the step before is finished first.
+        """Launch the next step, or its forward pass if it needs masks; then append the tokens of the step
+        before.
         """
         if needs_finished_step(engine.scheduler.drafter):
             self.finish_steps(engine)
@@ -80,12 +78,7 @@ class OverlappedLoop:
             engine.collect(previous)
 
     def _schedule(self, engine: Engine) -> list[Work]:
-        """Schedule the engine's next step, and sample the last one if that waits for its masks.
-
-        Returns:
-            The works of the next step (each one request's tokens), without requests that have ended
-            meanwhile.
-        """
+        """Schedule the next step and return its works; sampling that waits for masks is launched first."""
         works = engine.schedule()
         if self.half is None:
             return works
@@ -102,8 +95,5 @@ class OverlappedLoop:
 
 
 def needs_finished_step(drafter: Drafter) -> bool:
-    """Return True while `drafter` must see every token before a step is scheduled.
-
-    False for a drafter that is no `WaitingDrafter`.
-    """
+    """Return True while a drafter has to see every token before a step is scheduled."""
     return isinstance(drafter, WaitingDrafter) and drafter.needs_finished_step

@@ -100,7 +100,7 @@ def scatter_tokens(
 ) -> None:
     """Write each request's sampled token to its row of `tokens`, after the token it was computed from.
 
-    rows, at: `[B]` int64, row, and position of the token it was computed from; -1: padding, nothing is
+    rows: `[B]` int64. at: `[B]` int64, position of the token it was computed from; -1: padding, nothing is
         written. sampled: `[B]` int64. tokens: `[R, max_len]` int64.
     """
     scatter_kernel[(len(rows),)](tokens, rows, at, sampled, tokens.shape[1], num_warps=1)

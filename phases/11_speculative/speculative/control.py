@@ -73,15 +73,14 @@ def gain(rate: float, each: float, drafts: int) -> float:
 def choose_lengths(
     rates: Sequence[float], fixed: float, each: float, most: int
 ) -> list[int] | None:
-    """Return each request's number of drafts in the next step, or None if the batch would lose by them.
+    """Return the number of drafts of each request in the next step, or None if the batch would lose.
 
-    A plain step (without drafts) makes one token for each of the `len(rates)` requests. So a step that
-    takes `fixed` plain steps longer costs `fixed * len(rates)` tokens, and all requests together have to
-    gain more.
+    A batch of `len(rates)` requests makes as many tokens in a plain step. So a step that takes `fixed` plain
+    steps longer costs `fixed * len(rates)` tokens, and all requests together have to gain more.
 
     Args:
         rates: each request's chance that a draft is accepted, above 0 and below 1.
-        fixed: how much longer a step with any drafts takes, as a multiple of a plain step's time.
+        fixed: what a step with any drafts takes longer, in plain steps.
         each: what each draft costs besides, in tokens, above 0.
         most: drafts of a request that are allowed.
     """
@@ -102,10 +101,7 @@ class Tries:
     tried: float = 0.0
 
     def add(self, tried: int, accepted: int, memory: float) -> None:
-        """Add the drafts of a step, after multiplying the earlier counts by `memory` for each tried draft.
-
-        tried, accepted: number of drafts. memory: factor below 1.
-        """
+        """Add `tried` drafts of a step, of which each multiplies the weight of earlier ones by `memory`."""
         keep = memory**tried
         self.tried = self.tried * keep + tried
         self.accepted = self.accepted * keep + accepted
@@ -116,15 +112,13 @@ UNTRIED = Tries()
 
 @dataclass
 class StepCost:
-    """Estimates of how long steps take at one batch size, with and without drafts.
+    """Measured times of steps at one batch size, with and without drafts.
 
-    plain: seconds of a plain step (without drafts), measured `samples` times.
-    fixed: how much longer a step with any drafts takes, as a multiple of `plain`.
-    each: what each draft of every request adds to that, as a multiple of `plain`. In that time a plain step
-        would make as many tokens for a request, so this is also a draft's cost in tokens.
-    tries: steps with drafts that were measured.
-    most: drafts that each request may have in the next step; twice as many after each measured step.
-    drafting: number of steps with drafts, pauses included. tried_at: number of the last step with drafts.
+    plain: seconds of a step without drafts, measured `samples` times.
+    fixed: what a step with any drafts takes longer, in plain steps.
+    each: what each draft costs besides, in tokens: the plain steps that one draft of every request adds.
+    most: drafts of a request, twice what was tried. drafting: number of steps with drafts, pauses included.
+    tried_at: number of the last step with drafts.
     """
 
     tried_at: int
@@ -145,11 +139,7 @@ class StepCost:
             self.plain = min(self.plain, seconds) if self.samples > 1 else seconds
 
     def add_drafts(self, seconds: float, drafts: float) -> None:
-        """Update `fixed` and `each`, what drafts cost, by the measured seconds of a step with drafts.
-
-        drafts: mean number of drafts of a request in the step. Nothing is updated without drafts or before a
-            plain step's time (`plain`) is known.
-        """
+        """Update the estimates from the seconds of a step with drafts; drafts: per request, on average."""
         if not (self.plain and drafts):
             return
         expected = self.fixed + self.each * drafts
@@ -181,16 +171,14 @@ class DraftController:
     """Decides before each step whether there are drafts, and how many for each request.
 
     Args:
-        most: most drafts of a request in a step.
-        adaptive: False: always `most`, without measuring.
-        watches: the drafter must see every step of a request, so drafting starts and stops only between
-            requests.
+        most: drafts of a request in a step.
+        adaptive: False: always the most.
+        watches: the drafter must see every step of a request, so it is switched on only between requests.
         rehearses: the drafter costs the device nothing, so its drafts are first compared with tokens that
             were sampled without them, before any step verifies drafts.
-        clock: returns seconds; replaced by tests.
+        clock: in seconds; replaced by tests.
 
-    on: True while the next step may have drafts or the drafter watches steps; every token must be on the
-        host then before a step is scheduled.
+    on: steps may have drafts or are watched, so every token must be known before a step is scheduled.
     """
 
     def __init__(
@@ -226,11 +214,7 @@ class DraftController:
         return self.costs.setdefault(size, StepCost(self.steps))
 
     def rate(self, request: Request) -> float:
-        """Return the estimated chance, 0.01 to 0.99, that a request's draft is accepted.
-
-        It is estimated from the request's drafts and those of all requests; 0.01 for a request that may
-        have none.
-        """
+        """Return the estimated chance that a request's draft is accepted, from its drafts and all others."""
         if not is_drafted(request):
             return LOWEST_RATE
         overall = self._overall.accepted / self._overall.tried
@@ -255,29 +239,22 @@ class DraftController:
         return lengths
 
     def is_gain(self, drafts: Mapping[Request, Sequence[int]], rows: int) -> bool:
-        """Return True if a step of `rows` requests is expected to gain more by drafts than they cost.
-
-        drafts: token ids by request. Always True if the controller is not adaptive.
-        """
+        """Return True if a step of `rows` requests should gain by these drafts (token ids by request)."""
         cost = self.cost(rows)
         gained = sum(gain(self.rate(one), cost.each, len(its)) for one, its in drafts.items())
         return not self.adaptive or gained > cost.fixed * rows
 
     def add_tries(self, request: Request, drafts: int, accepted: int) -> None:
-        """Count the drafts of a request that a step verified, and those that were accepted.
+        """Count a request's drafts of a step that were tried, up to the first wrong one, and the accepted.
 
-        Tried are the drafts up to and with the first wrong one. No draft at all counts as a wrong one: a
-        drafter that finds nothing gains nothing.
+        No draft at all counts as a wrong one: a drafter that finds nothing gains nothing.
         """
         tried = max(1, min(drafts, accepted + 1))
         self._rates.setdefault(request, Tries()).add(tried, accepted, MEMORY)
         self._overall.add(tried, accepted, LONG_MEMORY)
 
     def add_work(self, work: Work) -> None:
-        """Record what a finished step computed for one request, to estimate costs; only if adaptive.
-
-        work: the request's tokens and drafts in the step.
-        """
+        """Count the tokens and drafts of one request (`work`) in a finished step, if steps are timed."""
         if self.adaptive:  # otherwise nothing would ever remove it
             self._finished.append(work)
 

@@ -130,7 +130,8 @@ class Head(Model):
     def feed(self, hidden: Tensor) -> None:
         """Store features `hidden [n, hidden]` for the next call of `forward`.
 
-        They come from `mix`, or are the drafter's own output for the token before.
+        They are the large model's hidden states (mixed by `mix`), or the drafter's own output for the token
+        before.
         """
         self.features[: len(hidden)].copy_(hidden)
 

@@ -23,8 +23,7 @@ MOST_NEW = 4096
 class NGramIndex:
     """Index of the position where each n-gram of a request's tokens occurred last.
 
-    A token costs an entry for each n-gram that ends before it, of 4, 3 and 2 tokens, some 100 bytes each, so
-    an index has at most 10 MB. At 32,768 tokens (`MOST_TOKENS`) it drops the older half of them.
+    A token costs one entry for each of `NGRAM_SIZES`, some 100 bytes each, so an index has at most 10 MB.
     """
 
     def __init__(self) -> None:
@@ -33,10 +32,7 @@ class NGramIndex:
         self._ends = dict[tuple[int, ...], int]()  # n-gram -> place of the token behind it
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add those of a request's tokens that are not in the index yet.
-
-        tokens: all of the request's tokens, those in the index included.
-        """
+        """Add those of a request's tokens that are not in the index yet. tokens: from its first on."""
         for token in tokens[self.seen :]:
             place = len(self.tokens)
             for size in NGRAM_SIZES:  # now that we know what followed
@@ -53,10 +49,7 @@ class NGramIndex:
             self.seen = len(tokens)
 
     def propose(self, most: int) -> list[int]:
-        """Return `most` tokens that followed the last n-gram where it occurred before; [] if it is new.
-
-        The longest n-gram that occurred before counts. Past the end, tokens repeat (`follow`).
-        """
+        """Return at most `most` tokens that followed the request's last tokens where these stood earlier."""
         for size in NGRAM_SIZES:
             at = self._ends.get(tuple(self.tokens[-size:]))
             if at is not None:
@@ -84,10 +77,7 @@ class NGrams(Proposer):
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
     ) -> list[list[int] | None]:
-        """Return each request's drafts, as many as `lengths` says, or [] if its last n-gram is new.
-
-        None instead of a list: the request's index lacks a part of its tokens; it takes in 4,096 a call.
-        """
+        """Return at most `lengths` drafts of each request; None until all of its prompt is in the index."""
         found = []
         for request, length in zip(requests, lengths, strict=True):
             index, tokens = self.indexes[request], request.tokens

@@ -91,10 +91,7 @@ class SpeculativeRunner(WaitingDrafter):
         self.source.attach(engine)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Make drafts for running requests whose tokens are all on the host; return True if there are any.
-
-        Called before each step is scheduled. There are none if they would cost more than they gain.
-        """
+        """Make drafts for all running requests whose tokens are known; return True if there are any."""
         self.guesses = {}
         lengths = self.control.decide(running)
         if lengths is None:
@@ -120,10 +117,7 @@ class SpeculativeRunner(WaitingDrafter):
         return any(self.guesses.values())
 
     def _rehearse(self, request: Request) -> None:
-        """Compare a request's earlier guess with the tokens sampled since, count hits, and guess again.
-
-        No step verifies these guesses.
-        """
+        """Compare a request's earlier guesses with the tokens that were sampled, and guess again."""
         known, drafts = self._rehearsed.get(request, (0, ()))
         came = request.tokens[known:]
         if not (came and is_drafted(request)):
@@ -175,10 +169,7 @@ class Verifier(OutputVerifier):
         self.tokens, self.agree = tokens, agree
 
     def write(self, works: Sequence[Work]) -> None:
-        """Write the drafts of a step to the device, behind the newest tokens of their requests.
-
-        works: for each request of the step, its tokens and drafts.
-        """
+        """Write the drafts of a step's works, its inputs, after the newest tokens of the requests' rows."""
         lines = []
         for work in works:
             if drafts := work.drafts:
@@ -189,10 +180,9 @@ class Verifier(OutputVerifier):
     # Accept.
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return for each sampled request its accepted drafts, and the token sampled after them.
+        """Return for each sampled request of the works its accepted drafts, and the token sampled after them.
 
-        works: for each request of the step, its tokens and drafts. tokens: all samples of the step, at each
-            draft's position and after the last, each with its log-probabilities.
+        tokens: all samples of the step, at each draft and after the last.
         """
         if not any(map(attrgetter("drafts"), works)):
             return super().accepted(works, tokens)

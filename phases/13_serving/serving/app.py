@@ -37,16 +37,14 @@ T = TypeVar("T")
 class App:
     """An ASGI application that serves HTTP requests with an engine.
 
-    engine: connection to the engine. model: the served model, with the limits of requests.
-    completion_handlers, chat_handlers: objects that read further fields of the requests to `/v1/completions`
-        and to `/v1/chat/completions`.
-    requests: those whose response has not ended.
-    routes: async handlers of requests, by path, then by HTTP method. endpoints: routes that generate tokens,
-        by path. forms: how errors are written as JSON, by the beginning of the path.
-    before: async hooks that get each request first, and return True if they have sent its response.
-    on_end: hooks that get each request when its response has been sent, or its client has disconnected.
+    model: the model that is served, with the limits of requests.
+    completion_handlers, chat_handlers: read further fields of the requests of these two routes.
+    routes: handlers of HTTP requests, by path and method. endpoints: routes that generate tokens, by path.
+    forms: JSON forms of errors, by the beginning of the path.
+    before: hooks that get each HTTP request first, and return True if they have answered it.
+    on_end: hooks that get each HTTP request when it has its answer, or its client has left.
     draining: no new requests for tokens are taken; those that run go on.
-    closing: the server ends, and so must streams that have no end, such as live statistics.
+    closing: the server ends, and so must streams that have no end.
     """
 
     def __init__(
@@ -145,15 +143,8 @@ class App:
     def parse(
         self, endpoint: Endpoint, http: HttpRequest, fields: Fields, ready: Ready
     ) -> ParsedRequest:
-        """Parse and check the decoded JSON body `fields` of a request for tokens, by its route `endpoint`.
-
-        Fields that have no effect are named in a header of the response, `x-ladder-ignored`.
-
-        http: for its headers. ready: the engine's sizes.
-
-        Raises:
-            ApiError: the request could never be served.
-            UserError: the same, because of the prompt.
+        """Return an HTTP request for tokens, parsed and checked by its route; a header names all fields that
+        nothing reads. See `Endpoint.parse`.
         """
         request = endpoint.parse(http, fields, ready)
         unknown = set(fields)
@@ -166,15 +157,10 @@ class App:
     async def read(
         self, http: HttpRequest, endpoint: Endpoint, parse: Callable[[Fields, Ready], T]
     ) -> T:
-        """Read the JSON body of `http`, and return what `parse` makes of its fields.
+        """Return what `parse` makes of the body of `http`, in a thread unless it is short, so that no stream
+        waits. Raises `ApiError` if the request cannot be taken now, or never.
 
-        A long body is decoded and parsed in a thread, so that the event loop can go on with other streams.
-
-        endpoint: the request's route. parse: gets the decoded fields and the engine's sizes.
-
-        Raises:
-            ApiError: the engine takes no requests now (503), or the body is wrong, too large or too slow.
-            ClientDisconnected: the client has left before its body was complete.
+        endpoint: its route. parse: gets the decoded fields and the engine's sizes.
         """
         ready = self.ready()
         body = await http.body()

@@ -1,8 +1,7 @@
 """The engine as the API process sees it: completions go in, their tokens come back, and it may die.
 
-Everything here runs in one thread, the event loop's. A completion (one output sequence) is known by a
-number. Its submitter gives a `Sink`, whose methods are called with its tokens, in order, and once with its
-end, whatever happens to the engine.
+Everything here runs in one thread, the event loop's. A completion is a number; its submitter gives a
+`Sink` that is called with its tokens, in order, and once with its end, whatever happens to the engine.
 """
 
 from __future__ import annotations
@@ -28,16 +27,13 @@ DIED = "the engine has ended and is being restarted; try again"
 
 
 class EngineClient:
-    """Sends requests to an engine, and passes each completion's tokens to its sink.
+    """Sends requests to an engine and gives the tokens to their sinks. A subclass runs the engine.
 
-    A sink is an object that receives one completion's tokens and its end (interface `Sink`). Subclasses say
-    how the engine is run.
-
-    state: "starting", "ready", "restarting" or "stopped"; only a "ready" engine takes completions.
-    ready: the engine's sizes; None before it was first ready. stats: its statistics after the last step.
-    now: when the step arrived whose tokens are being passed to sinks, in seconds of `time.perf_counter`.
-    on_step: hooks that are called with each step's report, after the sinks.
-    on_ready: hooks that are called once, without arguments, when the first engine takes requests.
+    state: of the engine; only at "ready" it takes completions.
+    ready, stats: the engine's sizes, and its statistics after the last step.
+    now: `time.perf_counter()` when the step arrived whose tokens are being given to sinks.
+    on_step: hooks that are called with each step's report once its tokens have been given to sinks.
+    on_ready: hooks that are called once, when the first engine takes requests.
     """
 
     def __init__(self) -> None:
@@ -74,10 +70,9 @@ class EngineClient:
         sinks: Sequence[Sink],
         **options: Any,
     ) -> range:
-        """Send a prompt to the engine, which generates `params.n` completions of it; return their numbers.
+        """Send a prompt of `params.n` completions to the engine; return their numbers.
 
-        prompt: token ids. sinks: one for each completion; if the engine has ended, they get an error.
-        options: further fields of the command `AddRequest`, such as `priority`.
+        sinks: one for each; if the engine has ended, they get an error. options: more of `AddRequest`.
         """
         numbers = range(self._next, self._next + params.n)
         self._next += params.n
@@ -86,10 +81,7 @@ class EngineClient:
         return numbers
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """Abort the completions with these numbers: their sinks are not called again.
-
-        Numbers of completions that have ended are ignored.
-        """
+        """Abort the completions with these numbers: their sinks are not called again."""
         mine = [number for number in numbers if self._sinks.pop(number, None) is not None]
         if mine:
             self.tell(AbortRequests(mine))
@@ -108,12 +100,10 @@ class EngineClient:
             self._lose()
 
     def _route_tokens(self, step: StepReport) -> None:
-        """Pass a step's report to the sinks: first notes (extra data), then tokens, then other ends.
+        """Give each completion's sink the notes, then the tokens, then the end that a step's report has.
 
-        The end of a completion whose last token is in this report is passed along with that token, by
-        `Sink.token`, any other by `Sink.end`. A sink is removed before it gets its end: the completion is no
-        longer in flight. Aborted completions get nothing. The hooks `on_step` come last. Sinks may abort any
-        completions.
+        An end with a token arrives with the token, another afterwards. A sink that ends or leaves is called
+        no more, and is not in flight when it gets its end. Hooks come last. Sinks may abort any completions.
         """
         self.stats, sinks = step.stats, self._sinks
         for number, kind, values in step.notes:

@@ -1,7 +1,4 @@
-"""The completions that one HTTP request waits for, made into text, and the life of that request.
-
-`serve` takes a parsed request from admission to the last byte of its response.
-"""
+"""The completions that one HTTP request waits for, made into text, and the life of that request."""
 
 from __future__ import annotations
 
@@ -37,16 +34,13 @@ class Piece(NamedTuple):
 
 
 class Choice:
-    """One completion of a request: a `Sink` that makes text of its tokens and looks for stop strings.
+    """One of a request's completions: a `Sink` that makes text of tokens and looks for stop strings.
 
-    group: all completions of the request. index: this one's in `group.choices`.
-    place: index of its prompt in the request. prompt: that prompt's token ids.
-    tokens: the output token ids. texts: the text that each adds; perhaps one more text at the end.
-    times: seconds of `time.perf_counter` at which the steps of the tokens arrived.
-    logprobs: of each token, if they were asked for.
-    notes: extra data of the engine's observer: lists by kind, such as "cached".
-    sent: how many of `texts` have been taken for the response.
-    reason: why the completion has ended; None: it has not. stream: turns tokens into text.
+    group: all completions of the request. index: among them. prompt: its token ids, the `place`-th.
+    tokens, texts: each token id, and what it adds to the text; perhaps one more text at the end.
+    times, logprobs: when each token came, and log-probabilities of each if they were asked for.
+    notes: the lists that the engine's observer has sent, by kind. sent: how many of `texts` were taken.
+    reason: why it has ended, None until then. stream: makes the text.
     reader: finds reasoning and tool calls in the text; None: all of it is content.
     """
 
@@ -80,12 +74,8 @@ class Choice:
         self.notes[kind].extend(values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """Receive the next token id, and add its text; a stop string ends the completion, in the engine too.
-
-        A streamed request with more than `group.most_unsent` unsent texts is aborted as "slow".
-
-        reason: why the engine ended the completion with this token; None: it did not.
-        logprob: the token's log-probability and those of alternatives; None unless they were asked for.
+        """See `Sink.token`. A stop string ends the completion, and in the engine, too. With more than
+        `most_unsent` unsent texts of a stream the group gives up ("slow"), and takes no more.
         """
         group = self.group
         self.times.append(group.engine.now)
@@ -107,11 +97,7 @@ class Choice:
             group.hear(ended is not None)
 
     def end(self, reason: str, message: str) -> None:
-        """Receive the end of a completion that gets no further token; a failure aborts all of its request.
-
-        reason: "stop", "length" or "abort", or a failure, a key of `STATUS`. message: a sentence about the
-            failure.
-        """
+        """See `Sink.end`; a failure ends the whole group."""
         if reason in STATUS:
             self.request.place = self.place
             self.group.give_up(reason, message)
@@ -121,33 +107,25 @@ class Choice:
         self.group.hear(True)
 
     def take(self) -> Piece:
-        """Return the text of all tokens not sent yet, as a `Piece`, and count it as sent.
-
-        A thread may call this while tokens come.
-        """
+        """Return all unsent text as one piece, now sent. A thread may call this while tokens come."""
         start, self.sent = self.sent, len(self.texts)
         return Piece("".join(self.texts[start : self.sent]), start, self.sent)
 
     def deltas(self, text: str, last: bool) -> list[Delta]:
-        """Return what new `text` adds to the chat message: dicts of fields, such as `{"content": text}`.
-
-        Without a `reader` all text is `content`, and empty text adds nothing. last: the completion has ended.
-        """
+        """Return the message fields that new `text` adds; without a reader it is all `content`."""
         if self.reader:
             return self.reader.deltas(text, last)
         return [{"content": text}] if text else []
 
 
 class ChoiceGroup:
-    """The completions (`choices`) of one HTTP request; making a group sends its prompts to the engine.
+    """The completions (`choices`) of one HTTP request; to make a group sends its prompts to the engine.
 
-    numbers: the engine's number of each choice. left: how many choices have not ended.
-    most_unsent: unsent texts of a streamed choice above which its client counts as too slow.
-    failure: (kind, sentence) if the request cannot be completed, else None. The kind is a key of `STATUS`,
-        such as "error", or "slow" or "left" (the client has disconnected).
-    unsent: the choices of a stream whose end has not been sent.
-    prompt_tokens: number of tokens of all prompts together.
-    updated: an event, set when a stream has text to send, and at the last end or a failure.
+    numbers: the engine's, of each choice.
+    most_unsent: unsent texts of a stream after which its reader counts as too slow.
+    failure: why they cannot be completed (of `STATUS`, "slow", "left"), and a sentence; None until then.
+    unsent: those of a stream whose end has not been sent. prompt_tokens: of all prompts.
+    updated: set when a stream has text to send, and at the last end or a failure.
     """
 
     def __init__(self, app: App, request: ParsedRequest) -> None:
@@ -170,19 +148,13 @@ class ChoiceGroup:
             self.numbers += self.engine.submit(prompt, params, mine, **request.options)
 
     def hear(self, ended: bool) -> None:
-        """Record that a choice has got a token, or has ended (`ended`).
-
-        The task that sends the response is woken if it streams, or if this was the last end.
-        """
+        """Count a token of a completion, or its end (`ended`), and wake the task that waits for updates."""
         self.left -= ended
         if self.streamed or not self.left:
             self.updated.set()
 
     def give_up(self, failure: str, message: str = "") -> None:
-        """Abort the choices that have not ended, and set `self.failure` to (`failure`, `message`).
-
-        An earlier failure stays. If all choices have ended, only "slow" is set: their text cannot be sent.
-        """
+        """Set `self.failure` to its kind and a sentence about it, and abort what has not ended."""
         if not self.failure and (self.left or failure == "slow"):
             self.failure = failure, message
         self.engine.abort(self.numbers)
@@ -265,10 +237,7 @@ async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
 
 
 async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
-    """Send the text of a group as server-sent events until all have ended; return early after a failure.
-
-    The HTTP status is sent with the first text, so that a failure before it still has a status of its own.
-    """
+    """Send the text of a group as server-sent events. Before the first token, errors have a status."""
     request = group.request
     while group.unsent:
         await group.updated.wait()

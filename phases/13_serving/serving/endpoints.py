@@ -56,15 +56,7 @@ class ServedModel:
             raise ApiError(404, words, param="model", code="model_not_found")
 
     def begin(self, fields: Mapping[str, Any], ready: Ready, source: str) -> ParsedRequest:
-        """Return a request without prompts, with those fields parsed that all requests for tokens may have.
-
-        fields: the decoded JSON body. ready: the engine's sizes. source: the name of the field with the
-            prompt.
-
-        Raises:
-            ApiError: the request is for another model (404).
-            UserError: a field has a wrong type.
-        """
+        """Return a parsed request with only the fields set that all requests for tokens may have."""
         generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
         sampling = dict[str, Any]()
@@ -74,10 +66,7 @@ class ServedModel:
         return ParsedRequest(generation, fields, sampling, ready, source)
 
     def check_length(self, request: ParsedRequest, characters: int) -> None:
-        """Raise `ApiError` if a prompt of so many `characters` cannot fit the context of `request.ready`.
-
-        Call this before the prompt is tokenized.
-        """
+        """Raise `ApiError` if a prompt of so many characters is too long, before it is tokenized."""
         each, most = self.tokenizer.characters_per_token, request.ready.max_len
         if each and characters > each * most:
             raise request.refusal(
@@ -85,13 +74,7 @@ class ServedModel:
             )
 
     def finish(self, request: ParsedRequest) -> None:
-        """Set `request.params`, the sampling settings with all defaults, once its prompts are token ids.
-
-        The default of `max_tokens` is what the context and the KV cache have room for.
-
-        Raises:
-            ApiError: the engine cannot serve the request, such as a prompt that is too long.
-        """
+        """Set a request's sampling settings once its prompts are known; `ApiError` if it cannot be served."""
         ready = request.ready
         for call in request.on_prompt:
             call()
@@ -110,13 +93,10 @@ class ServedModel:
 
 
 class TextEndpoint:
-    """The common part of the routes `/v1/completions` and `/v1/chat/completions`.
+    """The common part of the routes for completions and chats.
 
-    model: the served one. handlers: objects that read further fields of the route's requests.
-    kind: the struct of the fields that only this route has. kinds: the structs of all fields.
-    source: the name of the field with the prompt. prefix: the beginning of the ids of responses.
-    formatter: the class that makes responses. form: how errors are written as JSON.
-    threaded: whether a thread parses requests, however short they are.
+    model: the served one. handlers: read further fields of its requests. kind: the struct of its own.
+    formatter: makes its responses. prefix: the beginning of the ids of responses.
     """
 
     kind: type[Struct]
@@ -135,14 +115,7 @@ class TextEndpoint:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Return a request for tokens, parsed from its decoded JSON body `fields` and checked.
-
-        http: for its id. ready: the engine's sizes.
-
-        Raises:
-            ApiError: the request could never be served.
-            UserError: the same, because of the prompt.
-        """
+        """Return a request for tokens, parsed from its decoded body `fields` and checked."""
         request = self.read(fields, ready)
         self.model.finish(request)
         id = f"{self.prefix}-{http.id}"
@@ -150,10 +123,7 @@ class TextEndpoint:
         return request
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a request with its prompts, but without sampling settings (`params`); see `parse`.
-
-        fields: the decoded JSON body, which each subclass reads in its way. ready: the engine's sizes.
-        """
+        """Return a request for tokens with its prompts, but without sampling settings yet. See `parse`."""
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
@@ -173,11 +143,7 @@ class ChatEndpoint(TextEndpoint):
     source, prefix = "messages", "chatcmpl"
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Return a chat request; its prompt is `messages`, rendered by the chat template as token ids.
-
-        fields: the decoded JSON body. ready: the engine's sizes. Sampling settings (`params`) are not set
-            yet.
-        """
+        """Return a chat request whose prompt the chat template has made of `messages`. See `parse`."""
         request = self.model.begin(fields, ready, self.source)
         given = convert_fields(ChatFields, fields)
         request.messages = [

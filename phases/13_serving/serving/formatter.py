@@ -57,10 +57,7 @@ class ResponseFormatter:
         self._after = b'],"usage":null}\n\n' if self.usage else b"]}\n\n"
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the server-sent events for `piece`, the next text of the completion `choice`, as bytes.
-
-        A completion's first event has the role. last: the completion has ended, and the last event says why.
-        """
+        """Return a piece's events as bytes: the first one has the role, the last one the finish reason."""
         data, details = b"", self.details(choice, piece)
         if not piece.start:
             role = {"role": "assistant", "content": ""}
@@ -111,9 +108,6 @@ class ResponseFormatter:
     def event(
         self, choice: Choice, fields: dict[str, Any], reason: str | None = None
     ) -> bytes:
-        """Return the bytes of one server-sent event about the completion `choice`.
-
-        fields: its JSON fields, such as `delta`. reason: why the completion has ended; None: it has not.
-        """
+        """Return an event with JSON fields of a completion. reason: why it has ended; None: it has not."""
         fields_json = encode_json({"index": choice.index, **fields, "finish_reason": reason})
         return self._before + fields_json + self._after

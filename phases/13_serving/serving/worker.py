@@ -42,11 +42,9 @@ FAILED = "the step that computed this request failed; the server's log says why"
 def ending(
     number: int, reason: str, error: BaseException | None, place: int = NO_TOKEN
 ) -> End:
-    """Return the `End` (report) of the completion `number`, with a message for the client after an error.
+    """Return the report of a completion's end. A fault of the request itself is explained to its sender.
 
-    reason: "stop", "length", "abort", or "error" with the exception `error`. A fault of the request itself
-        becomes "refused", logits that are no numbers become "nan", with the exception's message.
-    place: index of the last token in the step's report, or `NO_TOKEN`.
+    reason: "stop", "length", "abort", or "error" with the exception `error`. The rest as in `End`.
     """
     message = FAILED if reason == "error" else ""
     if isinstance(error, UserError | NotANumber):

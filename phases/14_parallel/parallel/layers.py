@@ -48,9 +48,9 @@ class RowLinear(nn.Module):
         return self.ranks.all_reduce(self.linear(x))
 
     def joined(self, *parts: nn.Module) -> nn.Module:
-        """Return this layer as a layer of fused kernels (phase 06) whose output is summed over ranks.
+        """Return this layer as a `FusedLinear` (Triton kernels around a matrix product), summed over ranks.
 
-        parts: layers to concatenate with, not used: a sum over ranks stands alone.
+        parts: layers that read the same input; not used: a layer whose output is summed is not joined.
         """
         from triton_paged_attention.linear import join  # Triton comes with it
 

@@ -16,7 +16,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class MixtureOfExperts(Feature):
-    """The feature that puts each layer's experts in two tensors, and computes an expert's tokens together."""
+    """Put each layer's experts in two tensors, and compute each expert's tokens together."""
 
     name = "experts"
     phase = 16

@@ -22,7 +22,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class Hybrid(Feature):
-    """The hybrid KV cache: sliding windows free blocks before them; Gated DeltaNet keeps states in slots."""
+    """The hybrid KV cache: windows give back skipped blocks, and layers with states keep slots."""
 
     name = "hybrid_cache"
     phase = 17

@@ -24,7 +24,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class BatchInvariance(Feature):
-    """The option `batch_invariant`: a request's tokens and log-probabilities have equal bits in any batch."""
+    """A request's tokens and log-probabilities have the same bits, whatever shares its batch."""
 
     name = "batch_invariant"
     phase = 18

@@ -36,7 +36,7 @@ RATE = {"low": 0.0, "high": 1e12, "above_low": True}
 
 @dataclass(frozen=True)
 class MovingBlocks(Feature):
-    """KV blocks are saved to host memory and files, and loaded again when a prompt needs them."""
+    """Blocks that leave the cache go to host memory and to files, and come back when they are wanted."""
 
     name = "moving_blocks"
     phase = 19

@@ -387,7 +387,8 @@ class TieredConnector(ConnectorScheduler):
             self.disk.touch(digests)
 
     def _start_saves(self) -> None:
-        """Start to copy the recorded blocks that are neither in host memory nor in files, in one launch.
+        """Start to copy to host memory, in one launch, the blocks recorded since the last call (as computed
+        or evicted) that are neither there nor in files.
 
         A block for which host memory has no slot is not saved.
         """

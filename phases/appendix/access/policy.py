@@ -1,12 +1,11 @@
-"""Access policy of a server: accepted host names, content types, and what web pages may read.
+"""Access policy of a server: its host names, bodies without a type, and what web pages may read.
 
 A web page can make its own name point at this machine after it was loaded (DNS rebinding). To the browser the
-page and the server are then of one origin, so nothing but the name in the header `Host` tells them apart. An
-IP address in that header cannot be rebound.
+page and the server are then of one origin, so nothing but the name in `Host` tells them apart. An address in
+its place cannot be rebound.
 
-A body must be `application/json`, so that no web page can send a body without a preflight request. A page may
-send a body in a form's content type, but its browser then adds a header such as `Origin`; `curl -d`, which
-uses that type, does not.
+A body must be `application/json`, so that no web page can send one without asking first. A form it may send,
+but its browser says so in a header; `curl -d` does not.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ class AccessPolicy:
         app.before.append(self.before)
 
     async def before(self, http: HttpRequest) -> bool:
-        """Check a request's host, origin and content type; raise `ApiError` to refuse the request.
+        """Check a request, and raise `ApiError` to refuse it.
 
         Returns:
-            True if it was a browser's preflight request, which has been answered; False: the app goes on to
-            the request's route.
+            True if it was a browser's preflight request, which is answered here.
         """
         self.check_host(http)
         if self.origins and allow_pages(http, self.origins, self.app):
@@ -56,10 +54,9 @@ class AccessPolicy:
         return False
 
     def check_type(self, http: HttpRequest) -> None:
-        """Raise `ApiError` (415) if a body is compressed, or its content type is not JSON.
+        """Raise `ApiError` (415) for a body that is not declared as JSON, or compressed.
 
-        The content type of an HTML form, or none, is accepted too, if the request has no header that only
-        browsers send: then no web page has sent it. So is any type on Ollama's paths (`/api/...`).
+        A form's type, or none, is accepted where no web page can have sent it.
         """
         kind = http.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         loose = kind in FORMS or http.path.startswith("/api/")  # Ollama's clients send any
@@ -70,10 +67,9 @@ class AccessPolicy:
             raise ApiError(415, words)
 
     def check_host(self, http: HttpRequest) -> None:
-        """Raise `ApiError` (421) if a request's Host header names a host that is not allowed.
+        """Raise `ApiError` if a request's Host header names a host that is not allowed.
 
-        IP addresses, `localhost`'s subdomains, and requests without the header are accepted: every browser
-        sends the header.
+        IP addresses are accepted, and requests without the header, since every browser sends it.
         """
         given = http.headers.get(b"host", b"").decode("latin-1").strip().lower()
         name = re.sub(r":\d*$", "", given)

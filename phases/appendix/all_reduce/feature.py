@@ -13,7 +13,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class CustomAllReduce(Feature):
-    """Sum tensors up to 512 KiB over ranks by a kernel in memory that GPUs share; NCCL sums larger ones."""
+    """Custom all-reduce: sum small tensors over ranks in memory that all GPUs share; NCCL sums the others."""
 
     name = "own_sums"
     phase = 14

@@ -61,7 +61,7 @@ class ReadFormats(Quantize):
 
 @dataclass(frozen=True)
 class CheckpointFormats(Feature):
-    """Load quantized checkpoints in the formats of AWQ, GPTQ, FP8 and compressed-tensors."""
+    """Checkpoints in AWQ's, GPTQ's, FP8's and compressed-tensors' formats load as they are."""
 
     name = "checkpoint_formats"
     phase = 10

@@ -49,7 +49,7 @@ class BlockProduct:
 
 @dataclass(frozen=True)
 class CpuBlocks(Feature):
-    """Multiply float32 inputs with a GGUF file's quantized weights in compiled C++."""
+    """Linear layers with a GGUF file's quantized weights multiply float32 inputs in compiled C++."""
 
     name = "cpu_blocks"
     phase = 10

@@ -15,7 +15,7 @@ from triton_paged_attention.feature import check_triton
 
 @dataclass(frozen=True)
 class DeltaLayers(Feature):
-    """Compute Qwen3.5's Gated DeltaNet and gated attention layers by fused Triton kernels."""
+    """Fuse the kernels of Gated DeltaNet layers, and compute their prompts in two parts."""
 
     name = "delta_layers"
     phase = 17

@@ -79,7 +79,8 @@ def convolve(
     x, weight, kept, at, live, start,
     C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return SiLU of the causal convolution for SIZE channels from `start` on: `[rows, padded]` float32.
+    """Return SiLU of the causal convolution for SIZE channels from `start` on: `[rows, SIZE]` float32, SIZE
+    padded to a power of two.
 
     x: pointer to the request's first row in the step, rows WIDTH apart. weight: `[C, W]`. kept: pointer to
         the `[W - 1, C]` stored inputs before that row. at: `[rows]`, the tokens' offsets from that row. live:

@@ -192,7 +192,7 @@ class PromptObserver(StepPictures):
                 self.executor.ask(requests[0], kind)
 
     def write(self, step: StepReport) -> None:
-        """Add the results that are complete to the report `step`, in place."""
+        """Add the embeddings of prompts that are computed whole to the report `step`, in place."""
         super().write(step)
         if self.executor is not None:
             step.notes += self.executor.finished()

@@ -25,12 +25,11 @@ more requests drafts cost more than they save."""
 
 
 class GrammarDrafter(WaitingDrafter):
-    """A `Drafter` (proposer of speculative tokens) that drafts what a grammar forces.
+    """A `Drafter` that adds tokens which a grammar forces to the drafts of another drafter.
 
-    inner: another drafter, used where the grammar leaves a choice. jump_forward: whether to draft forced
-        tokens.
-    in_turn: whether steps do not overlap while a request has a grammar and at most `MOST_SEQUENTIAL` run. On
-        a CPU overlapping hides nothing, and fewer forced tokens would be known in time.
+    inner: proposes drafts for all requests. jump_forward: whether to draft forced tokens.
+    in_turn: whether steps do not overlap while a request has a grammar and at most `MOST_SEQUENTIAL` run.
+        On a CPU overlapping hides nothing, and fewer forced tokens would be known in time.
 
     Where a grammar leaves no choice, the tokens that must come are drafts (jump-forward: Zheng et al.,
     "SGLang", arXiv 2312.07104). They are verified like all drafts and always accepted: the mask of each
@@ -64,10 +63,7 @@ class GrammarDrafter(WaitingDrafter):
 
     @property
     def needs_finished_step(self) -> bool:
-        """Return True if a step must not begin before the one before it has finished (no overlap).
-
-        The inner drafter may need that; so do forced tokens on a CPU.
-        """
+        """Return True if steps must not overlap now: for the inner drafter, or for forced tokens on a CPU."""
         return needs_finished_step(self.inner) or (self.in_turn and self._jumping)
 
     def begin(self, running: Sequence[Request]) -> bool:
@@ -79,11 +75,8 @@ class GrammarDrafter(WaitingDrafter):
         return guessing or self._jumping
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Count a request's drafts in a finished step.
-
-        The inner drafter counts them itself if it has to see every finished step.
-
-        work: the request's part of the step. accepted: number of its drafts that the model confirmed.
+        """Count the drafts of a finished step, of which the model `accepted` some; the inner drafter counts
+        them if it must see the step.
         """
         if needs_finished_step(self.inner):
             self.inner.on_step_finished(work, accepted)
@@ -95,11 +88,10 @@ class GrammarDrafter(WaitingDrafter):
         self.inner.leave(request)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Return at most `most` draft tokens for a request: the longer of two lists, perhaps empty.
+        """Return at most `most` draft tokens for a request: the longer of two lists.
 
-        One has the tokens that the request's grammar forces, the other the inner drafter's, up to the first
-        that the grammar forbids. While the request's newest token is still being computed, only forced tokens
-        that were noted before can be drafted.
+        These are the tokens that its grammar forces, and the inner drafter's up to the first forbidden one.
+        While the request's newest token is still being computed, only forced tokens that were noted before.
         """
         constraint = request.constraint
         if not isinstance(constraint, Constraint):

@@ -24,7 +24,7 @@ from structured.pool import GrammarPool
 
 @dataclass(frozen=True)
 class Guidance(Feature):
-    """Make grammar masks in llguidance's threads, and draft the tokens that a grammar forces."""
+    """Makes masks in the threads of llguidance, and drafts the tokens that a grammar forces."""
 
     name = "guidance"
     phase = 12

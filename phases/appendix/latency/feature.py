@@ -11,7 +11,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class Latency(Feature):
-    """Run decode steps of one token by special kernels, which are faster inside CUDA graphs."""
+    """Run steps of one token by kernels of their own, which gain inside CUDA graphs."""
 
     name = "latency"
     phase = 9

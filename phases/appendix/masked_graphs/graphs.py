@@ -153,9 +153,9 @@ class MaskedGraphExecutor:
         """Copy the next step's inputs to the device, before the current step's sampling is launched.
 
         works: the next step's requests, with the tokens that each computes.
-        Nothing is copied if the next step is no masked decode step, the current one does not sample by a
-        graph, or a request is new: its row may have had another request, whose last token is still to be
-        written.
+        Nothing is copied if the next step is no decode step with masks of a grammar, the current one does
+        not sample by a graph, or a request is new: its row may have had another request, whose last token is
+        still to be written.
         """
         size, last = self.supports(works, masked=True), self.runner.last
         # The second half is a graph, too.

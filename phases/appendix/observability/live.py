@@ -107,7 +107,8 @@ class Live:
             leaving.cancel()
 
     def stepped(self, step: StepReport) -> None:
-        """Store a step's numbers, and its picture if the report `step` has one, for the next event.
+        """Store a step's numbers, and the drawing of the cache if the report `step` has one, for the page's
+        next event.
 
         The numbers are: step number, milliseconds, tokens computed, requests running, tokens sampled.
         """

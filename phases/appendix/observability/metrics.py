@@ -56,10 +56,7 @@ class Metrics:
         app.routes["/metrics"] = {"GET": partial(page, self)}
 
     def stepped(self, step: StepReport) -> None:
-        """Count a step's tokens; add the seconds since each completion's last token to a histogram.
-
-        step: the engine's report about one step.
-        """
+        """Count a step's tokens, and add the seconds since each completion's token before to a histogram."""
         now, last = self.app.engine.now, self._last
         self.generated += len(step.tokens)
         for number in step.numbers:

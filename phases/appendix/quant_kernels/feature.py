@@ -13,7 +13,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class QuantKernels(Feature):
-    """Run faster kernels for quantized layers: for one token, and with eight-bit activations for more."""
+    """Multiply one token with quantized weights by kernels; keep activations of more tokens in eight bits."""
 
     name = "quant_kernels"
     phase = 10

@@ -144,7 +144,8 @@ def pair_place(slot, block_stride, slot_stride, P: tl.constexpr):
 
 
 def fit(config: DecodeConfig | PrefillConfig, block_size: int) -> DecodeConfig | PrefillConfig:
-    """Return the block sizes in `config` changed for values in pairs of tokens, whose bytes alternate.
+    """Return a kernel's `config` with tile sizes for a cache whose values (V) are stored in pairs of tokens,
+    the bytes of both in turn.
 
     Prefill does without TMA; tiles have at least `LEAST_TILE` tokens, those of decoding twice as many as in
     `config` if that divides a block.

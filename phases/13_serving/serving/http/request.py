@@ -41,11 +41,9 @@ class HttpRequest:
     """An HTTP request (ASGI), and what has been sent of its response so far.
 
     id: the client's `x-request-id` where it is well-formed, or a random one.
-    status: the response's HTTP status; 0 before it was sent. extra: further headers for the response.
-    started: when it came, in seconds of `time.perf_counter`.
-    content_length: value of the header `content-length`, b"0" if there is none.
-    unread: whether there may be a part of the body that has not been read.
-    group: the completions of a request for tokens; else None. form: how its errors are written as JSON.
+    status: of the response, 0 before it. extra: more headers for the response.
+    content_length: value of that header, as it came. unread: there may be a body that has not been read.
+    group: its completions, if it is a request for tokens; else None. form: the JSON form of its errors.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
@@ -69,12 +67,8 @@ class HttpRequest:
         self.form = ErrorForm()
 
     async def body(self) -> bytes:
-        """Read and return the whole body.
-
-        Raises:
-            ClientDisconnected: the client has closed the connection.
-            ApiError: the body takes too long (408), or is too large (413). If its header `content-length`
-                says so, nothing is read.
+        """Read and return the whole body. Raises `ClientDisconnected`, or `ApiError`: 408 if it is too slow,
+        413 if it is too large. If a header says that, nothing is read.
         """
         most = self.limits.max_body_bytes
         if self.content_length.isdigit() and int(self.content_length[:20]) > most:
@@ -82,11 +76,8 @@ class HttpRequest:
         return await self._read(most, self.limits.body_seconds)
 
     async def _read(self, most: int, seconds: float) -> bytes:
-        """Read and return the rest of the body; set `unread` to whether more of it is to come.
-
-        Raises:
-            ClientDisconnected: the client has closed the connection.
-            ApiError: this rest has more than `most` bytes (413), or takes more than `seconds` (408).
+        """Read and return the rest of the body, of at most `most` bytes, in so many `seconds`. Raises like
+        `body`. `unread` tells whether more is to come.
         """
         body, more = bytearray(), True
         try:
@@ -104,13 +95,7 @@ class HttpRequest:
         return bytes(body)
 
     async def drain(self) -> None:
-        """Read and drop the rest of the body, up to about 64 KiB and for a second at most.
-
-        A client that still sends it will then read the response.
-
-        Raises:
-            ClientDisconnected: the client has closed the connection.
-        """
+        """Read and drop the rest of a small body: a client that still sends it reads the response."""
         if self.unread:
             with suppress(ApiError):
                 await self._read(DRAINED_BYTES, DRAIN_SECONDS)

@@ -169,7 +169,8 @@ class SingleTypeManager(ABC):
         """Let the request in row `row` use the page `shared` in place of its page `own`, which holds the same
         tokens.
 
-        at: index of the page in the request's table. If `shared` has lost its blocks, it gets those of `own`.
+        at: index of the page in the request's table. A page (tokens in all layers) has a block for each group
+        of layers. If the blocks of `shared` have been evicted, it gets those of `own`.
         """
         if self.has_blocks(own) and not self.has_blocks(shared):
             blocks = self.blocks[:, own].tolist()
