@@ -170,6 +170,34 @@ def _own_experts(ranks: Any, model: str) -> dict[int, tuple[int, ...]]:
     }
 
 
+def _key_scales(ranks: Any, model: str) -> list[Any]:
+    """What a rank measures of its own heads, by a pass through the model: layers, keys and values, heads."""
+    from paged_cache import EngineBuilder, Recipe
+    from parallel.feature import Split
+    from quant import Quant
+
+    split = (Split(ranks),) if ranks else ()
+    features = (*split, experts.MixtureOfExperts(), experts.ExpertParallel())
+    recipe = Recipe(model, features=(*features, Quant(kv_cache="int8")), dtype="float32")
+    builder = EngineBuilder(recipe)
+    for feature in builder.recipe.features:
+        feature.configure_load(builder)
+    builder.model = builder.load.part(builder)
+    for surgery in builder.surgeries:
+        surgery(builder)
+    scales = builder.kv.part.scales
+    assert scales is not None
+    return scales.tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_scales_of_keys_are_measured_with_the_sums_of_all_ranks(mixture: Path) -> None:
+    wanted = torch.tensor(_key_scales(None, str(mixture)))
+    found = torch.tensor(parallel.together(2, _key_scales, str(mixture)))
+    found = torch.cat(tuple(found), dim=-1)
+    assert torch.allclose(found, wanted, rtol=1e-3), f"{found} in two ranks, {wanted} in one"
+
+
 @pytest.mark.slow
 def test_no_rank_holds_the_whole(mixture: Path) -> None:
     first, second = parallel.together(2, _own_experts, str(mixture))
