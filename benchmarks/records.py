@@ -80,25 +80,24 @@ def server_lines(evidence: Evidence) -> Lines:
     Beside a busy program our rows are one for each way of waiting, the default first. The peer's other files
     have a column each.
     """
-    peer, *files = dict.fromkeys(
-        run.variant for run in evidence.runs if run.variant.startswith("llama")
-    )
-    ours = [run for run in evidence.runs if not run.variant.startswith("llama")]
+    peers = dict.fromkeys(r.variant for r in evidence.runs if r.variant.startswith("llama"))
+    ours = [run for run in evidence.runs if run.variant not in peers]
+    peer, *files = peers
     lines = [
         ["", "this", peer, "this over it", *(f"it, {f.partition(', ')[2]}" for f in files)]
     ]
     for run in ours:
         busy = run.options.get("neighbours", 0)
-        theirs = {
+        same_work = {
             each.variant: each
             for each in evidence.runs
             if (each.workload, each.options) == (run.workload, run.options)
         }
+        columns = [run, *(same_work[name] for name in peers)]
         way = run.variant.partition(", ")[2]
         beside = f", beside {busy} busy program" if busy else ""
         name = run.workload + beside + (f", waiting: {way}" if way else "")
         for metric in run.metrics:
-            columns = [run, theirs[peer], *(theirs[file] for file in files)]
             one, its, *others = (each.median(metric) for each in columns)
             cells = [f"{name}: {ROWS[metric]}", f"{one:,.4g}", f"{its:,.4g}"]
             fewer = " (fewer is better)" if metric in FEWER_IS_BETTER else ""

@@ -133,11 +133,13 @@ def of_run(file: Path) -> dict[str, Any]:
 def of_llama_server() -> dict[str, Any]:
     """Return llama-cpp-python's server on a CPU with our file: its start, memory, streams and a prompt."""
     written = json.loads((RECORDED / LLAMA_SERVER).read_text(encoding="utf-8"))
-    found = [one for one in written["runs"] if one["variant"].startswith("llama")]
-    found = [one for one in found if one["variant"] == found[0]["variant"]]
+    variants = (one["variant"] for one in written["runs"])
+    peer = next(variant for variant in variants if variant.startswith("llama"))
     names = ("workload", "model", "weights", "dtype", "options")
     runs = []
-    for one in found:
+    for one in written["runs"]:
+        if one["variant"] != peer:
+            continue
         rates = {name: metric["samples"] for name, metric in one["metrics"].items()}
         kept = {name: one[name] for name in names}
         runs.append(
@@ -149,7 +151,7 @@ def of_llama_server() -> dict[str, Any]:
                 "metrics": rates,
             }
         )
-    engine, _, version = found[0]["variant"].partition(" ")
+    engine, _, version = peer.partition(" ")
     return {
         "engine": engine,
         "version": version,

@@ -16,6 +16,8 @@ from common.errors import UserError
 from common.sampling.params import SamplingParams
 from experts.expert_parallel import own_experts
 from experts.weights import ExpertWeights, stack_layers
+from paged_cache import EngineBuilder, Feature, Recipe
+from quant import Quant
 from quant.formats import FP8
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
@@ -144,24 +146,27 @@ def test_kernels_in_ranks_give_the_tokens_of_one(mixture: Path) -> None:
     same(_in_ranks(mixture, *given, **options), wanted, "two ranks, kernels, fp8")
 
 
-def _own_experts(ranks: Any, model: str) -> dict[int, tuple[int, ...]]:
-    """Shapes of what a rank keeps of each layer's second product."""
-    from experts.grouped_experts import GroupedExperts
-    from experts.layer import Experts
-    from paged_cache import EngineBuilder, Recipe
+def _loaded(ranks: Any, model: str, *more: Feature) -> EngineBuilder:
+    """A builder with the model of one rank (None: of all), before features are installed."""
     from parallel.feature import Split
 
-    features = (
-        Split(ranks),
-        experts.MixtureOfExperts(),
-        experts.ExpertParallel(),
-    )
+    split = (Split(ranks),) if ranks else ()
+    features = (*split, experts.MixtureOfExperts(), experts.ExpertParallel(), *more)
     builder = EngineBuilder(Recipe(model, features=features, device="cpu", dtype="float32"))
     for feature in builder.recipe.features:
         feature.configure_load(builder)
     builder.model = builder.load.part(builder)
     for surgery in builder.surgeries:
         surgery(builder)
+    return builder
+
+
+def _own_experts(ranks: Any, model: str) -> dict[int, tuple[int, ...]]:
+    """Shapes of what a rank keeps of each layer's second product."""
+    from experts.grouped_experts import GroupedExperts
+    from experts.layer import Experts
+
+    builder = _loaded(ranks, model)
     layers = (layer.mlp for layer in builder.model.layers)  # type: ignore[union-attr]
     return {
         index: tuple(layer.experts.down.data.shape)
@@ -172,20 +177,7 @@ def _own_experts(ranks: Any, model: str) -> dict[int, tuple[int, ...]]:
 
 def _key_scales(ranks: Any, model: str) -> list[Any]:
     """What a rank measures of its own heads, by a pass through the model: layers, keys and values, heads."""
-    from paged_cache import EngineBuilder, Recipe
-    from parallel.feature import Split
-    from quant import Quant
-
-    split = (Split(ranks),) if ranks else ()
-    features = (*split, experts.MixtureOfExperts(), experts.ExpertParallel())
-    recipe = Recipe(model, features=(*features, Quant(kv_cache="int8")), dtype="float32")
-    builder = EngineBuilder(recipe)
-    for feature in builder.recipe.features:
-        feature.configure_load(builder)
-    builder.model = builder.load.part(builder)
-    for surgery in builder.surgeries:
-        surgery(builder)
-    scales = builder.kv.part.scales
+    scales = _loaded(ranks, model, Quant(kv_cache="int8")).kv.part.scales
     assert scales is not None
     return scales.tolist()  # type: ignore[no-any-return]
 
