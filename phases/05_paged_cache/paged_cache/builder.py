@@ -91,7 +91,7 @@ class EngineBuilder:
     sampler_backend, drafter, grammar_manager, loop, on_step_failed: arguments of `Engine` and its parts.
 
     Lists, and a dict of executors, to which features add:
-    surgeries: functions that change the model's layers before any feature is installed.
+    surgeries: functions that change the loaded model's layers, or run it, before any feature is installed.
     executors: by class, a function from the runner to a `StepExecutor`, which runs certain steps faster, or
         to None if this engine has none. They are asked in the order of their classes' `order`.
     reservations: functions that return how many bytes to leave free; called when all features are in.

@@ -108,6 +108,6 @@ class ResponseFormatter:
     def event(
         self, choice: Choice, fields: dict[str, Any], reason: str | None = None
     ) -> bytes:
-        """Return an event with JSON fields of a completion. reason: why it has ended; None: it has not."""
+        """Return a server-sent event: `choice` with these `fields` of JSON, and `reason` if it has ended."""
         fields_json = encode_json({"index": choice.index, **fields, "finish_reason": reason})
         return self._before + fields_json + self._after

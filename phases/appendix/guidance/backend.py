@@ -255,7 +255,8 @@ def fill_in_turn(jobs: Sequence[Job], words: Words) -> None:
 def source_of(grammar: Grammar, vocabulary: Spelling) -> tuple[str, set[int]]:
     """Return a request's grammar in llguidance's notation, and the ids of added tokens that it asks for.
 
-    An added token is text in other grammars, such as Qwen's `<think>`. vocabulary: the model's tokens.
+    Only a Lark grammar can ask for an added token, such as Qwen's `<think>`; elsewhere such a name is text.
+    vocabulary: the model's tokens.
 
     Raises:
         ValueError: the library would give the grammar another meaning.
