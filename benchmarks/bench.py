@@ -119,7 +119,7 @@ class Bench:
         beside: bool = False,
         **facts: Any,
     ) -> list[Run]:
-        """Time engines on a workload, each sample after a few tokens of the same requests; fewer long ones.
+        """Time engines on a workload, each sample after a few tokens of its first requests; fewer long ones.
 
         No run has tokens that one before had, so prefix caches find nothing. Quantized weights have no
         roofline, and neither has what guesses tokens or runs beside busy programs.
@@ -127,7 +127,7 @@ class Bench:
         from continuous.seams import NO_DRAFTS  # not for the benches of 01 to 03
 
         work = self.short(work)
-        few, shift = work.first(len(work.items), tokens=4), count(1)
+        few, shift = work.first(32, tokens=4), count(1)
 
         def warm(engine: PagedEngine) -> Sample:
             return time_generation(engine, few.cold(-next(shift)), self.device)

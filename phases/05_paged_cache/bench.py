@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import benchmarks.bench
 import continuous
 import paged_cache
 from benchmarks.evidence import Run
-from benchmarks.measure import Sample, Samples, alternate, time_generation
+from benchmarks.measure import ENOUGH_SECONDS, Sample, Samples, alternate, time_generation
 from benchmarks.plotting import Panel, figure
 from benchmarks.workloads import Workload, workload
 from common.request import Request
@@ -58,7 +59,9 @@ class Bench(benchmarks.bench.Bench):
         runs = []
         for max_len in accepted[: 1 if self.quick else None]:
             sizes = {"cache_bytes": size, "max_len": max_len, "max_rows": 64}
-            for variant, kept in self.sample(self.engines(sizes, sizes), work).items():
+            enough = inf if max_len == accepted[0] else ENOUGH_SECONDS
+            found = self.sample(self.engines(sizes, sizes), work, enough)
+            for variant, kept in found.items():
                 for sample in kept.kept:
                     sample["kv_cache_bytes"] = float(size)
                 batch = round(max(sample["requests_in_flight"] for sample in kept.kept))
@@ -90,14 +93,18 @@ class Bench(benchmarks.bench.Bench):
             size = self.kv_bytes(rows * -(-max_len // BLOCK) * BLOCK)
             sizes = {"max_rows": rows, "max_len": max_len}
             engines = self.engines(sizes, {**sizes, "cache_bytes": size})
-            for variant, kept in self.sample(engines, work).items():
+            for variant, kept in self.sample(engines, work, ENOUGH_SECONDS).items():
                 runs.append(self.run_of(variant, work, kept, rows, rows=rows, same="rows"))
         return runs
 
-    def sample(self, engines: Mapping[str, Engine], work: Workload) -> dict[str, Samples]:
+    def sample(
+        self, engines: Mapping[str, Engine], work: Workload, enough: float
+    ) -> dict[str, Samples]:
         """Warm up the engines, measure them on `work` in turn, and return their samples by variant.
 
         A sample has the engine's counts, too: steps, computed tokens, preemptions, requests in flight.
+
+        enough: seconds of a variant's samples after which it gets no further one.
         """
         self.warm_up(engines)
 
@@ -117,7 +124,7 @@ class Bench(benchmarks.bench.Bench):
             return timed | counted | {"requests_in_flight": float(engine.stats.most_running)}
 
         timed = {variant: partial(sample, engine) for variant, engine in engines.items()}
-        return alternate(timed, self.options.repeats, warm={})
+        return alternate(timed, self.options.repeats, warm={}, enough=enough)
 
     # Memory.
 
