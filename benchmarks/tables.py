@@ -229,7 +229,7 @@ def _gains(root: Path, up: str) -> str:
 
 def _peers(path: Path, root: Path) -> str:
     """Each workload that another engine ran too: the best of each engine, this course's engines, and the
-    factor of the slowest of these over the best of the others.
+    factor of the slowest of these that ran it over the best of the others.
 
     Below it what the engines' installations lacked.
     """
@@ -242,10 +242,9 @@ def _peers(path: Path, root: Path) -> str:
     for model, workload in dict.fromkeys((run.model, run.workload) for run in others):
         found = [run for run in others if (run.model, run.workload) == (model, workload)]
         metric = first_metric(found[0])
-        ours = [
-            run for v in own.values() for run in evidence.find(v, workload, model=model)[:1]
-        ]
-        if len(ours) < len(own):
+        tried = [evidence.find(v, workload, model=model)[:1] for v in own.values()]
+        ours = [run for runs in tried for run in runs]
+        if not ours:
             continue
         theirs = {_column(run): f"{_value(run, metric)} ({run.version})" for run in found}
         rivals = [run for run in found if not run.way] or found
@@ -253,7 +252,7 @@ def _peers(path: Path, root: Path) -> str:
         best = choose(rivals, key=lambda run: run.median(metric))
         worst = least(ours, key=lambda run: run.median(metric))
         cells = [theirs.get(name, "") for name in columns]
-        cells += [_value(run, metric) for run in ours]
+        cells += [_value(runs[0], metric) if runs else "–" for runs in tried]
         lines.append([workload, model, *cells, versus(worst, best, metric)])
         shown += found
     notes = dict.fromkeys(
