@@ -227,6 +227,7 @@ class Loopback(EngineClient):
     def die(self) -> None:
         """What happens when the process ends."""
         self._lose()
+        assert self.state == "restarting", "the engine has died, and requests are still taken"
         self.worker = Worker(self.engine, self, PromptObserver(self.engine))
         self._arrived = []
         for request in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:

@@ -149,4 +149,6 @@ async def settle(app: App) -> None:
         await asyncio.sleep(0)
     assert app.engine.in_flight == 0, "completions are in flight though nobody waits for them"
     assert not app.requests, "exchanges are left"
+    left = [task for task in asyncio.all_tasks() if "listen_for" in str(task.get_coro())]
+    assert not left, f"after its request, a task still waits until the client leaves: {left}"
     assert leaks(app.engine.engine) == ""

@@ -29,7 +29,7 @@ from forward.shapes import SHAPES
 from phases.appendix.server import whole_app
 from serving import app as serving_app
 from serving.app import App
-from serving.completion import Choice
+from serving.completion import Choice, ChoiceGroup
 from serving.endpoints import ServedModel
 from serving.messages import AbortRequests, AddRequest
 from serving.worker import Worker
@@ -757,6 +757,21 @@ async def test_completions_that_cannot_be_made_leave_nothing_in_the_engine(make,
     status, _ = await Client(app).post("/v1/completions", body)
     assert status == 500
     assert app.engine.in_flight == 0, "a prompt of a request that failed is computed"
+
+
+async def test_an_answer_that_cannot_be_written_leaves_nothing_in_the_engine(
+    make, monkeypatch
+):
+    def fail(group: ChoiceGroup) -> bytes:
+        raise RuntimeError("planted")
+
+    app = make()
+    monkeypatch.setattr(ChoiceGroup, "events", fail)
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    status, _ = await Client(app).post("/v1/completions", body)
+    assert status == 500
+    assert app.engine.in_flight == 0, "a request whose answer failed is still computed"
+    await settle(app)
 
 
 async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenizer):
