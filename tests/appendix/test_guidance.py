@@ -124,6 +124,19 @@ def test_masks_that_cannot_be_made_end_their_own_step(
     must_end_its_own_step(engine, monkeypatch, type(engine.grammar_manager), "_follow")
 
 
+@pytest.mark.parametrize(("allowed", "threads"), [(2.5, 1), (4.0, 3), (None, 16)])
+def test_threads_are_fewer_than_a_container_may_use(
+    monkeypatch: pytest.MonkeyPatch, allowed: float | None, threads: int
+) -> None:
+    module = "phases.appendix.guidance.backend"
+    made: list[int] = []
+    monkeypatch.setattr(f"{module}.quota", lambda: allowed)
+    monkeypatch.setattr(f"{module}.processors", lambda: range(64))
+    monkeypatch.setattr(f"{module}.ll.LLExecutor", made.append)
+    GuidanceBackend(vocabulary())
+    assert made == [threads], "threads outnumber the processors that they may use"
+
+
 @pytest.mark.parametrize(
     "schema", [{"type": "string", "maxLength": 5}, {"enum": ["abc", "the"]}, True]
 )

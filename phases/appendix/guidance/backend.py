@@ -12,11 +12,13 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from math import inf
 from typing import Any, cast
 from weakref import WeakSet
 
 import llguidance as ll
 
+from common.environment import quota
 from common.error_lines import one_line
 from common.errors import UserError
 from common.neighbours import processors
@@ -108,7 +110,8 @@ class GuidanceBackend(Backend):
         # For Lark grammars that ask for tokens which are text elsewhere, such as Qwen's `<think>`.
         self._asked = lru_cache(4)(lambda tokens: tokenizer_of(vocabulary, tokens))
         self.limits = ll.LLParserLimits(**LIMITS)
-        threads = max(1, min(MOST_THREADS, len(processors()) - 1))
+        allowed = min(len(processors()), quota() or inf)  # a container's may be less
+        threads = max(1, min(MOST_THREADS, int(allowed) - 1))
         self.threads = ll.LLExecutor(threads)
         self._small_batch = SINGLE_THREAD_BATCH if threads == 1 else SMALL_BATCH
         # Of a grammar: some masks take a hundred times longer than most, and masks of the same lexer wait for
