@@ -77,9 +77,7 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
     if evidence is None:
         return None
     names = [other.name for other in reversed(PHASES) if other.number < phase.number]
-    # Names do not say that engines have the appendix: all have, or the file is older than such names.
-    older = not evidence.appendix and phase.number >= FIRST_WITH_APPENDIX
-    hidden = older or evidence.appendix == "all"
+    hidden = hides_appendix(phase, evidence)
     head = headline_of(phase)
     wanted = head.runs if evidence.find(**head.runs) else {}
     for variant in head.variants or (phase.name,):
@@ -92,6 +90,12 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
                         named = hidden or after.variant.endswith(APPENDIX)
                         return Gain(head.metric, before, after, named)
     return None
+
+
+def hides_appendix(phase: Phase | None, evidence: Evidence) -> bool:
+    """Whether all engines have the appendix and no name says so, which is so in old files, too."""
+    older = phase is not None and phase.number >= FIRST_WITH_APPENDIX and not evidence.appendix
+    return older or evidence.appendix == "all"
 
 
 def factor_text(found: Gain | None) -> str:

@@ -35,12 +35,12 @@ from statistics import mode
 
 from benchmarks import excerpts, numbers, records
 from benchmarks.evidence import RESULTS, ROOT, Evidence, Run, results
-from benchmarks.gains import factor_text, gain, gain_words
+from benchmarks.gains import factor_text, gain, gain_words, hides_appendix
 from benchmarks.labels import axis_label, number, scale_of
 from benchmarks.recorded_peers import PeerRun, beside, better, first_metric, versus
 from common.errors import UserError
 from common.files import whole
-from phases import PHASES, Phase
+from phases import PHASES, Phase, find_phase
 
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
 MAP = re.compile(r"^(<!-- map -->\n).*?^(<!-- /map -->)$", re.DOTALL | re.MULTILINE)
@@ -129,7 +129,9 @@ def _runs(words: Sequence[str], folder: Path) -> str:
     order = settings.pop("sort", None)
     shown = [name for name in settings.pop("rows", "").split(",") if name]
     evidence = Evidence.load(path)
-    others = [] if "variant" in settings else beside(evidence, folder)
+    works = {run.workload for run in evidence.runs}
+    peers = [] if "variant" in settings else beside(evidence, folder)
+    others = [run for run in peers if run.workload in works]
     runs = [run for run in [*evidence.runs, *others] if _matches(run, settings)]
     if order is not None:
         runs.sort(key=lambda run: run.options[order])
@@ -146,7 +148,9 @@ def _runs(words: Sequence[str], folder: Path) -> str:
         cells = ["" if value is None else str(value) for value in said]
         cells += [_cell(run, runs[0], name, columns[0]) for name in columns]
         lines.append([run.variant, *cells])
-    return _markdown(lines, text_columns=1)
+    hidden = hides_appendix(find_phase(evidence.phase), evidence)
+    note = "\nWith the appendix.\n" if hidden else ""
+    return _markdown(lines, text_columns=1) + note
 
 
 QUESTIONS = """\

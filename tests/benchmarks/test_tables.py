@@ -28,7 +28,7 @@ from benchmarks.labels import metric_of
 from benchmarks.numbers import NUMBER
 from benchmarks.published import PUBLISHED
 from benchmarks.recorded_peers import beside, versus
-from benchmarks.tables import fill, fill_all
+from benchmarks.tables import fill, fill_all, markdown_files
 from common.errors import UserError
 from phases import PHASES, Phase, find_phase
 from phases.registry import import_phase, preset
@@ -49,6 +49,14 @@ def test_tables_in_the_repository_are_up_to_date():
     assert [str(path) for path in fill_all(write=False)] == [], (
         "run `python -m benchmarks.tables`"
     )
+
+
+def test_every_row_of_a_table_says_something():
+    """Of another engine, too: what it ran is what the table is about."""
+    for path in markdown_files(ROOT):
+        for table in re.findall(r"<!-- table: .*?<!-- /table -->", path.read_text(), re.S):
+            empty = re.findall(r"^\|[^|]+\|[ |]*$", table, re.M)
+            assert not empty, f"{path}: a row of blanks: {empty[0]}"
 
 
 def test_evidence_in_the_repository_is_complete():
@@ -146,7 +154,9 @@ def test_benches_get_their_engines_by_name() -> None:
     assert around == ["profile_command.py"], "a command's own steps"
 
 
-def test_a_headline_of_the_appendix_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_headline_of_the_appendix_is_called_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     phase = find_phase("09")
     runs = [run("08_prefix_cache", 10.0), run(phase.name, 30.0)]
     made = replace(evidence(*runs), phase=phase.name)
@@ -154,6 +164,9 @@ def test_a_headline_of_the_appendix_is_called_so(monkeypatch: pytest.MonkeyPatch
     for hidden in ("", "all"):
         known = replace(made, appendix=hidden)
         assert factor_text(gain(phase, known)) == "3× with the appendix"
+        known.write(tmp_path / "benchmarks" / "results" / "cpu" / "09_cuda_graphs.json")
+        table = fill("<!-- table: cpu/09_cuda_graphs -->\n<!-- /table -->", tmp_path)
+        assert "\n\nWith the appendix.\n" in table, "a table hides what its engines have"
     variant = phase.name + APPENDIX
     head = replace(headline_of(phase), variants=(variant,))
     monkeypatch.setitem(HEADLINES, phase.number, head)
