@@ -59,6 +59,7 @@ autodoc_preserve_defaults = False
 autodoc_mock_imports = [name for name in ("xgrammar", "ray") if find_spec(name) is None]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # an attribute is an object of its own where its class names it
 
 SPAN = re.compile(r"(``.+?``|`[^`]+`)", re.S)
 FIELD = re.compile(r"^(\w+(?:, \w+)*): (?=\S)")
@@ -85,8 +86,10 @@ def listed(text: str) -> str:
     """`name: what it is`, with its further lines indented, as a list."""
     lines, inside = [], False
     for line in text.split("\n"):
-        field = FIELD.match(line)
-        if field and (inside or not lines or not lines[-1].strip()):
+        field, before = FIELD.match(line), lines[-1].strip() if lines else ""
+        if field and (inside or not before or before.endswith((".", ":"))):
+            if before and not inside:
+                lines.append("")
             lines.append(f"{BULLET} `{field[1]}`: {line[field.end() :]}")
             inside = True
         elif inside and line.startswith("    "):

@@ -82,7 +82,7 @@ class TritonPagedAttention(PagedAttention):
         Returns:
             requests: int64, indices in the batch.
             tiles: `[n, 4]` int32, pieces of the other requests' new tokens: request, row of the first query
-                token in the batch, number of query tokens, position of the first.
+            token in the batch, number of query tokens, position of the first.
         """
         short = host.query_lens <= self.most_queries
         tiles = query_tiles(

@@ -148,7 +148,7 @@ def sort_in_tiles(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tens
     Returns:
         order: `[T k]` int32, numbers of choices by expert; entries after those of this rank are undefined.
         table: `[3, most]` int32: of each tile the expert, its first entry in `order`, and its number of rows.
-            `most` is `most_tiles(T k, experts, rows)`; tiles that are not needed are last and have 0 rows.
+        `most` is `most_tiles(T k, experts, rows)`; tiles that are not needed are last and have 0 rows.
     """
     choices, device = chosen.numel(), chosen.device
     most = most_tiles(choices, experts, rows)
