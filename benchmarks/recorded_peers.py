@@ -27,6 +27,7 @@ LEVEL = 0.02
 class PeerRun(Run):
     """A run of an engine in one version, on one machine on one day.
 
+    machine: name of the processor or GPU.
     way: how the engine ran, if not with its defaults (`batch-invariant`).
     lacks: what its installation had not of what the engine requires, or had in another version.
     beside: the phase whose evidence it stands beside.
@@ -35,6 +36,7 @@ class PeerRun(Run):
 
     engine: str = ""
     version: str = ""
+    machine: str = ""
     way: str = ""
     when: str = ""
     flags: str = ""
@@ -63,7 +65,7 @@ def load(device: str, folder: Path = RESULTS) -> list[PeerRun]:
 
 
 def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[PeerRun]:
-    """Return the best run of each engine on each work of a phase, among those with these facts.
+    """Return the best run of each engine on each work of a phase, on the same processor, with these facts.
 
     facts: `model`, `workload` or an option. A run counts by the best sample of its first metric, the most
         of a rate and the least of a time; if it has no other, that is the sample which is returned, against
@@ -71,7 +73,8 @@ def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[Pee
     """
     best: dict[tuple[Any, ...], PeerRun] = {}
     for run in load(evidence.folder, folder):
-        if run.beside != evidence.phase or not facts.items() <= run.facts.items():
+        same = run.machine == evidence.machine.get("name")
+        if run.beside != evidence.phase or not same or not facts.items() <= run.facts.items():
             continue
         key = run.engine, run.way, run.model, run.workload, *sorted(run.options.items())
         metric = first_metric(run)
@@ -117,7 +120,7 @@ def _runs(raw: dict[str, Any], path: Path) -> Iterator[PeerRun]:
             f"{path}: {raw['engine']} has {', '.join(sorted(ours))}, which only our evidence has"
         )
     about = {name: raw[name] for name in ("engine", "version", "when", "flags", "log")}
-    about["lacks"] = raw.get("lacks", "")
+    about |= {"lacks": raw.get("lacks", ""), "machine": raw["machine"]["name"]}
     for run in raw["runs"]:
         way = run.get("way", "")
         kept = {

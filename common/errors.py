@@ -38,7 +38,7 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = LONGEST
 
 
 def shown(value: object) -> str:
-    """Return `repr(value)` in at most `LONGEST` (80) characters: the middle of long values is left out.
+    """Return `repr(value)` in at most `LONGEST` (80) characters: a part of long values is left out.
 
     An integer that Python refuses to print (more than 4,300 digits) is named by its size.
     """

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 
 from common.errors import UserError
 from common.temporary import lock_path, sweep
@@ -24,11 +25,12 @@ def whole(path: Path) -> Iterator[Path]:
     Raises:
         UserError: the file cannot be written.
     """
-    scratch = path.with_name(f".{os.getpid()}-{path.name}")
+    # Random: processes of two containers may have one number and one folder.
+    scratch = path.with_name(f".{os.getpid()}-{token_hex(4)}-{path.name}")
     lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        left = re.compile(rf"\.\d+-{re.escape(path.name)}")
+        left = re.compile(rf"\.\d+-(\w{{8}}-)?{re.escape(path.name)}")
         sweep(each for each in path.parent.iterdir() if left.fullmatch(each.name))
         scratch.touch()
         lock = lock_path(scratch, wait=False)

@@ -37,5 +37,5 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if caught:
-        before(signal.SIGINT, caught[0])
+        if caught:
+            before(signal.SIGINT, caught[0])

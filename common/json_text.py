@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -62,11 +63,12 @@ def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
 
 def _too_large(data: bytes) -> str | None:
     """Return the name of a JSON object's first field that holds a number too large to decode, or None."""
-    for name, value in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
-        try:
-            msgspec.json.decode(value)
-        except msgspec.ValidationError:
-            return name
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # it is no object
+        for name, value in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
+            try:
+                msgspec.json.decode(value)
+            except msgspec.ValidationError:
+                return name
     return None
 
 

@@ -92,9 +92,8 @@ def _advice() -> str:
 
 def _busy(times: object) -> float:
     # `steal` is what a hypervisor gave to other machines: as bad as another process.
-    return sum(
-        getattr(times, name, 0.0) for name in ("user", "system", "irq", "softirq", "steal")
-    )
+    busy = ("user", "nice", "system", "irq", "softirq", "steal")
+    return sum(getattr(times, name, 0.0) for name in busy)
 
 
 def _ours() -> float:

@@ -184,6 +184,7 @@ def default_weights(options: Checked, model: str, device: torch.device, dtype: s
         return model
     names = [*options.own, *(feature.name for feature in options.chosen.features)]
     floats = dtype not in ("auto", "float32") or not NEEDS_FLOATS.isdisjoint(names)
+    floats |= options.own.get("drafter") == "head"  # which reads the model's embedding
     if floats or device.type != "cpu":
         return model
     from phases.appendix.cpu_step.blocks import CpuBlocks

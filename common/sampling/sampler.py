@@ -198,7 +198,7 @@ class Sampler(SamplerRows):
     ) -> Sampled:
         """Return the next token of each row as a `Sampled`, and count it for the penalties.
 
-        logits: float32 [B, V]; masked in place if there are masks and no request wants log-probabilities.
+        logits: float32 [B, V]; masked in place unless edits, penalties or log-probabilities need a copy.
         rows: int64 [B] on the device, the row of the request at each position in the batch.
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
         plan: what `plan` returns for the same rows. allowed: the masks; None: every token may be chosen.
@@ -263,7 +263,7 @@ class Sampler(SamplerRows):
         plan: SamplingMetadata,
         allowed: TokenBitmask | None,
     ) -> Tensor:
-        """Return the logits `[B, V]` after mask, bias, min_tokens and penalties; a copy if any row has some.
+        """Return the logits `[B, V]` after mask, bias, min_tokens and penalties; masks alone: in place.
 
         rows, steps: int64 `[B]`, each request's row of settings and number of tokens generated before. plan:
             which edits there are. allowed: bitmasks of allowed tokens; None: all are allowed.

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, normalizers
 from common.errors import UserError
 
 _STAND_INS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x10FFFE))]
-"""Characters that no text contains: Unicode reserves the first 32, and the others are unassigned."""
+"""Characters that no text contains: Unicode reserves the first 32, and the others are private use."""
 
 
 class StandIns:

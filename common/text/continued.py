@@ -27,7 +27,7 @@ def render_continued(
     *before, last = messages
     content = last["content"]
     if isinstance(content, list):
-        *parts, part = content
+        *parts, part = content or [{"type": "text", "text": ""}]
         content = [*parts, {**part, "text": part["text"] + _HERE}]
     else:
         content = (content or "") + _HERE

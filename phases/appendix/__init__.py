@@ -34,7 +34,7 @@ Behind it stands the phase that it extends; it is on where its `enabled_by_defau
 def features(number: int) -> list[type[Feature]]:
     """Return the appendix's `Feature` classes that extend phase `number` or an earlier phase.
 
-    They are imported, and in the order in which an engine installs them.
+    They are imported, and those of one phase in the order of installation.
     """
     return [
         resolve_name(f"{__name__}.{place}")

@@ -485,6 +485,7 @@ async def test_the_effort_reaches_the_template_or_is_named(
     ("path", "fields", "named"),
     [
         (OLLAMA, {"think": True}, "think"),
+        (CHAT, {"reasoning_effort": "none"}, "reasoning_effort"),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         (
             CHAT,
@@ -496,8 +497,10 @@ async def test_the_effort_reaches_the_template_or_is_named(
 async def test_a_variable_that_the_template_does_not_read_is_named(
     tmp_path: Path, path: str, fields: dict[str, Any], named: str
 ) -> None:
-    asked = await Client(scripted(tmp_path, "x")).request(path, BODIES[path] | fields).run()
-    assert (asked.status, asked.headers["x-ladder-ignored"]) == (200, named)
+    for template in (TEMPLATE, GPT_OSS):
+        app = scripted(tmp_path, "x", template)
+        asked = await Client(app).request(path, BODIES[path] | fields).run()
+        assert (asked.status, asked.headers["x-ladder-ignored"]) == (200, named)
 
 
 async def test_no_effort_switches_thinking_off(tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def test_commands_take_blocks_on_a_cpu_unless_told_otherwise(folders: dict[str, 
         not taken(quantization="int8")
         and not taken(quantization="none")
         and not taken(quant=False)
+        and not taken(drafter="head")
     )
 
 

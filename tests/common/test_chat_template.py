@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jinja2
 import psutil
@@ -511,6 +512,17 @@ def test_a_continued_message_is_written_as_transformers_writes_it(
     template = ChatTemplate(source, {})
     messages = template.conversation([USER, last])
     assert render_continued(template, messages, add_generation_prompt=False) == expected
+
+
+def test_a_message_of_no_parts_is_continued_from_its_beginning() -> None:
+    template = ChatTemplate(CONTINUED["parts"], {})
+    contents: tuple[Any, ...] = ([], [{"type": "text", "text": ""}])
+    said = [[USER, {"role": "assistant", "content": content}] for content in contents]
+    none, empty = (
+        render_continued(template, template.conversation(each), add_generation_prompt=False)
+        for each in said
+    )
+    assert none == empty
 
 
 def test_a_message_that_is_not_written_cannot_be_continued() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError
-from common.files import read_bytes
+from common.files import read_bytes, whole
 from common.models.checkpoint import load_weights
 from common.models.config import ModelConfig
 from common.models.fields import MOST_BYTES
@@ -145,3 +145,16 @@ def test_templates_have_a_limit_in_number(folder: Path) -> None:
     shutil.rmtree(folder / "additional_chat_templates")
     (folder / "chat_template.jinja").write_text("hi")
     _template(folder)
+
+
+def test_two_writers_of_one_number_write_their_own_files(tmp_path: Path) -> None:
+    """As in two containers, whose processes have the number 1 and which share a folder."""
+    target = tmp_path / "weights"
+    with whole(target) as first:
+        first.write_text("first, and more of it")
+        with whole(target) as second:
+            assert second != first, "both write to one file"
+            second.write_text("second")
+        assert target.read_text() == "second"
+    assert target.read_text() == "first, and more of it", "half of one, and half of the other"
+    assert [each.name for each in tmp_path.iterdir()] == ["weights"]

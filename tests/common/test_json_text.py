@@ -57,6 +57,12 @@ def test_a_number_out_of_range_is_named() -> None:
         decode_object(b'{"a": 1, "b": [1e999]}', 100)
 
 
+@pytest.mark.parametrize("rest", [b', "b": tru', b',"b":1,}', b"} x"])
+def test_a_broken_body_with_such_a_number_is_broken(rest: bytes) -> None:
+    with pytest.raises(FieldError, match="the body is no JSON object"):
+        decode_object(b'{"a": 1e999' + rest, 100)
+
+
 BRACKETS = {
     "deep lists": b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1),
     "deep objects": b'{"a":' * 500 + b"1" + b"}" * 500,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from common import neighbours
@@ -14,6 +16,13 @@ def test_the_share_is_what_neither_we_nor_our_children_used(monkeypatch):
     before, after = Usage(10.0, 100.0, 20.0), Usage(12.0, 103.0, 21.5)
     assert share(before, after) == pytest.approx(1.5 / 4)
     assert share(before, Usage(12.0, 100.5, 21.0)) == 0.0, "never negative"
+
+
+def test_niced_programs_are_busy_too(monkeypatch):
+    times = SimpleNamespace(user=1.0, nice=2.0, idle=9.0)
+    monkeypatch.setattr(neighbours, "processors", lambda: [0])
+    monkeypatch.setattr(neighbours.psutil, "cpu_times", lambda percpu: [times])
+    assert neighbours.usage().machine == 3.0, "a niced program takes a processor as well"
 
 
 def test_a_warning_names_the_share_and_what_helps(monkeypatch, capsys):

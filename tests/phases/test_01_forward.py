@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 
-from common.errors import UserError
+from common.errors import NotANumber, UserError
 from common.models.config import RopeConfig
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -349,6 +349,14 @@ def test_each_token_is_the_most_likely_one_after_all_before_it() -> None:
             f"token {len(tokens) - 3} is {event.token_id}, but after {tokens} the most likely is {expected}"
         )
         tokens.append(expected)
+
+
+def test_logits_that_are_no_numbers_are_no_token() -> None:
+    engine = load("random:tiny", device="cpu")
+    with torch.no_grad():
+        engine.model.lm_head.weight.fill_(math.nan)
+    with pytest.raises(NotANumber, match="request 1: the model's logits are not a number"):
+        list(engine.stream([[1], [2]], [SamplingParams(max_tokens=n) for n in (0, 3)]))
 
 
 def test_a_stop_string_ends_the_text(tmp_path: Path) -> None:

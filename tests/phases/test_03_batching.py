@@ -5,6 +5,7 @@ From the smallest part to the whole, so that the first failure is the nearest to
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ import forward
 import kv_cache
 from batching import BatchGenerator, Waste
 from batching.attention import PaddedAttention
+from common.errors import NotANumber, UserError
 from common.events import Completion, generate
 from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
@@ -330,6 +332,20 @@ def test_a_row_says_nothing_after_its_end(tiny: Model) -> None:
     engine = batching.load(tiny, batch_size=2)
     order = [event.index for event in engine.stream([[1], [2], [3]], lasting(1, 20, 1))]
     assert order == [0] + [1] * 20 + [2], f"tokens came from requests {order}"
+
+
+@pytest.mark.parametrize("wrong", [0, True, 2.5, "8"])
+def test_a_wrong_size_is_named(tiny: Model, wrong: Any) -> None:
+    with pytest.raises(UserError, match=r"^batch_size is .*, but must be .*at least 1"):
+        batching.load(tiny, batch_size=wrong)
+
+
+def test_logits_that_are_no_numbers_are_no_token() -> None:
+    engine = batching.load("random:tiny", device="cpu", batch_size=2)
+    with torch.no_grad():
+        engine.model.lm_head.weight.fill_(math.nan)
+    with pytest.raises(NotANumber, match="request 1: the model's logits are not a number"):
+        list(engine.stream([[1], [2]], lasting(0, 3)))
 
 
 def test_finished_row_may_be_dragged_beyond_the_context() -> None:

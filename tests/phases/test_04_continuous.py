@@ -656,6 +656,12 @@ def test_ctrl_c_in_a_step_loses_nobody_elses_tokens(at: str, overlap: bool) -> N
             assert request.finish_reason == "error" and request in requests[:2]
 
 
+def test_ctrl_c_is_not_lost_where_the_block_fails() -> None:
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        raise OSError("the step fails, too")
+
+
 def test_ctrl_c_is_the_main_threads_affair() -> None:
     def work() -> None:
         with uninterrupted():

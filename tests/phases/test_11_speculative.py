@@ -446,6 +446,9 @@ def test_a_request_that_ends_with_its_next_token_is_not_indexed() -> None:
 def test_stats_for_people() -> None:
     stats = SpeculationStats(marks={})
     assert stats.lines() == ["speculation: nothing was drafted"]
+    stats.steps = 1  # whose request ended at its first token: no draft was judged
+    assert stats.lines() == ["speculation: nothing was drafted"]
+    stats.steps = 0
     request = Request(0, list(range(9)), 4, 99, SamplingParams())
     stats.count(Work(request, 0, 8, 3, (1, 2), (request,)), 1)
     first, one, two = stats.lines()

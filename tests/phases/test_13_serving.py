@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +32,7 @@ from serving import app as serving_app
 from serving.app import App
 from serving.completion import Choice, ChoiceGroup
 from serving.endpoints import ServedModel
+from serving.formatter import ResponseFormatter
 from serving.messages import AbortRequests, AddRequest
 from serving.worker import Worker
 from tests.coroutines import asynchronously
@@ -743,6 +745,22 @@ async def test_deadlines(make, stream, late):
     assert not late or app.engine.engine.stats.steps < 30, (
         "a request too late on arrival was computed"
     )
+
+
+async def test_a_deadline_that_passes_while_an_answer_is_written_is_told(make, monkeypatch):
+    monkeypatch.setattr("serving.completion.LONG_ANSWER", 0)  # it is written by a thread
+    write = ResponseFormatter.body
+
+    def slowly(formatter: ResponseFormatter, group: ChoiceGroup) -> bytes:
+        time.sleep(0.4)
+        return write(formatter, group)
+
+    monkeypatch.setattr(ResponseFormatter, "body", slowly)
+    app = make()
+    body = {"prompt": "a", "max_tokens": 1, "ignore_eos": True, "deadline_ms": 300}
+    status, found = await Client(app).post("/v1/completions", body)
+    assert (status, found["error"]["code"]) == (504, "deadline"), "nothing was answered"
+    await settle(app)
 
 
 async def test_completions_that_cannot_be_made_leave_nothing_in_the_engine(make, monkeypatch):

@@ -24,7 +24,10 @@ import serving
 from common.errors import UserError
 from common.request import Request
 from common.sampling.grammar import Grammar
+from common.sampling.metadata import SamplingFlags
+from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
+from common.sampling.sampler import SamplerBackend
 from cuda_graphs.capture import Capturer
 from forward.loading import load_model
 from forward.shapes import SHAPES
@@ -32,6 +35,7 @@ from paged_cache.memory import weight_bytes
 from parallel import worker_group
 from parallel.launch import leave, store_folder, together
 from parallel.ranks import Ranks
+from parallel.sampler import RankSamplerBackend
 from parallel.shard import Shard, Slice
 from parallel.worker_group import WorkerLostError
 from tests import structured_kit
@@ -314,6 +318,18 @@ def test_sizes_of_the_vocabulary() -> None:
             ]
             assert sum(count for _, count, _ in parts) == vocab
             assert len({room for _, _, room in parts}) == 1
+
+
+def test_nan_is_told_though_each_rank_sees_a_part() -> None:
+    same = SimpleNamespace(rank=0, size=2, gather=lambda part: torch.stack([part, part]))
+    backend = RankSamplerBackend(same, SamplerBackend(), vocab_size=8)  # type: ignore[arg-type]
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [0.0, 3.0, torch.nan, 2.0]])
+    plan: Any = SimpleNamespace(features=SamplingFlags(0), draws=(), wanted=None)
+    none: Any = None
+    tokens = backend.choose(none, logits, none, none, plan, masked=False)
+    assert backend.report(logits, tokens).tolist() == [1, NAN_TOKEN], (
+        "request 1: its logits are not a number on a rank, and it goes on with a token"
+    )
 
 
 def test_the_configuration_of_a_part() -> None:

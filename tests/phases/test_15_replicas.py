@@ -831,6 +831,10 @@ def test_what_replicas_tell_of_themselves_counts(router):
 def test_wishes_and_what_is_to_be_avoided(router):
     both = replicas("a", "b")
     assert all(chosen(router, pending("1", {"wanted": "b"}), both) == "b" for _ in range(3))
+    goes_on = {"wanted": "b", "body": b"{}"}  # in a conversation, with no chain of its own
+    before = router.in_flight.of("b")
+    assert chosen(router, pending("5", goes_on), both) == "b"
+    assert router.in_flight.of("b") == before + 1, "a request that goes on is no load"
     assert all(chosen(router, pending("2", {"avoid": ["b"]}), both) == "a" for _ in range(3))
     assert chosen(router, pending("3", {"avoid": ["a", "b"]}), both) in "ab", (
         "who avoids all gets nobody"

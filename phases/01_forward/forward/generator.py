@@ -10,9 +10,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import NotANumber, UserError
 from common.events import Params, TokenEvent, params_per_prompt
 from common.rules import NO_GRAMMARS, check_prompt, finish_reason, output_limit
+from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampled, Sampler
 from common.text.text_stream import TextStream
@@ -116,7 +117,11 @@ class Generator:
         reason = None
         while reason is None:
             sampled = self._next(tokens, len(tokens) - len(prompt))
-            token = int(sampled.tokens[0])  # the host waits for the device here, once a token
+            token = int(
+                sampled.for_host[0]
+            )  # the host waits for the device here, once a token
+            if token == NAN_TOKEN:
+                raise NotANumber(f"request {index}: the model's logits are not a number (NaN)")
             tokens.append(token)
             reason = finish_reason(token, len(tokens) - len(prompt), params, eos, limit)
             piece = None

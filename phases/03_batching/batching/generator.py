@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from batching.attention import PaddedAttention
-from common.errors import UserError
+from common.errors import NotANumber, integer
 from common.events import FinishReason, TokenEvent
 from common.rules import finish_reason, output_limit
+from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampled
 from common.text.text_stream import TextStream
@@ -84,8 +85,7 @@ class BatchGenerator(Generator):
         batch_size: int = 16,
         compact: bool = False,
     ) -> None:
-        if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}, but must be at least 1")
+        batch_size = integer("batch_size", batch_size, low=1)
         super().__init__(model, tokenizer, rows=batch_size)
         self.batch_size, self.compact = batch_size, compact
         self.waste = Waste()
@@ -138,11 +138,14 @@ class BatchGenerator(Generator):
             self.waste.computed += ids.numel()
             sampled = self._step(ids, attention, indices, step)
             # the only wait
-            tokens = sampled.tokens.tolist()
+            tokens = sampled.for_host.tolist()
             now = time.perf_counter()
             step += 1
             for place, (row, token) in enumerate(zip(active, tokens, strict=True)):
                 if row.reason is None:
+                    if token == NAN_TOKEN:
+                        words = "the model's logits are not a number (NaN)"
+                        raise NotANumber(f"request {row.index}: {words}")
                     piece = self._append(row, token)
                     logprob = sampled.logprob(place)
                     yield TokenEvent(

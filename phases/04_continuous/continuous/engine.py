@@ -112,7 +112,7 @@ class Engine:
             The `n` requests.
 
         Raises:
-            UserError: the prompt or its parameters can never be served.
+            UserError: an argument is wrong, or can never be served.
         """
         requests = self.prepare(prompt, params, index)
         for request in requests:

@@ -48,8 +48,8 @@ Args:
     options: `tokenizer`, needed for stop strings only, and the fields of `PagedSizes`. By default 64
         rows (a row costs next to nothing now), the model's context, blocks of 16 tokens, and 2,048 tokens
         a step (or `max_len` if that is more), which the longest request must fit in case it has to be
-        computed again. Without `cache_bytes` the cache takes what weights and activations leave of
-        `gpu_memory_utilization` of the device's memory.
+        computed again. On a GPU without `cache_bytes` the cache takes what weights and activations
+        leave of `gpu_memory_utilization` of its memory.
 
 Raises:
     UserError: an option is unknown or out of its limits.

@@ -201,7 +201,7 @@ def build(recipe: Recipe) -> PagedEngine:
 def assemble(builder: EngineBuilder) -> PagedEngine:
     """Load the model, install the features, divide the memory, and return the engine made of the parts.
 
-    builder: the parts, which the features have not changed yet.
+    builder: the parts; no feature is installed yet.
     """
     builder.model = builder.load.part(builder)
     for surgery in builder.surgeries:

@@ -101,7 +101,7 @@ def plan_cache(
 
     model: the loaded model, whose weights have left less memory free. block_size: tokens in a block.
     step_tokens: most tokens that a step computes. max_len: most tokens of a request.
-    rows: most requests that run at a time; the cache is never larger than these can fill.
+    rows: most requests that run at a time; they bound the cache without `cache_bytes`.
     kv: how keys and values are stored; None: in the model's dtype.
     cache_bytes: bytes of the cache, if as many are free; None: as large as there is room for.
     gpu_memory_utilization: share of a GPU's memory that weights, cache and all else may fill, from 0 to 1.

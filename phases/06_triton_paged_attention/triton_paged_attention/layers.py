@@ -182,7 +182,7 @@ def optimize(model: Model) -> Model:
 
     Projections are concatenated layer by layer; a layer's old ones are released before the next layer's are
     made. A caller that still needs the plain model passes a `clone`. GPT-2 has LayerNorm, no RoPE and no
-    gate: it keeps its layers, and only its attention becomes faster.
+    gate: it keeps all but its head, and its attention becomes faster.
     """
     kind = model.config.activation
     replace(model, LlamaAttention, FusedAttention)

@@ -110,7 +110,7 @@ def prefill_default(d_pad: int, itemsize: int, device: torch.device) -> PrefillC
 SMALL = 64
 """Rows of a tile where a step has a small batch of query tokens."""
 LONG = 8192
-"""Keys above which a prefill program runs alone on its multiprocessor."""
+"""Keys from which a prefill program runs alone on its multiprocessor."""
 
 
 def for_step(

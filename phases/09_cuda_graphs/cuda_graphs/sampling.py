@@ -33,7 +33,7 @@ _LN_2 = tl.constexpr(math.log(2))
 _LAST = tl.constexpr((1 << 31) - 1)
 _ONE = tl.constexpr(1)
 _TEMPERATURE, _KEY = (tl.constexpr(column) for column in (TEMPERATURE, KEY))
-# The constants of `common.sampling.ops`; SplitMix64's as int64.
+# The constants of `common.sampling.noise`; SplitMix64's as int64.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))

@@ -83,7 +83,7 @@ def pass_on(block: Tensor, at: int, rounded: Tensor, factor: Tensor) -> Tensor:
 
 
 def inverse_factor(hessian: Tensor) -> Tensor:
-    """Return U, upper triangular, of the inverse H^-1 = U^T U; `hessian` stays as it is.
+    """Return U, upper triangular, of the inverse H^-1 = U^T U; a float32 `hessian` stays.
 
     `DAMPING` of the mean diagonal is added to the diagonal first. Computed in float64, returned in float32.
     """

@@ -71,7 +71,7 @@ class QuantLinear(nn.Module):
         parts: the layers. Their weights and biases are copied.
 
         Returns:
-            None if a layer is not quantized, formats differ, or only some of the layers have a bias.
+            None if a layer is not quantized, weights cannot be joined, or only some have a bias.
         """
         layers = [layer for layer in parts if isinstance(layer, QuantLinear)]
         biases = [layer.bias for layer in layers if layer.bias is not None]

@@ -14,7 +14,7 @@ def quantize(
 ) -> QuantizedWeight:
     """Return `weight [N, K]` rounded to the nearest numbers of a scheme.
 
-    In eight bits, the largest of the weights that share a scale is exact.
+    In eight bits, the largest weight of a scale keeps float32's precision.
 
     Args:
         scheme: a format whose groups divide K.

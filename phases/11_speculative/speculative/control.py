@@ -21,7 +21,7 @@ SAMPLES = 4
 REFRESH, REST = 128, 4
 """The last four of 128 steps are without drafts: contexts grow, and with them the time of all steps."""
 DECIDED = 32
-"""Requests that the decisions of a batch without drafts look at in a step, on average."""
+"""Most requests that decisions of a batch without drafts look at in a step, on average."""
 RETRY = 600
 """Steps without drafts after which the first estimates are believed again: texts change."""
 LOWEST_RATE = 0.01
@@ -117,7 +117,8 @@ class StepCost:
     plain: seconds of a step without drafts, measured `samples` times.
     fixed: what a step with any drafts takes longer, in plain steps.
     each: what each draft costs besides, in tokens: the plain steps that one draft of every request adds.
-    most: drafts of a request, twice what was tried. drafting: number of steps with drafts, pauses included.
+    most: drafts of a request; each timed step doubles it.
+    drafting: number of steps with drafts, pauses included.
     tried_at: number of the last step with drafts.
     """
 

@@ -49,7 +49,7 @@ class DraftModel(Proposer):
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """Return the draft tokens of each request, as many as its entry in `lengths` asks for.
+        """Return the draft tokens of each request, at most as many as its entry in `lengths`.
 
         A request for which the draft model's engine has no room gets no drafts: ().
         """

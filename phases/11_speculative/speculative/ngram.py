@@ -23,7 +23,7 @@ MOST_NEW = 4096
 class NGramIndex:
     """Index of the position where each n-gram of a request's tokens occurred last.
 
-    A token costs one entry for each of `NGRAM_SIZES`, some 100 bytes each, so an index has at most 10 MB.
+    A token costs one entry for each of `NGRAM_SIZES`, some 130 bytes each, so an index has about 13 MB.
     """
 
     def __init__(self) -> None:

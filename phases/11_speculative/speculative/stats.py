@@ -54,7 +54,7 @@ class SpeculationStats:
 
     def lines(self) -> list[str]:
         """Return the statistics as lines of text: one for all drafts, then one for each position."""
-        if not self.steps:
+        if not self.drafted:
             return ["speculation: nothing was drafted"]
         most = max(self.drafted)
         return [

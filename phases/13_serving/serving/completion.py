@@ -155,7 +155,7 @@ class ChoiceGroup:
 
     def give_up(self, failure: str, message: str = "") -> None:
         """Set `self.failure` to its kind and a sentence about it, and abort what has not ended."""
-        if not self.failure and (self.left or failure == "slow"):
+        if not self.failure and (self.left or failure in ("slow", "deadline")):
             self.failure = failure, message
         self.engine.abort(self.numbers)
         self.updated.set()
@@ -188,7 +188,7 @@ async def serve(app: App, http: HttpRequest, request: ParsedRequest) -> None:
     However this function ends, completions that have not ended by then are aborted in the engine.
 
     Raises:
-        ApiError: the server has no room for the request (429), or its completions fail.
+        ApiError: there are too many completions (400), no room (429), or they fail.
         ClientDisconnected: the client has left, or reads too slowly.
     """
     limits, in_flight = app.limits, app.engine.in_flight

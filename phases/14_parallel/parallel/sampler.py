@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common.sampling.metadata import TRUNCATION, SamplingFlags, SamplingMetadata
 from common.sampling.noise import negative_exponentials
+from common.sampling.ops import NAN_TOKEN
 from common.sampling.rows import KEY
 from common.sampling.sampler import Sampler, SamplerBackend, TokenBitmask
 from parallel.ranks import Ranks
@@ -84,9 +85,11 @@ class RankSamplerBackend(SamplerBackend):
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Return `tokens [B]`, with `NAN_TOKEN` in place of those whose logit in `logits [B, V]` is NaN.
 
-        If `logits` are only a rank's part of the vocabulary, return `tokens` unchanged.
+        If `logits` are only a rank's part of the vocabulary, what `choose` gathered before says which.
         """
-        return tokens if logits.shape[1] == self.room else self.inner.report(logits, tokens)
+        if logits.shape[1] != self.room:
+            return self.inner.report(logits, tokens)
+        return tokens.masked_fill(self.best.isnan().any(0), NAN_TOKEN)
 
     def reduce_argmax(
         self,
@@ -140,5 +143,6 @@ class RankSamplerBackend(SamplerBackend):
         """
         pairs = torch.stack([values.view(torch.int32), tokens.int()], dim=1)  # [B, 2]
         found = self.ranks.gather(pairs)  # [ranks, B, 2]
-        winner = found[..., 0].contiguous().view(torch.float32).max(0).indices  # [B]
+        self.best = found[..., 0].contiguous().view(torch.float32)  # [ranks, B]
+        winner = self.best.max(0).indices  # [B]
         return found[..., 1].gather(0, winner[None])[0].long()

@@ -178,7 +178,10 @@ _idle: dict[int, WorkerGroup] = {}
 def take(size: int) -> WorkerGroup:
     """Return a worker group for an engine of `size` ranks: an idle one, or a new one."""
     workers = _idle.pop(size, None)
-    return WorkerGroup(size) if workers is None or workers.reason else workers
+    if workers is not None and workers.reason:  # one of its processes has ended meanwhile
+        workers.kill()
+        workers = None
+    return workers or WorkerGroup(size)
 
 
 def give_back(workers: WorkerGroup) -> None:

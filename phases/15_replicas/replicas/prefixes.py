@@ -20,7 +20,7 @@ LONGEST = 512
 
 
 class PromptFields(Struct):
-    """The JSON fields of a request that its first tokens are made of, undecoded; others are skipped."""
+    """The JSON fields that a chat's first tokens are made of, undecoded; others are skipped."""
 
     tools: Raw = Raw(b"")
     messages: list[Raw] = []
@@ -46,7 +46,7 @@ def keeper_of(body: bytes) -> str:
 
 
 def chain_of(body: bytes) -> list[int]:
-    """Return 64-bit hashes of longer and longer beginnings of a request's prompt; empty if it has no prompt.
+    """Return 64-bit hashes of longer and longer beginnings of a request's prompt; empty: less than a block.
 
     A conversation that continues repeats its messages and adds some, so its chain is continued as well. Every
     hash depends on the request's `cache_salt`: requests that must not share a cache have different chains.

@@ -54,7 +54,7 @@ class Router(RequestRouter):  # type: ignore[misc]
         by_name = {name: by_name[name] for name in by_name.keys() - avoided} or by_name
         if (wanted := said["wanted"]) in by_name:
             heartbeats.ASSIGNMENTS.replicas[said["number"]] = wanted
-            if said["chain"]:  # it goes on from a conversation that this replica has
+            if said["body"]:  # it goes on from a conversation that this replica has
                 self._give(pending_request, said, wanted)
             return [[by_name[wanted]]]
         self._forget_cancelled()

@@ -85,7 +85,7 @@ class GptOss(Llama):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Return the model's name for a checkpoint's tensor; None: the model has no such tensor.
+        """Return the model's name for a checkpoint's tensor; never None.
 
         Examples: `mlp.experts.down_proj_blocks` becomes `mlp.experts.down.data`, `mlp.router` becomes
             `mlp.gate`.

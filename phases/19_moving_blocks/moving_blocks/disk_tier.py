@@ -24,7 +24,7 @@ READERS = 2
 MOST_CALLS = 1000
 """Calls that wait for the writing thread, beyond which ages of files are not noted."""
 STOP_SECONDS = 5.0
-"""How long the end of an engine waits for files that are still to be written."""
+"""How long the end of an engine waits for each thread, one after the other."""
 
 
 @dataclass

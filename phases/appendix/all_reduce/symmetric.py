@@ -28,7 +28,7 @@ _buffers_made = 0
 
 
 class OtherRanks(UserError):
-    """Raised if a process shared memory with other ranks before, which it can do only once.
+    """Raised if the ranks' processes have shared memory different numbers of times before.
 
     PyTorch numbers the times that a process shares memory (rendezvous), and ranks whose numbers differ would
     wait forever.

@@ -64,17 +64,15 @@ class Reasoning:
             request.on_prompt.append(partial(self._part, request))
 
     def _effort(self, effort: str, request: ParsedRequest) -> None:
-        """Set the chat template's variables for an effort such as "none" or "high".
+        """Set the chat template's variable for an effort such as "none" or "high".
 
-        If the template uses none of them, the field is added to `request.ignored`, which a header shows.
+        If the template does not use it, the field is added to `request.ignored`, which a header shows.
         """
-        names = {"reasoning_effort"}
+        name, value = "reasoning_effort", effort
         if effort == "none":
-            names.add("enable_thinking")
-            request.variables.setdefault("enable_thinking", False)
-        else:
-            request.variables.setdefault("reasoning_effort", effort)
-        if names.isdisjoint(self.tokenizer.templates.plain.variables):
+            name, value = "enable_thinking", False
+        request.variables.setdefault(name, value)
+        if name not in self.tokenizer.templates.plain.variables:
             request.ignored.append("reasoning_effort")
 
     def _part(self, request: ParsedRequest) -> None:
@@ -334,7 +332,7 @@ class ChannelReader(ReasoningReader):
 
         This is the start of a tool call in Hermes' form, or "" for other messages.
 
-        head: the text between the marks `<|channel|>` and `<|message|>`, such as `final`.
+        head: all text before the mark `<|message|>`, such as `<|channel|>final`.
         """
         channel = head.rpartition(CHANNEL)[2].strip().partition(" ")[0]
         _, called, name = head.partition(RECIPIENT)  # behind the role or behind the channel

@@ -321,7 +321,7 @@ def begin_kernel(
     Writes: tables: `[KINDS, requests, width]`, block tables of the groups. slots: `[KINDS, tokens]`, where
         each token's key and value go: block times P plus offset in it. step: `[4, requests]`: state slot to
         read; slot for the state at the snapshot boundary (-1: none); slot for the last state (-1: padding,
-        `null + 1`: drafts, whose state is not stored); tokens before the boundary.
+        `null + 1`: drafts, whose state no one reads); tokens before the boundary.
     Reads: page_tables: `[requests, width]`, pages of each request. page_slots: `[tokens]`, page times P plus
         offset, -1: padding. blocks: `[KINDS, pages]`, the block of each page. query_starts: `[requests + 1]`,
         each request's first token. context_lens: `[requests]`. states: `[pages]`, the state slot of each

@@ -78,7 +78,7 @@ class Vectors:
         """
         if not choice.notes[MEAN]:
             raise ApiError(
-                400, "this engine gives no embeddings: it must be of phase 04 or later"
+                400, "this engine gives no embeddings: it must be of phase 05 or later"
             )
         (data,) = choice.notes[MEAN]
         size = len(data) // 4

@@ -165,7 +165,7 @@ class GuidanceBackend(Backend):
     def advance(self, moves: Sequence[tuple[GuidanceMatcher, Sequence[int]]]) -> list[int]:
         """Advance each matcher by its tokens; return a list of how many tokens each has accepted.
 
-        A token that ends the output is not accepted. moves: pairs (matcher, token ids); those with one token
+        A token that ends the output is not accepted. moves: pairs (matcher, token ids); many with one token
         advance in the library's threads, without Python's lock.
         """
         single = {

@@ -82,7 +82,7 @@ class MessagesFields(Struct, kw_only=True):
 def _error(body: dict[str, Any]) -> dict[str, Any]:
     """Return the body of an error response in Anthropic's form.
 
-    body: OpenAI's form, `{"error": {...}}`. The error's code moves to `details`, where clients read it.
+    body: OpenAI's form, `{"error": {...}}`. The error's code is in `details`, too, where clients read it.
     """
     error = body["error"]
     if error["code"]:

@@ -110,7 +110,7 @@ def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
 
 @triton.jit
 def encode(x, scale, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
-    """Return a tile `x` divided by `scale` and rounded to the cache's format, as float32.
+    """Return a tile `x` by `scale`, clamped to LIMIT and rounded if WHOLE, as float32.
 
     scale: broadcasts to `x`. LIMIT: largest magnitude of the format. WHOLE: True for a format of integers.
     """

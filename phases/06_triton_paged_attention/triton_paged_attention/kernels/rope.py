@@ -221,7 +221,7 @@ def angles_kernel(cos, sin, positions, frequencies, HALF: tl.constexpr):
 
 
 class FusedRope(nn.Module):
-    """A layer that computes RoPE's cosines and sines in one kernel; in plain torch it takes eight."""
+    """A layer that computes RoPE's cosines and sines in one kernel; in plain torch it takes seven."""
 
     inverse_frequencies: Tensor
 

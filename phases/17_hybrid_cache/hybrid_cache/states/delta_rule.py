@@ -8,8 +8,8 @@ state `S [Dk, Dv]` maps keys to values. A token with key `k`, value `v`, decay `
     reads                                      o  = S^T q
 
 `recurrence` does this token by token. `scan` does it chunk by chunk with matrix products (Yang et al.,
-"Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv 2406.06484). Everything is
-float32: the state sums over the whole text.
+"Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv 2406.06484). States are
+float32: they sum over the whole text.
 """
 
 from __future__ import annotations

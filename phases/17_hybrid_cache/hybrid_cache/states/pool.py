@@ -97,8 +97,8 @@ class StatePool:
         follow.
 
         step: `[4, B]` int32, for each request: the slot to read (`null` at a text's beginning), the slot that
-            keeps the state at the snapshot boundary, the position whose state is kept (-1: none), the slot of
-            the state after the step (-1: none), and how many of the step's tokens lie before that boundary.
+            keeps the state at the snapshot boundary (-1: none), the slot of the state after the step (-1:
+            padding), and how many of the step's tokens lie before that boundary.
         """
         self.step = step
         self.batch = batch
