@@ -68,10 +68,8 @@ class Reasoning:
 
         If the template does not use it, the field is added to `request.ignored`, which a header shows.
         """
-        name, value = "reasoning_effort", effort
-        if effort == "none":
-            name, value = "enable_thinking", False
-        request.variables.setdefault(name, value)
+        name = "enable_thinking" if effort == "none" else "reasoning_effort"
+        request.variables.setdefault(name, effort != "none" and effort)
         if name not in self.tokenizer.templates.plain.variables:
             request.ignored.append("reasoning_effort")
 
