@@ -15,8 +15,10 @@ from benchmarks.recorded_peers import beside, load, versus
 from benchmarks.records import server_lines
 from benchmarks.tables import fill
 from benchmarks.workloads import workload
+from common.device import device_name
 from common.errors import UserError
 
+HERE = device_name(torch.device("cpu"))
 H200 = RESULTS / "h200" / PEERS_FILE
 
 
@@ -26,7 +28,7 @@ def write(
     """A file of peers: engine, version, workload, samples."""
     about = {
         "when": "2026-11-26",
-        "machine": {"name": "x"},
+        "machine": {"name": HERE},
         "flags": "",
         "log": "a.log",
         **more,
@@ -108,6 +110,13 @@ def test_a_difference_within_the_spread_of_either_is_level(
     run = ours(*mine)
     (best,) = beside(collect("02_kv_cache", [run], torch.device("cpu")), tmp_path)
     assert versus(run, best, "output_tokens_per_s") == said
+
+
+def test_a_peer_on_another_processor_stands_beside_nothing(tmp_path: Path) -> None:
+    write(tmp_path, ("one", "1.0", "w", {"output_tokens_per_s": [9.0]}), machine={"name": "x"})
+    assert not beside(collect("02_kv_cache", [ours(1.0)], torch.device("cpu")), tmp_path), (
+        "rates of two processors are compared"
+    )
 
 
 def test_of_times_the_least_is_the_best(tmp_path: Path) -> None:
