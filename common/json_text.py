@@ -52,6 +52,8 @@ def check_json(data: bytes, most_parts: int) -> None:
 def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
     """Return the JSON object in `data`, UTF-8; `FieldError` if it is none, or has over `most_parts` parts."""
     check_json(data, most_parts)
+    if not data.strip():
+        raise FieldError(None, "the body is empty, but must be a JSON object")
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -17,7 +17,6 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise UserError(
-            f"{host}:{port} cannot be listened on: {error.strerror or error}"
-        ) from None
+    except (OSError, UnicodeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise UserError(f"{host}:{port} cannot be listened on: {said}") from None

@@ -33,11 +33,11 @@ class Target:
     @classmethod
     def of(cls, url: str, key: str = "", model: str = "") -> Target:
         """From an address such as `http://127.0.0.1:8000`. Raises `UserError` if it is none."""
-        parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
             port = parts.port or 80
         except ValueError:
-            port = 0
+            parts, port = urlsplit(""), 0
         if parts.scheme != "http" or not parts.hostname or not port:
             raise UserError(f"URL is {url!r}, but must be like http://127.0.0.1:8000")
         prefix = parts.path.rstrip("/").removesuffix("/v1")
@@ -49,9 +49,10 @@ def reach(url: str) -> None:
     target = Target.of(url)
     try:
         socket.create_connection((target.host, target.port), PATIENCE).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        said = getattr(error, "strerror", None) or error
         raise UserError(
-            f"no server answers at {url} ({error.strerror or error}): "
+            f"no server answers at {url} ({said}): "
             "start one with `ladder serve`, or mend the address"
         ) from None
 

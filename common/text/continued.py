@@ -13,7 +13,7 @@ _HERE = "\U0010ffff "
 
 
 def render_continued(
-    template: ChatTemplate, messages: Sequence[Message], **variables: Any
+    template: ChatTemplate, messages: Sequence[Message], /, **variables: Any
 ) -> str:
     """Return the prompt for a conversation up to the end of the last message's content.
 

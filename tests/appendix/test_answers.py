@@ -11,7 +11,7 @@ import pytest
 
 from common.json_text import MAX_DEPTH
 from phases.appendix.api.reasoning import ThinkReader
-from phases.appendix.protocols.ollama import capabilities
+from phases.appendix.protocols.ollama import capabilities, card
 from phases.appendix.tools.written import decode_written
 from serving.app import App
 from tests.scripted_server import ALTERNATING, TEMPLATE, THINKING, TOOLS, scripted
@@ -832,3 +832,59 @@ def test_what_a_model_has_written_can_be_written_again(text: str) -> None:
 def test_what_is_no_object_is_none(text: str) -> None:
     assert decode_written(text) is None
     assert decode_written("") == {}
+
+
+CALLED_F = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+CALLING = {"role": "assistant", "tool_calls": CALLED_F}
+TOLD = {"role": "tool", "tool_call_id": "1"}
+RULES = {"role": "system"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [*SAID, CALLING, TOLD | {"content": {"temp": 20}}]}),
+        (OLLAMA, {"system": "S", "messages": [RULES | {"content": {"text": "T"}}, *SAID]}),
+    ],
+    ids=["a result", "a system message"],
+)
+async def test_a_content_that_is_no_text_is_refused_and_not_lost(
+    tmp_path: Path, path: str, fields: dict[str, Any]
+) -> None:
+    status, found = await Client(scripted(tmp_path, "x")).post(path, BODIES[path] | fields)
+    assert status == 400, f"what it said is lost: {found}"
+
+
+async def test_a_refusal_that_was_said_is_a_text(tmp_path: Path) -> None:
+    app = scripted(tmp_path, "x")
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "never"}]}
+    said = [*SAID, refused | {"tool_calls": CALLED_F}, TOLD | {"content": "20"}]
+    await ask(app, CHAT, messages=said)
+    assert "never" in app.model.tokenizer.decode(app.engine.prompts[0].prompt)
+
+
+async def test_max_tokens_is_taken_by_its_other_name(tmp_path: Path) -> None:
+    app = scripted(tmp_path, "a long answer")
+    found = await ask(app, RESPONSES, max_tokens=2)
+    assert found["usage"]["output_tokens"] == 2, "max_tokens has no effect"
+
+
+async def test_a_variable_may_be_called_like_a_parameter(tmp_path: Path) -> None:
+    said = [*SAID, {"role": "assistant", "content": "x"}]
+    more = {"continue_final_message": True, "chat_template_kwargs": {"template": 1}}
+    await ask(scripted(tmp_path, "x"), CHAT, messages=said, **more)
+
+
+async def test_ollama_s_own_words(tmp_path: Path) -> None:
+    """A call at `/api/generate`, a message without a content, and a model called as Ollama calls it."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    body = {"prompt": "hi", "tools": [tool], "stream": False}
+    status, found = await Client(scripted(tmp_path, text)).post("/api/generate", body)
+    assert status == 200 and found["tool_calls"][0]["function"]["name"] == "f", found
+    await ask(scripted(tmp_path, "x"), OLLAMA, messages=[*SAID, {"role": "assistant"}])
+    app = scripted(tmp_path, "x")
+    app.model.name = "a:latest"
+    for name in ("a:latest", None):
+        await ask(app, OLLAMA, model=name)
+    assert card(app)["name"] == "a:latest"

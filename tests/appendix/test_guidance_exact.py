@@ -88,6 +88,11 @@ def test_a_schema_of_any_form_is_followed_or_refused(schema: Any, hint: bool) ->
         exact(schema, left=[] if hint else None)
 
 
+def test_a_constant_of_a_hint_is_kept_though_it_is_null() -> None:
+    for left in (None, list[str]()):
+        assert exact({"const": None}, left=left) == {"const": None}, "any value is allowed"
+
+
 def test_what_older_dialects_ignore_beside_a_reference_is_left_out() -> None:
     beside = {"$ref": "#/definitions/a", "maxProperties": 0, "enum": ["never"]}
     older = {"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"x": beside}}

@@ -110,6 +110,12 @@ def test_the_command(server, tmp_path: Path, capsys):
         load.run(SimpleNamespace(url=server.url, users=["many"], rate=None, **settings))
 
 
+@pytest.mark.parametrize("url", ["http://[::", "http://127..0.1:8000", f"http://{'a' * 70}:1"])
+def test_an_address_that_is_none_is_told(url: str) -> None:
+    with pytest.raises(UserError, match=r"URL is|no server answers"):
+        reach(url)
+
+
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(
         UserError, match=r"no server answers at http://127\.0\.0\.1:9 \(Connection refused\)"

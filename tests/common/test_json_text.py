@@ -63,6 +63,12 @@ def test_a_broken_body_with_such_a_number_is_broken(rest: bytes) -> None:
         decode_object(b'{"a": 1e999' + rest, 100)
 
 
+@pytest.mark.parametrize("body", [b"", b" \n"])
+def test_an_empty_body_is_called_empty(body: bytes) -> None:
+    with pytest.raises(FieldError, match="the body is empty"):
+        decode_object(body, 100)
+
+
 BRACKETS = {
     "deep lists": b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1),
     "deep objects": b'{"a":' * 500 + b"1" + b"}" * 500,

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from common.errors import UserError
+from common.sockets import listen
 from parallel.launch import together
 from parallel.ranks import Ranks
 from tests.servers import Running
@@ -50,6 +52,12 @@ def files_of(top: psutil.Process) -> list[Path]:
             if connection.laddr.startswith("/"):
                 found.add(Path(connection.laddr))
     return sorted(found)
+
+
+@pytest.mark.parametrize("host", ["127..0.1", ".x", "a" * 70])
+def test_a_host_that_is_no_name_is_told(host: str):
+    with pytest.raises(UserError, match="cannot be listened on"):
+        listen(host, 0)
 
 
 def test_one_server_has_one_port_and_a_file_in_a_folder_of_its_own():

@@ -30,12 +30,9 @@ class ApiKeys:
         """
         if http.path in OPEN:
             return False
-        # As older clients of Anthropic send it.
-        other = b"bearer " + http.headers.get(b"x-api-key", b"")
-        given = http.headers.get(b"authorization") or other
-        scheme, _, value = given.partition(b" ")
-        if scheme.lower() != b"bearer":
-            value = b""
+        scheme, _, value = http.headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":  # as older clients of Anthropic send it
+            value = http.headers.get(b"x-api-key", b"")
         if not sum(hmac.compare_digest(value.strip(), key) for key in self.keys):
             http.extra.append((b"www-authenticate", b'Bearer realm="ladder"'))
             raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")

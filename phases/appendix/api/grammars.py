@@ -67,6 +67,10 @@ class GrammarHandler:
         for kind, value in (given.structured_outputs or {}).items():
             if kind in OPTIONS and value is not None:
                 request.ignored.append(f"structured_outputs.{kind}")
+            elif kind == "json_object":
+                asked.append(
+                    ("structured_outputs", "json", {"type": "object"} if value else None)
+                )
             elif kind not in OPTIONS:
                 asked.append(("structured_outputs", kind, value))
         found = [one for one in asked if one[2] is not None]

@@ -17,7 +17,7 @@ from common.http.errors import ApiError, ErrorForm, wrong
 from common.json_text import convert_fields, encode_json
 from phases.appendix.api.scheduling import SchedulingFields, SchedulingHandler
 from phases.appendix.embeddings.note_kinds import MEAN
-from phases.appendix.protocols.ollama import LATEST, check_model, error_form
+from phases.appendix.protocols.ollama import check_model, error_form, untagged
 from phases.appendix.protocols.translation import renamed
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import COPIED, ServedModel
@@ -165,7 +165,7 @@ class Embeddings:
         given: Any = convert_fields(self.kinds[0], fields)
         name = fields.get("model")
         if not self.ours:
-            name = given.model and given.model.removesuffix(LATEST)
+            name = untagged(self.model, given.model)
         request = self.model.begin({"model": name}, ready, self.source)
         SchedulingHandler().read(convert_fields(SchedulingFields, fields), request)
         request.ignored += [name for name in COPIED if fields.get(name) is not None]

@@ -123,7 +123,8 @@ def exact(
     made: dict[str, Any] = {}
     for key, value in schema.items():
         place = f"{where}/{key}"
-        if left is not None and (key in SILENT or key.startswith("x-") or value is None):
+        silent = key in SILENT or key.startswith("x-") or (value is None and key != "const")
+        if left is not None and silent:
             continue
         if left is not None and key == "oneOf" and "anyOf" not in schema:
             key = "anyOf"

@@ -104,12 +104,13 @@ class Ollama(Translation):
             messages = [{"role": "user", "content": given.prompt, "images": given.images}]
         last = messages[-1] if len(messages) > 1 else {}
         fields: dict[str, Any] = {
-            "model": given.model and given.model.removesuffix(LATEST),
+            "model": untagged(self.chat.model, given.model),
             "messages": messages,
             "system": given.system,
             "stream": given.stream is not False,
             "tools": given.tools,
             "continue_final_message": last.get("role") == "assistant"
+            and last.get("content") is not None
             and not last.get("tool_calls"),
         }
         options = {
@@ -165,7 +166,12 @@ def check_model(model: ServedModel, name: str | None) -> None:
 
     None is accepted.
     """
-    model.check(name and name.removesuffix(LATEST))
+    model.check(untagged(model, name))
+
+
+def untagged(model: ServedModel, name: str | None) -> str | None:
+    """Return the `name` of a model in a request without `:latest`, unless the served one is called so."""
+    return name if not name or name == model.name else name.removesuffix(LATEST)
 
 
 class OllamaEvents(Events):
@@ -245,13 +251,13 @@ class OllamaEvents(Events):
             said: dict[str, Any] = {"message": {"role": "assistant", **message}}
         else:
             said = {"response": message["content"]}
-            said |= {"thinking": message["thinking"]} if "thinking" in message else {}
+            said |= {n: message[n] for n in ("thinking", "tool_calls") if n in message}
         return {"model": self.value["model"], "created_at": _now(), **said, "done": done}
 
 
 def card(app: App) -> dict[str, Any]:
     """Return the served model's entry in Ollama's lists of models: name, size, format."""
-    name = app.model.name + LATEST
+    name = app.model.name.removesuffix(LATEST) + LATEST
     return {"name": name, "model": name, "size": 0, "digest": "", "details": DETAILS}
 
 

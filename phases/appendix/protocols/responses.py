@@ -172,11 +172,12 @@ class Responses(Translation):
             "messages": _messages(before, said),
             "system": given.instructions,
             "parallel_tool_calls": given.parallel_tool_calls,
-            "max_tokens": given.max_output_tokens,
             "tools": [_tool(tool) for tool in given.tools or []],
             "tool_choice": given.tool_choice,
             "reasoning_effort": (given.reasoning or {}).get("effort"),
         }
+        if given.max_output_tokens is not None:
+            fields["max_tokens"] = given.max_output_tokens
         if (form := (given.text or {}).get("format")) is not None:
             if not isinstance(form, dict):
                 raise wrong("text.format", "text.format must be an object")

@@ -78,15 +78,18 @@ def with_system(
 def text_of(content: Any) -> str:
     """Return the text of a message's content, which is a text, None, or a list of parts.
 
-    Parts are joined by line breaks; the text of None is "".
+    Parts are joined by line breaks; the text of None is "", and that of a refusal what it says.
 
     Raises:
-        UserError: a part is no text.
+        UserError: it is something else, or a part is no text.
     """
-    if not isinstance(content, list):
-        return content if isinstance(content, str) else ""
-    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-    if not all(isinstance(text, str) for text in texts):
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = [
+        part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+        for part in (content if isinstance(content, list) else [content])
+    ]
+    if not isinstance(content, list) or not all(isinstance(text, str) for text in texts):
         raise UserError(
             "messages have a content with parts that are no texts, and this model takes texts alone"
         )
