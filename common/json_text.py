@@ -52,15 +52,14 @@ def check_json(data: bytes, most_parts: int) -> None:
 def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
     """Return the JSON object in `data`, UTF-8; `FieldError` if it is none, or has over `most_parts` parts."""
     check_json(data, most_parts)
-    if not data.strip():
-        raise FieldError(None, "the body is empty, but must be a JSON object")
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         field = _too_large(data) if "out of range" in str(error) else None
         if field is not None:
             raise FieldError(field, f"{field} holds a number that is out of range") from None
-        raise FieldError(None, f"the body is no JSON object: {error}") from None
+        what = f"no JSON object: {error}" if data.strip() else "empty"
+        raise FieldError(None, f"the body is {what}") from None
 
 
 def _too_large(data: bytes) -> str | None:

@@ -1237,6 +1237,9 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     folder.chmod(0o755)
     with pytest.raises(UserError, match=r"disk_folder is .* but must be a folder of your own"):
         engine_of(folder=folder)
+    for wrong in ("a\0b", "~nobody-of-this-name/x"):
+        with pytest.raises(UserError, match="disk_folder"):
+            engine_of(folder=Path(wrong))
     link_ = tmp_path / "link"
     folder.chmod(0o700)
     link_.symlink_to(folder)

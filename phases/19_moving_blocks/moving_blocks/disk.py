@@ -210,8 +210,8 @@ def own_folder(folder: Path) -> None:
         mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
         if mine and not stat.S_IMODE(found.st_mode) & 0o077:
             return
-    except OSError as error:
-        why = f"cannot be used: {error.strerror}"
+    except (OSError, ValueError) as error:
+        why = f"cannot be used: {error}"
     raise UserError(f"disk_folder is {str(folder)!r}, but {why}")
 
 

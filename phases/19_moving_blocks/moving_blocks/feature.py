@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from common.device import free_memory
 from common.errors import UserError, text
 from common.options import option
+from common.paths import expand
 from hybrid_cache import Hybrid, LayerGroups
 from moving_blocks.admission import AdmissionGate, ConnectorLoop
 from moving_blocks.cache import OffloadingCache
@@ -125,9 +125,8 @@ class MovingBlocks(Feature):
         device = pool.data.device
         disk = None
         if self.disk_folder is not None:
-            files = BlockFiles(
-                Path(self.disk_folder).expanduser(), self.disk_bytes, block_bytes
-            )
+            folder = expand("disk_folder", self.disk_folder)
+            files = BlockFiles(folder, self.disk_bytes, block_bytes)
             disk = DiskTier(files)
         host = HostTier(self.slots(block_bytes, device), block_bytes, device)
         make = StreamWorker if device.type == "cuda" else CopyWorker
