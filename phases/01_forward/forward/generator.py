@@ -117,9 +117,7 @@ class Generator:
         reason = None
         while reason is None:
             sampled = self._next(tokens, len(tokens) - len(prompt))
-            token = int(
-                sampled.for_host[0]
-            )  # the host waits for the device here, once a token
+            token = int(sampled.for_host[0])  # here the host waits for the device
             if token == NAN_TOKEN:
                 raise NotANumber(f"request {index}: the model's logits are not a number (NaN)")
             tokens.append(token)
