@@ -25,6 +25,7 @@ from forward.model import Model
 from paged_cache import PagedEngine
 from phases import phase_named
 from phases.commands.grammars import check_grammar, chosen_grammar, show_trace
+from structured.automata.backend import AutomataMatcher
 from tests.coroutines import Clock
 from tests.fakes import OddOnly
 from tests.hostile_grammars import hostile
@@ -213,6 +214,31 @@ def test_min_tokens_forbids_the_end_for_so_many_tokens_and_no_longer(
             f"request {completion.index}, drafts {guessed!r}: with min_tokens {given.min_tokens} "
             f"the end came after {len(completion.token_ids) - 1} tokens"
         )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_no_token_goes_on_the_request_fails(
+    model: Model, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """A vocabulary may lack a byte: then a forbidden token would be drawn, or the end of the text."""
+    engine = engine_of(model)
+    fill, calls = AutomataMatcher.fill, []
+
+    def never_the_third(matcher: Any, words: Any) -> None:
+        fill(matcher, words)
+        calls.append(matcher)
+        if len(calls) > 2:
+            words[:] = 0
+
+    monkeypatch.setattr(AutomataMatcher, "fill", never_the_third)
+    params = SamplingParams(max_tokens=9, grammar=Grammar.regex("[ab]{5}"))
+    (request,) = engine.add(PROMPT, replace(params, temperature=temperature))
+    while not engine.idle:
+        engine.step()
+    assert request.finish_reason == "error" and "no token" in str(request.error)
+    assert len(request.output_ids) == 2, (
+        f"request 0: token {request.output_ids[2:]} is not in its grammar"
+    )
 
 
 def test_a_cut_says_so_and_a_stop_string_stops(engine: PagedEngine) -> None:

@@ -92,28 +92,31 @@ class AutomataGrammarManager(GrammarManager):
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """Return the bit masks of all samples that have a grammar, copied to the device; None if none has.
 
-        A request whose output its grammar does not allow fails (see `pop_failed_requests`) and has no masks.
+        A request whose output its grammar does not allow, or that no token continues, fails (see
+        `pop_failed_requests`) and has no masks.
         End tokens that `min_tokens` or `ignore_eos` forbid are masked where another token is allowed. The
         result's `positions` has the index of each mask's sample among all samples of the step.
 
         works: for each request of the step, its tokens and drafts.
         """
-        found: list[Words] = []
-        positions: list[int] = []
-        held: list[tuple[int, int]] = []
+        found = list[Words]()
+        positions = list[int]()
+        held = list[tuple[int, int]]()
         for position, drafts, request, constraint in constrained(works):
-            if problem := constraint.follow(request):
-                self._fail(request, problem)
+            problem = constraint.follow(request)
+            masks = constraint.masks(drafts, -(-self.vocab_size // 32))
+            if problem or not masks[0].any():
+                self._fail(request, problem or "no token of the vocabulary goes on from here")
             else:
-                found.append(constraint.masks(drafts, -(-self.vocab_size // 32)))
+                found.append(masks)
                 held += forbidden_ends(request, self.eos, len(positions), len(drafts) + 1)
                 positions += range(position, position + len(drafts) + 1)
         if not positions:
             return None
         words = np.concatenate(found)
         hold_back(words, held)
-        moved = upload(self.device, {"words": words, "positions": np.array(positions)})
-        return TokenBitmask(**moved)
+        arrays = {"words": words, "positions": np.array(positions)}
+        return TokenBitmask(**upload(self.device, arrays))
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
         """Return the requests that have failed since the last call, each with its error.

@@ -227,10 +227,8 @@ class _SchemaReader:
         pointer: the schema's JSON pointer, for errors. Those of the schemas in it are
         `{pointer}/properties/{escape(key)}` and `{pointer}/additionalProperties`.
         """
-        properties, required = (
-            schema.get("properties", {}),
-            self.listed(schema, "required", pointer),
-        )
+        properties = schema.get("properties", {})
+        required = self.listed(schema, "required", pointer)
         if not isinstance(properties, Mapping):
             raise UserError(f"{pointer}/properties: must be an object")
         others = schema.get("additionalProperties", True)
@@ -250,9 +248,7 @@ class _SchemaReader:
 
         pointer: the JSON pointer of the reference, for errors.
         """
-        if not isinstance(reference, str) or not (
-            reference == "#" or reference.startswith("#/")
-        ):
+        if not isinstance(reference, str) or f"{reference}/"[:2] != "#/":
             raise UserError(f"{pointer}: {reference!r} is no reference within the schema")
         found: Any = self.root
         for part in pointed(reference):
