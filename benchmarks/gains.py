@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.evidence import APPENDIX, Evidence, Run
 from benchmarks.labels import axis_label
-from phases import PHASES, Phase
+from phases import PHASES, Phase, find_phase
 
 FIRST_WITH_APPENDIX = 9
 """The first phase whose benches loaded engines with the appendix's features, before names said so."""
@@ -77,7 +77,7 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
     if evidence is None:
         return None
     names = [other.name for other in reversed(PHASES) if other.number < phase.number]
-    hidden = hides_appendix(phase, evidence)
+    hidden = hides_appendix(evidence)
     head = headline_of(phase)
     wanted = head.runs if evidence.find(**head.runs) else {}
     for variant in head.variants or (phase.name,):
@@ -92,8 +92,9 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
     return None
 
 
-def hides_appendix(phase: Phase | None, evidence: Evidence) -> bool:
+def hides_appendix(evidence: Evidence) -> bool:
     """Whether all engines have the appendix and no name says so, which is so in old files, too."""
+    phase = find_phase(evidence.phase)
     older = phase is not None and phase.number >= FIRST_WITH_APPENDIX and not evidence.appendix
     return older or evidence.appendix == "all"
 

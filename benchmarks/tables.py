@@ -40,7 +40,7 @@ from benchmarks.labels import axis_label, number, scale_of
 from benchmarks.recorded_peers import PeerRun, beside, better, first_metric, versus
 from common.errors import UserError
 from common.files import whole
-from phases import PHASES, Phase, find_phase
+from phases import PHASES, Phase
 
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
 MAP = re.compile(r"^(<!-- map -->\n).*?^(<!-- /map -->)$", re.DOTALL | re.MULTILINE)
@@ -148,8 +148,7 @@ def _runs(words: Sequence[str], folder: Path) -> str:
         cells = ["" if value is None else str(value) for value in said]
         cells += [_cell(run, runs[0], name, columns[0]) for name in columns]
         lines.append([run.variant, *cells])
-    hidden = hides_appendix(find_phase(evidence.phase), evidence)
-    note = "\nWith the appendix.\n" if hidden else ""
+    note = "\nWith the appendix.\n" if hides_appendix(evidence) else ""
     return _markdown(lines, text_columns=1) + note
 
 

@@ -68,8 +68,9 @@ class Reasoning:
 
         If the template does not use it, the field is added to `request.ignored`, which a header shows.
         """
-        name = "enable_thinking" if effort == "none" else "reasoning_effort"
-        request.variables.setdefault(name, effort != "none" and effort)
+        off = effort == "none"
+        name = "enable_thinking" if off else "reasoning_effort"
+        request.variables.setdefault(name, False if off else effort)
         if name not in self.tokenizer.templates.plain.variables:
             request.ignored.append("reasoning_effort")
 
