@@ -65,15 +65,16 @@ def load(device: str, folder: Path = RESULTS) -> list[PeerRun]:
 
 
 def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[PeerRun]:
-    """Return the best run of each engine on each work of a phase, on the same processor, with these facts.
+    """Return the best run of each engine on each work of the evidence, on its processor, with these facts.
 
     facts: `model`, `workload` or an option. A run counts by the best sample of its first metric, the most
         of a rate and the least of a time; if it has no other, that is the sample which is returned, against
         which our median has to stand.
     """
     best: dict[tuple[Any, ...], PeerRun] = {}
+    works = {run.workload for run in evidence.runs}
     for run in load(evidence.folder, folder):
-        same = run.machine == evidence.machine.get("name")
+        same = run.machine == evidence.machine.get("name") and run.workload in works
         if run.beside != evidence.phase or not same or not facts.items() <= run.facts.items():
             continue
         key = run.engine, run.way, run.model, run.workload, *sorted(run.options.items())

@@ -129,9 +129,7 @@ def _runs(words: Sequence[str], folder: Path) -> str:
     order = settings.pop("sort", None)
     shown = [name for name in settings.pop("rows", "").split(",") if name]
     evidence = Evidence.load(path)
-    works = {run.workload for run in evidence.runs}
-    peers = [] if "variant" in settings else beside(evidence, folder)
-    others = [run for run in peers if run.workload in works]
+    others = [] if "variant" in settings else beside(evidence, folder)
     runs = [run for run in [*evidence.runs, *others] if _matches(run, settings)]
     if order is not None:
         runs.sort(key=lambda run: run.options[order])
