@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from benchmarks.workloads import Workload
 from common.sampling.grammar import Grammar
 from forward.model import Model
 from phases.appendix.guidance.feature import library
-from phases.appendix.guidance.spelling import Spelling
+from phases.appendix.guidance.spelling import MOST_KEPT, Spelling
 from structured.automata.backend import AutomataBackend
 from structured.matcher import Backend, Matcher, Words
 from structured.vocabulary import Vocabulary
@@ -75,7 +76,7 @@ def made_up(model: Model) -> Spelling:
             rest = rest[count:]
         return found
 
-    return Spelling(hidden, eos, encode)
+    return Spelling(hidden, eos, lru_cache(MOST_KEPT)(encode))
 
 
 def along(make: Callable[[], Matcher], vocabulary: Vocabulary, outputs: int) -> list[float]:

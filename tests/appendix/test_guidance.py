@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from forward.model import Model
 from paged_cache import PagedEngine
-from phases.appendix.guidance.backend import SMALL_BATCH, GuidanceBackend
+from phases.appendix.guidance.backend import SMALL_BATCH, GuidanceBackend, took_long
 from phases.appendix.guidance.drafter import GrammarDrafter
 from speculative.ngram import NGrams
 from speculative.speculation import SpeculativeRunner
@@ -275,6 +278,68 @@ def test_an_output_whose_masks_are_slow_gets_no_drafts(
     assert drafter.forced == sum(drafter.stats.drafted) == 0, (
         f"request 0: {drafter.forced} tokens were drafted behind slow masks"
     )
+    check(engine)
+
+
+def test_no_thread_of_the_library_waits_for_python() -> None:
+    """Such a thread waits until the engine's thread lets go of Python's lock, and the step for all masks."""
+    asked = set[str]()
+
+    def encode(text: str) -> Sequence[int]:
+        asked.add(threading.current_thread().name)
+        return vocabulary().encode(text)
+
+    backend = GuidanceBackend(replace(vocabulary(), encode=encode))
+    compiled = backend.compile(Grammar.choice(["anthering thename average"]))
+    matchers = [compiled.matcher() for _ in range(2 * SMALL_BATCH)]
+    asked.clear()
+    words = np.zeros((len(matchers), -(-SIZE // 32)), dtype=np.int32)
+    fill(backend, matchers, words)
+    assert asked == {"masks_0"}, f"the tokens of a forced text were asked for by {asked}"
+    masks = [bits(row, SIZE) for row in words]
+    assert masks == masks[:1] * len(masks) and len(masks[0]) == 1, (
+        f"masks of one forced token: {masks}"
+    )
+
+
+def test_many_masks_take_longer_than_one() -> None:
+    """A call for 256 outputs is not slow because it takes as long as a slow output would."""
+    at = time.perf_counter() - 0.01
+    assert took_long(at, 8), (
+        "8 outputs in 10 ms: one of them may be slow, but none will be timed"
+    )
+    assert not took_long(at, 256), (
+        "256 outputs in 10 ms are ordinary, but will be timed one by one"
+    )
+
+
+def test_a_slow_batch_is_charged_to_the_outputs_that_are_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = GuidanceBackend(vocabulary())
+    compiled = backend.compile(GRAMMARS["person"])
+    matchers = [compiled.matcher() for _ in range(2 * SMALL_BATCH)]
+    words = np.zeros((len(matchers), -(-SIZE // 32)), dtype=np.int32)
+    monkeypatch.setattr("phases.appendix.guidance.backend.took_long", lambda *_: True)
+    fill(backend, matchers, words)
+    token = bits(words[0], SIZE)[0]
+    assert backend.advance([(one, [token]) for one in matchers]) == [1] * len(matchers)
+    assert all(one.effort.watched for one in matchers), (
+        "slow masks, but the next are not timed"
+    )
+    monkeypatch.setattr("phases.appendix.guidance.matcher.SLOW", -1.0)
+    fill(backend, matchers, words)
+    assert all(one.effort.slow for one in matchers), "slow masks that no output has paid for"
+
+
+def test_a_grammar_whose_tokens_cannot_be_undone_gets_no_drafts(model: Model) -> None:
+    """The library cannot take back tokens of rules with `stop=` or `max_tokens=`."""
+    engine = engine_of(model, speculate=False, jump_forward=True)
+    grammar = Grammar.lark('start: "anthering the" x\nx[stop="a"]: /[a-z ]*/')
+    (request,) = engine.add(PROMPT, SamplingParams(max_tokens=30, grammar=grammar))
+    run(engine)
+    assert request.finish_reason in ("stop", "length"), request.error
+    assert engine.scheduler.drafter.forced == 0
     check(engine)
 
 

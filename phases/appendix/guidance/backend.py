@@ -7,6 +7,7 @@ compiles in milliseconds; it refuses what it does not know; and every kind of wo
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -50,6 +51,8 @@ SPACING = 0.004
 """Least seconds between the beginnings of two compilations. Each takes Python's lock several times, and the
 engine has to wait for it as often."""
 MOST_THREADS = 16
+ORDINARY = 1e-4
+"""Seconds for each output of a call that handles several, before it counts as slow."""
 MAKING = 0.02
 """Most seconds to make more lexers for one grammar, since its requests wait meanwhile."""
 CHARACTER = r'[^"\\\x00-\x1F\x7F]'
@@ -59,6 +62,8 @@ SLICES = [f"{CHARACTER}{{1,{most}}}" for most in (*range(5, 13), 14, 18, 30)] + 
 """Sets of tokens of a JSON string, by length, for the library. As long as a whole set is allowed, none of its
 tokens is checked by itself. The library has three sets by default; for short strings, these halve the time
 of a mask."""
+COUNTING = re.compile(r"\b(stop|max_tokens)\s*=")
+"""In a Lark grammar: rules whose tokens the library cannot undo."""
 BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
 """Estimated memory of a compiled grammar by its source: measured as the growth of a process."""
 
@@ -67,15 +72,19 @@ class GuidanceGrammar(Compiled):
     """A compiled grammar of llguidance: several parsers at the grammar's start, each with its own lexer.
 
     starts: the parsers. eos: ids of the tokens that end an output. size: an estimate of its memory, in bytes.
+    drafts: whether its tokens can be tried and undone.
 
     Each output gets a copy of a parser, which shares that parser's lexer. What a lexer has computed for one
     output, it caches for the others, but only one thread at a time may use it. So up to `SMALL_BATCH` outputs
     share the first lexer, then the next, and when all have as many, further outputs are spread evenly.
     """
 
-    def __init__(self, starts: Sequence[ll.LLMatcher], eos: Sequence[int], size: int) -> None:
+    def __init__(
+        self, starts: Sequence[ll.LLMatcher], eos: Sequence[int], size: int, drafts: bool
+    ) -> None:
         self._starts = starts
         self._eos = eos
+        self._drafts = drafts
         self.bytes = size
         self._users = [WeakSet[GuidanceMatcher]() for _ in starts]
         self._lock = threading.Lock()
@@ -91,7 +100,8 @@ class GuidanceGrammar(Compiled):
                 (n for n, count in enumerate(counts) if count < SMALL_BATCH),
                 counts.index(min(counts)),
             )
-            made = GuidanceMatcher(self._starts[number].deep_copy(), number, self._eos)
+            start = self._starts[number].deep_copy()
+            made = GuidanceMatcher(start, number, self._eos, self._drafts)
             self._users[number].add(made)
             return made
 
@@ -149,7 +159,8 @@ class GuidanceBackend(Backend):
         while len(starts) < self.lexers and time.perf_counter() - begun < MAKING:
             starts.append(self._parser(source, tokenizer))
         size = BASE_BYTES + BYTES_PER_CHARACTER * len(grammar.source)
-        return GuidanceGrammar(starts, self.vocabulary.eos, size)
+        drafts = grammar.kind != "lark" or not COUNTING.search(grammar.source)
+        return GuidanceGrammar(starts, self.vocabulary.eos, size, drafts)
 
     def _parser(self, source: str, tokenizer: ll.LLTokenizer) -> ll.LLMatcher:
         """Return a llguidance parser at the start of a grammar, whose first mask is already computed.
@@ -180,7 +191,7 @@ class GuidanceBackend(Backend):
                 [(one.inner, token) for one, token in single.items()]
             )
             moved = dict(zip(single, map(int, counts), strict=True))
-            slow = time.perf_counter() - begun > SLOW
+            slow = took_long(begun, len(single))
             for matcher in moved:
                 matcher.effort.watched = slow
         return [
@@ -228,16 +239,24 @@ class GuidanceBackend(Backend):
         watched = [job for job in jobs if job[0].effort.watched]
         rest = [job for job in jobs if not job[0].effort.watched]
         begun = time.perf_counter()
+        for matcher, _, drafts in rest:
+            if not drafts:  # the library keeps the result; its threads would wait for the lock to ask for it
+                matcher.inner.compute_ff_tokens()
         if plain := [(matcher.inner, row) for matcher, row, drafts in rest if not drafts]:
             self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
         if drafted := [
             (matcher.inner, row, list(drafts)) for matcher, row, drafts in rest if drafts
         ]:
             self.threads.unsafe_compute_mask_ptr_with_draft_token(drafted, at, width, count)
-        if time.perf_counter() - begun > SLOW:
+        if took_long(begun, len(rest)):
             for matcher, _, _ in jobs:
                 matcher.effort.watched = True
         fill_in_turn(watched, words)
+
+
+def took_long(begun: float, count: int) -> bool:
+    """Return True if a call for `count` outputs, begun at that time, took so long that one may be slow."""
+    return time.perf_counter() - begun > SLOW + ORDINARY * count
 
 
 def fill_in_turn(jobs: Sequence[Job], words: Words) -> None:

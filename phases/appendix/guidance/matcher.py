@@ -43,8 +43,8 @@ class Effort:
         begun = time.thread_time()
         yield
         seconds = time.thread_time() - begun
-        self.watched = seconds > SLOW
-        if self.watched:
+        if seconds > SLOW:
+            self.watched = True
             self.slow += seconds
             if seconds > SLOWEST or self.slow > MOST_SLOW:
                 self.problem = (
@@ -60,17 +60,20 @@ class GuidanceMatcher(Matcher):
     inner: the parser. eos: ids of the tokens that end an output.
     lexer: number of the parser's lexer, which some outputs share and only one thread at a time may use.
     effort: processor time of the output's masks and tokens.
+    drafts: whether tokens can be tried and undone; the library cannot undo all grammars' tokens.
     certain: forced tokens, noted before the last masks were made; empty if no drafter may ask for them.
     """
 
     inner: ll.LLMatcher
     lexer: int
     eos: Sequence[int]
+    drafts: bool = True
     certain: Sequence[int] = ()
     effort: Effort = field(default_factory=Effort)
 
     def fill(self, words: Words) -> None:
         """Write the bit mask of tokens that may come next into `words`, int32 `[ceil(V / 32)]`."""
+        self.effort.watched = False
         with self.effort.timed():
             self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
@@ -99,13 +102,15 @@ class GuidanceMatcher(Matcher):
     def forced(self) -> Sequence[int]:
         """Return the ids of the tokens that must come next, as far as the grammar leaves no choice.
 
-        The matcher does not change. The mask before each of these tokens allows that token alone.
+        Nothing if they could not be undone. The matcher does not change. The mask before each of these
+        tokens allows that token alone.
         """
-        return self.inner.compute_ff_tokens()
+        with self.effort.timed():
+            return self.inner.compute_ff_tokens() if self.drafts else ()
 
     def agrees(self, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens`, from the first on, `advance` would accept; change nothing."""
-        return self.inner.validate_tokens(self._before_end(tokens))
+        """Return how many of `tokens`, from the first on, `advance` would accept and `rollback` undo."""
+        return self.inner.validate_tokens(self._before_end(tokens)) if self.drafts else 0
 
     def _before_end(self, tokens: Sequence[int]) -> list[int]:
         """Return `tokens` up to, and without, the first end token, which llguidance itself might accept."""
