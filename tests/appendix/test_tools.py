@@ -481,6 +481,20 @@ async def test_either_a_call_or_the_format(make):
     )
 
 
+@pytest.mark.parametrize("strict", [True, False])
+async def test_a_format_beside_tools_is_followed_or_named(make, strict: bool) -> None:
+    """What cannot be followed is the format's fault, not that of the tools, and of a hint it is left out."""
+    form = {"name": "n", "strict": strict, "schema": {"type": "object", "minProperties": 5}}
+    asked = {"response_format": {"type": "json_schema", "json_schema": form}, "max_tokens": 4}
+    status, found = await Client(make()).post(
+        "/v1/chat/completions", SAID | {"tools": [NOW]} | asked
+    )
+    if strict:
+        assert (status, found["error"]["param"]) == (400, "response_format"), found
+    else:
+        assert status == 200, found
+
+
 @pytest.mark.parametrize("said", [{"content": None}, {}, {"content": ""}, {"content": "so"}])
 def test_a_content_beside_calls_reaches_the_template_as_it_was_sent(said) -> None:
     """Templates of DeepSeek's kind write calls in another form where the content is none."""

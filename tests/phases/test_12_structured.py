@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from paged_cache import PagedEngine
 from phases import phase_named
 from phases.commands.grammars import check_grammar, chosen_grammar, show_trace
 from structured.automata.backend import AutomataMatcher
+from structured.masks import AutomataGrammarManager
 from tests.coroutines import Clock
 from tests.fakes import OddOnly
 from tests.hostile_grammars import hostile
@@ -332,6 +334,21 @@ def test_everybody_who_waits_is_asked_again(model: Model) -> None:
         engine.abort(request)
     run(engine)
     check(engine)
+
+
+def test_a_refused_grammar_keeps_no_request(engine: PagedEngine) -> None:
+    """One error is raised for all who ask; the frames of each raise would stay in its traceback."""
+    manager = engine.grammar_manager
+    assert isinstance(manager, AutomataGrammarManager)
+    entry = manager.pool.ask(Grammar.regex("a("))
+    depths = set()
+    for _ in range(3):
+        with pytest.raises(UserError):
+            entry.wait()
+        error = entry.future.exception()
+        assert error is not None
+        depths.add(len([*traceback.walk_tb(error.__traceback__)]))
+    assert len(depths) == 1, f"the traceback has grown to {max(depths)} frames"
 
 
 def test_what_takes_too_long_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

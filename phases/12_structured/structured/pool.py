@@ -45,6 +45,10 @@ class Compilation:
                 goes on then: no thread can be stopped, and backends limit their own work.
         """
         if self.future.done():
+            if error := self.future.exception():
+                raise error.with_traceback(
+                    None
+                )  # a traceback would keep the requests that have asked
             return self.future.result()
         if self.used() > self.seconds:
             raise UserError(

@@ -15,7 +15,7 @@ from common.http.errors import check_count, wrong
 from common.http.limits import Limits
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
-from phases.appendix.api.grammars import loosen, schema_of
+from phases.appendix.api.grammars import loosen
 from phases.appendix.api.reasoning import has_channels
 from phases.appendix.guidance.exact import exact
 from phases.appendix.tools.described import WARNING, described
@@ -105,7 +105,12 @@ class ToolHandler:
         asked = request.names.get("grammar", "response_format")
         if asked != "response_format":  # that one is in the tools' grammar
             raise wrong(asked, f"{asked} and tools both constrain the output")
-        content = schema_of(given.response_format)
+        format_given = request.sampling.get("grammar")
+        content = None if format_given is None else format_given.loaded()
+        try:
+            exact(content or {})
+        except ValueError as error:
+            raise wrong("response_format", f"response_format: {error}") from None
         if must and content is not None:  # nothing but calls can come
             request.ignored.append("response_format")
             content = None
