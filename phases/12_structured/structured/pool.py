@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 
@@ -46,9 +46,7 @@ class Compilation:
         """
         if self.future.done():
             if error := self.future.exception():
-                raise error.with_traceback(
-                    None
-                )  # a traceback would keep the requests that have asked
+                error.__traceback__ = None  # it would keep the requests that have asked
             return self.future.result()
         if self.used() > self.seconds:
             raise UserError(
@@ -61,9 +59,8 @@ class Compilation:
 
         Raises `UserError` if it was refused or takes longer than `seconds` of processor time.
         """
-        while (found := self.get()) is None:
-            with suppress(TimeoutError):
-                self.future.exception(timeout=0.05)
+        while not (found := self.get()):
+            wait([self.future], 0.05)
         return found
 
 
@@ -102,8 +99,7 @@ class GrammarPool:
     def backend(self) -> Backend:
         """Return the grammar backend; the first call makes it."""
         with self._making:
-            if self._backend is None:
-                self._backend = self.make_backend()
+            self._backend = self._backend or self.make_backend()
             return self._backend
 
     def ask(self, grammar: Grammar) -> Compilation:
@@ -136,12 +132,13 @@ class GrammarPool:
                 error = UserError(f"grammar ({entry.grammar}) cannot be compiled: {error}")
             entry.future.set_exception(error)
         with self._lock:
-            if entry.grammar in self._known:  # else another thread has dropped it already
-                self.bytes += entry.bytes
+            self.bytes += (
+                entry.bytes
+            )  # another thread may have dropped it already, and subtracted them
             while self.bytes > self.cache_bytes:
                 # The search stops at the first: thousands are known, and requests wait for the lock.
                 done = (one for one in self._known.values() if one.future.done())
-                if (oldest := next(done, None)) is None:
+                if not (oldest := next(done, None)):
                     break
                 self.bytes -= self._known.pop(oldest.grammar).bytes
 
