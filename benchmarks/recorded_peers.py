@@ -68,8 +68,8 @@ def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[Pee
     """Return the best run of each engine on each work of the evidence, on its processor, with these facts.
 
     facts: `model`, `workload` or an option. A run counts by the best sample of its first metric, the most
-        of a rate and the least of a time; if it has no other, that is the sample which is returned, against
-        which our median has to stand.
+        of a rate and the least of a time. Of each metric that sample alone is returned; our median has to
+        stand against it.
     """
     best: dict[tuple[Any, ...], PeerRun] = {}
     works = {run.workload for run in evidence.runs}
@@ -80,10 +80,10 @@ def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[Pee
         key = run.engine, run.way, run.model, run.workload, *sorted(run.options.items())
         metric = first_metric(run)
         values = run.metrics[metric]
-        found = replace(run, spread=values.spread)
-        if len(run.metrics) == 1:
-            choose = min if better(metric, 0.0, 1.0) else max
-            found = replace(found, metrics={metric: Metric((choose(values.samples),))})
+        choose = min if better(metric, 0.0, 1.0) else max
+        at = values.samples.index(choose(values.samples))
+        kept = {name: Metric(each.samples[at : at + 1]) for name, each in run.metrics.items()}
+        found = replace(run, spread=values.spread, metrics=kept)
         if key not in best or better(metric, found.median(metric), best[key].median(metric)):
             best[key] = found
     return [*best.values()]

@@ -146,8 +146,10 @@ def _runs(words: Sequence[str], folder: Path) -> str:
         cells = ["" if value is None else str(value) for value in said]
         cells += [_cell(run, runs[0], name, columns[0]) for name in columns]
         lines.append([run.variant, *cells])
-    note = "\nWith the appendix.\n" if hides_appendix(evidence) else ""
-    return _markdown(lines, text_columns=1) + note
+    notes = ["With the appendix.\n"] if hides_appendix(evidence) else []
+    peers = [run for run in runs if isinstance(run, PeerRun) and run.lacks]
+    notes += dict.fromkeys(f"{run.variant} of {run.when} {PARTIAL}\n" for run in peers)
+    return "\n".join([_markdown(lines, text_columns=1), *notes])
 
 
 QUESTIONS = """\
@@ -172,6 +174,7 @@ Why does company change an answer?
 Where does a block go when the GPU is full?
 """
 """What the phases answer, in order; the table of a later one has its summary."""
+PARTIAL = "ran without parts of what it requires; README.md names them."
 SPEED = (6, 9, 14)
 """Phases whose speed needs a GPU."""
 HOURS = re.compile(r"^\| \[(\d\d) .*?\| (\d+) \|", re.MULTILINE)
@@ -254,7 +257,8 @@ def _peers(path: Path, root: Path) -> str:
         worst = least(ours, key=lambda run: run.median(metric))
         cells = [theirs.get(name, "") for name in columns]
         cells += [_value(runs[0], metric) if runs else "–" for runs in tried]
-        lines.append([workload, model, *cells, versus(worst, best, metric)])
+        said = versus(worst, best, metric) + (", with the appendix" if "–" in cells else "")
+        lines.append([workload, model, *cells, said])
         shown += found
     notes = dict.fromkeys(
         f"{run.engine} {run.version} of {run.when} ran without: {run.lacks}.\n"

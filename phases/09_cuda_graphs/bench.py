@@ -32,7 +32,6 @@ from continuous.seams import SequentialLoop
 from cuda_graphs import Graphs, Overlap, OverlappedLoop
 from cuda_graphs.executors import DecodeGraphExecutor
 from cuda_graphs.runner import GraphRunner
-from cuda_graphs.sampling import TritonSamplerBackend
 from paged_cache import PagedEngine, PagedRunner, PagedSizes, Recipe, build
 from prefix_cache import Prefix
 
@@ -120,7 +119,6 @@ class Bench(benchmarks.bench.Bench):
             self.graphs.attention,
             self.graphs.rows,
             self.graphs.cache,
-            sampler_backend=TritonSamplerBackend(),
         )
         self.shift = 0
 
