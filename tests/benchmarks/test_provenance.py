@@ -152,6 +152,15 @@ def test_no_evidence_is_dirty(history: Path) -> None:
     assert not any(dirty.values()), f"what differs: {dirty}"
 
 
+def test_phases_on_a_cpu_were_measured_alone() -> None:
+    """Another program on two cores halves what is measured, and not of all variants alike."""
+    beside = {name: one.beside for name, one in recorded().items() if name.startswith("cpu/")}
+    phases = {name: found for name, found in beside.items() if name[4:6].isdigit()}
+    assert len(phases) == len(PHASES) - 1, "phase 06 alone has no bench on a CPU"
+    busy = {name: found for name, found in phases.items() if not found or found["busy"]}
+    assert not busy, f"recorded beside other programs, or it is not known: {busy}"
+
+
 def test_a_headline_has_three_samples_a_side() -> None:
     few = set()
     for name, evidence in recorded().items():
