@@ -78,3 +78,11 @@ def known(anchor: str, there: set[str]) -> bool:
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_point_at_something(path):
     assert broken(path) == []
+
+
+def test_the_index_lists_every_document():
+    index = ROOT / "docs" / "README.md"
+    links = re.findall(r"\]\(([^)#]+\.md)\)", index.read_text(encoding="utf-8"))
+    listed = {(index.parent / link).resolve() for link in links}
+    there = {path for path in index.parent.rglob("*.md") if path != index}
+    assert there <= listed, f"the index omits {sorted(path.name for path in there - listed)}"

@@ -113,7 +113,7 @@ def test_lessons_list_their_exercises(phase: Phase) -> None:
 
 
 def test_a_milestones_points_are_those_of_its_exercises() -> None:
-    page = (ROOT / "docs" / "coursework.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "teaching.md").read_text(encoding="utf-8")
     points = {exercise.id: exercise.points for exercise in exercises()}
     rows = re.findall(r"^\|[^|]*\|[^|]*\| (\d\d\.\d[^|]*) \| (\d+) \|", page, re.M)
     assert len(rows) >= 10

@@ -1,4 +1,4 @@
-"""The page on running the server says what the server does: flags, limits, metrics, and a unit that loads."""
+"""The pages on the server say what it does: flags, limits, metrics, and a unit that loads."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from serving.client import EngineClient
 from tests.servers import tokenizer_for
 from tests.serving_kit import metrics
 
-PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-UNIT = re.search(r"```ini\n(.*?)```", PAGE, re.DOTALL)[1]
+SERVING = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+PAGES = SERVING + OPERATIONS
+UNIT = re.search(r"```ini\n(.*?)```", OPERATIONS, re.DOTALL)[1]
 
 
 def options_of(command: str) -> set[str]:
@@ -40,12 +42,11 @@ def engine_options() -> set[str]:
 
 
 def test_every_limit_is_listed_with_its_default():
+    rows = [line for line in OPERATIONS.splitlines() if line.startswith("|")]
     for limit in fields(Limits):
         flag = "--" + limit.name.replace("_", "-")
-        assert f"`{flag}`" in PAGE, f"the page says nothing of {flag}"
-        line = next(
-            line for line in PAGE.splitlines() if line.startswith("|") and f"`{flag}`" in line
-        )
+        line = next((row for row in rows if f"`{flag}`" in row), None)
+        assert line is not None, f"the page says nothing of {flag}"
         value = limit.default
         shown = {4 << 20: "4 MiB", 64 << 10: "64 KiB"}.get(value, f"{value:,.0f}")
         assert shown in line, f"{flag} is {shown}, but the page says {line}"
@@ -53,7 +54,7 @@ def test_every_limit_is_listed_with_its_default():
 
 def test_every_flag_exists():
     known = options_of("serve") | options_of("load") | options_of("run") | engine_options()
-    ours = "\n".join(line for line in PAGE.splitlines() if "python -m " not in line)
+    ours = "\n".join(line for line in PAGES.splitlines() if "python -m " not in line)
     said = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours))
     assert said <= known, f"there is no {sorted(said - known)}"
 
@@ -61,7 +62,7 @@ def test_every_flag_exists():
 def test_every_metric_exists(tmp_path: Path):
     app = whole_app(EngineClient(), tokenizer_for(tmp_path, 257), "tiny")
     there = "\n".join(lines(metrics(app)))
-    for name in re.findall(r"`((?:vllm|ladder):\w+)`", PAGE):
+    for name in re.findall(r"`((?:vllm|ladder):\w+)`", PAGES):
         assert f"# TYPE {name} " in there, f"there is no metric {name}"
 
 
