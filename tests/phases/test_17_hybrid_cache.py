@@ -292,6 +292,14 @@ def test_a_model_without_windows_keeps_the_cache_it_has(model: Model) -> None:
     assert type(engine.cache) is PrefixCache
 
 
+def test_one_request_of_the_greatest_length_fits_by_default() -> None:
+    """The default cache is of all that rows can fill, and has room for the null block beside it."""
+    engine = hybrid_cache.load(windowed(), max_rows=1, max_len=64)
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    (found,) = generate(engine, [[3] * 40], [params])
+    assert (len(found.token_ids), found.finish_reason) == (24, "length")
+
+
 # Real weights.
 
 

@@ -138,9 +138,8 @@ def plan_cache(
         else:
             longest = -(-max_len // block_size) * per_block
             room = min(max(CPU_CACHE_BYTES, min(longest, MOST_CPU_CACHE_BYTES)), free // 4)
-        blocks = min(
-            room // per_block, rows * -(-max_len // block_size)
-        )  # more can never be in use
+        # More can never be in use; one block more, since phase 17's pool has one that is never used.
+        blocks = min(room // per_block, rows * -(-max_len // block_size) + 1)
     if blocks < 1:
         found = (
             f"the cache has {max(room, 0)} bytes"
