@@ -278,6 +278,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "another effort": ("/v1/messages", {"output_config": {"effort": []}}, "output_config.effort"),
     "an option of another type": ("/api/chat", {"options": {"top_p": "x"}}, "options.top_p"),
     "an option": ("/api/chat", {"options": {"top_p": 7}}, "options.top_p"),
+    "an image of a prompt": ("/api/generate", {"images": ["x"]}, "images"),
     "a format": ("/api/generate", {"format": "xml"}, "format"),
     "raw text": ("/api/generate", {"raw": True}, "raw"),
     "a penalty": ("/api/generate", {"options": {"repeat_penalty": -1}}, "options.repeat_penalty"),

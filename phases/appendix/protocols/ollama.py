@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
-from common.http.errors import ErrorForm
+from common.http.errors import ErrorForm, wrong
 from common.json_text import convert_fields, encode_json
 from phases.appendix.api.reasoning import reasons
 from phases.appendix.protocols.translation import Events, Translation, renamed
@@ -101,7 +101,9 @@ class Ollama(Translation):
             for said in given.messages or []
         ]
         if not self.talks:
-            messages = [{"role": "user", "content": given.prompt, "images": given.images}]
+            if given.images:
+                raise wrong("images", "images are not supported: a prompt is text")
+            messages = [{"role": "user", "content": given.prompt}]
         last = messages[-1] if len(messages) > 1 else {}
         fields: dict[str, Any] = {
             "model": untagged(self.chat.model, given.model),
