@@ -132,9 +132,8 @@ class GrammarPool:
                 error = UserError(f"grammar ({entry.grammar}) cannot be compiled: {error}")
             entry.future.set_exception(error)
         with self._lock:
-            self.bytes += (
-                entry.bytes
-            )  # another thread may have dropped it already, and subtracted them
+            # Another thread may have dropped the entry already, and subtracted its bytes.
+            self.bytes += entry.bytes
             while self.bytes > self.cache_bytes:
                 # The search stops at the first: thousands are known, and requests wait for the lock.
                 done = (one for one in self._known.values() if one.future.done())
