@@ -39,7 +39,7 @@ class Bench(benchmarks.bench.Bench):
         runs = self.main() + self.longer_prompts()
         if not self.on_cpu:
             return runs + self.longer_outputs()
-        # The naive loop computes half a million tokens for its first thousand: a quarter of an hour.
+        # The naive loop computes half a million tokens for its first thousand: many minutes.
         other = Bench(replace(self.options, dtype=torch.bfloat16))
         return runs + other.main(naive=False) + other.longer_outputs()
 
