@@ -34,9 +34,9 @@ def times(
     found = {}
     for size in sizes:
         if size <= most:
-            x = torch.randn(size // dtype.itemsize // hidden, hidden, device=ranks.device).to(
-                dtype
-            )
+            width = min(hidden, size // dtype.itemsize)
+            x = torch.randn(size // dtype.itemsize // width, width, device=ranks.device)
+            x = x.to(dtype)
             found[size] = _times(ranks, reducer, x, samples)
     ranks.smallest(0)
     return found
