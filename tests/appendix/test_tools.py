@@ -493,6 +493,9 @@ async def test_a_format_beside_tools_is_followed_or_named(make, strict: bool) ->
         assert (status, found["error"]["param"]) == (400, "response_format"), found
     else:
         assert status == 200, found
+    must = SAID | {"tools": [NOW], "tool_choice": "required"} | asked
+    called = await Client(make()).request("/v1/chat/completions", must).run()
+    assert (called.status, called.headers["x-ladder-ignored"]) == (200, "response_format")
 
 
 @pytest.mark.parametrize("said", [{"content": None}, {}, {"content": ""}, {"content": "so"}])

@@ -239,10 +239,10 @@ class GuidanceBackend(Backend):
         watched = [job for job in jobs if job[0].effort.watched]
         rest = [job for job in jobs if not job[0].effort.watched]
         begun = time.perf_counter()
-        for matcher, _, drafts in rest:
-            if not drafts:  # the library keeps the result; its threads would wait for the lock to ask for it
-                matcher.inner.compute_ff_tokens()
-        if plain := [(matcher.inner, row) for matcher, row, drafts in rest if not drafts]:
+        plain = [(matcher.inner, row) for matcher, row, drafts in rest if not drafts]
+        for inner, _ in plain:  # it keeps the result; threads would wait for the lock to ask for it
+            inner.compute_ff_tokens()
+        if plain:
             self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
         if drafted := [
             (matcher.inner, row, list(drafts)) for matcher, row, drafts in rest if drafts

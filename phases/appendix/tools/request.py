@@ -33,7 +33,6 @@ class ToolFields(Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     functions: list[Any] | None = None  # OpenAI's older form
     function_call: Any = None
 
@@ -107,16 +106,17 @@ class ToolHandler:
             raise wrong(asked, f"{asked} and tools both constrain the output")
         format_given = request.sampling.get("grammar")
         content = None if format_given is None else format_given.loaded()
-        try:
-            exact(content or {})
-        except ValueError as error:
-            raise wrong("response_format", f"response_format: {error}") from None
         if must and content is not None:  # nothing but calls can come
             request.ignored.append("response_format")
             content = None
         if content is not None and not format.trigger:
             words = "response_format constrains the output, and so do tools: only one of them may here"
             raise wrong("response_format", words)
+        if content is not None:
+            try:
+                exact(content)
+            except ValueError as error:
+                raise wrong("response_format", f"response_format: {error}") from None
         named = (
             isinstance(given.tool_choice, dict) and given.tool_choice.get("type") == "function"
         )
