@@ -240,7 +240,8 @@ class GuidanceBackend(Backend):
         rest = [job for job in jobs if not job[0].effort.watched]
         begun = time.perf_counter()
         plain = [(matcher.inner, row) for matcher, row, drafts in rest if not drafts]
-        for inner, _ in plain:  # it keeps the result; threads would wait for the lock to ask for it
+        # The library keeps the results. Its threads would wait for the lock to ask for them.
+        for inner, _ in plain:
             inner.compute_ff_tokens()
         if plain:
             self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
