@@ -95,8 +95,8 @@ class Generator:
         `output_limit` gives the most tokens. If it is 0, one event has no token and the reason "length".
         Otherwise `begin` is called once, and `self.sampler.set_row(0, ...)` gets `params`, the prompt,
         `eos_ids` (`self.model.config.eos_token_ids`) and `sample`. For token n, counted from 0,
-        `_next(tokens, n)` returns a `Sampled`: `int(sampled.tokens[0])` is the token, and
-        `sampled.logprob(0)` belongs to its event.
+        `_next(tokens, n)` returns a `Sampled`: `int(sampled.for_host[0])` is the token, which `refuse_nan`
+        checks, and `sampled.logprob(0)` belongs to its event.
 
         `finish_reason` gets the number of tokens generated so far and returns why this token is the last one,
         or None. With stop strings and a tokenizer, `TextStream.advance(token, reason)` decides: it returns
@@ -118,8 +118,7 @@ class Generator:
         while reason is None:
             sampled = self._next(tokens, len(tokens) - len(prompt))
             token = int(sampled.for_host[0])  # here the host waits for the device
-            if token == NAN_TOKEN:
-                raise NotANumber(f"request {index}: the model's logits are not a number (NaN)")
+            refuse_nan(token, index)
             tokens.append(token)
             reason = finish_reason(token, len(tokens) - len(prompt), params, eos, limit)
             piece = None
@@ -147,3 +146,9 @@ class Generator:
         ids = torch.tensor(tokens, device=self.model.device)  # [S]
         positions = torch.arange(len(tokens), device=self.model.device)
         return self.model(ids, positions, RecomputeAttention())[-1:]
+
+
+def refuse_nan(token: int, index: int) -> None:
+    """Raise `NotANumber` if a sampled `token` says that its logits were NaN. index: the prompt's number."""
+    if token == NAN_TOKEN:
+        raise NotANumber(f"request {index}: the model's logits are not a number (NaN)")

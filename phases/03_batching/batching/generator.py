@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from batching.attention import PaddedAttention
-from common.errors import NotANumber, integer
+from common.errors import integer
 from common.events import FinishReason, TokenEvent
 from common.rules import finish_reason, output_limit
-from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampled
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
-from forward.generator import Generator
+from forward.generator import Generator, refuse_nan
 from forward.model import Model
 from kv_cache.cache import KVCache
 
@@ -143,9 +142,7 @@ class BatchGenerator(Generator):
             step += 1
             for place, (row, token) in enumerate(zip(active, tokens, strict=True)):
                 if row.reason is None:
-                    if token == NAN_TOKEN:
-                        words = "the model's logits are not a number (NaN)"
-                        raise NotANumber(f"request {row.index}: {words}")
+                    refuse_nan(token, row.index)
                     piece = self._append(row, token)
                     logprob = sampled.logprob(place)
                     yield TokenEvent(
