@@ -32,12 +32,10 @@ if TYPE_CHECKING:
     from paged_cache import PagedEngine
 
 
-def evidence_of(
-    phase: str, runs: Sequence[Run], options: BenchOptions, appendix: str = "named"
-) -> Evidence:
-    """Put a bench's runs together with the machine's ceilings. appendix: see `Evidence.appendix`."""
+def evidence_of(phase: str, runs: Sequence[Run], options: BenchOptions) -> Evidence:
+    """Put a bench's runs together with the machine's ceilings."""
     top = ceilings(options.device, options.dtype).to_json()
-    return collect(phase, runs, options.device, top, appendix)
+    return collect(phase, runs, options.device, top)
 
 
 class Bench:
@@ -45,12 +43,11 @@ class Bench:
 
     name: of the model. on_cpu: or on a GPU. small: the end of a workload's name on a CPU. top: the machine's
     ceilings in the dtype that is measured. published: on a GPU also with GPT-2, see `targets`. ending: of all
-    variants' names. appendix: see `Evidence`.
+    variants' names.
     """
 
     phase = ""
     published = False
-    appendix = "named"
     ending = ""
 
     def __init__(self, options: BenchOptions, model: Model | None = None) -> None:
@@ -72,7 +69,7 @@ class Bench:
         for target in targets(options, published=cls.published):
             runs += cls(target).measured()
             release_memory(options.device)
-        return evidence_of(cls.phase, runs, options, cls.appendix)
+        return evidence_of(cls.phase, runs, options)
 
     def measured(self) -> list[Run]:
         """Return what is measured of one model: first what the headline is of."""

@@ -148,8 +148,8 @@ class Evidence:
     beside: Mapping[str, Any] = field(default_factory=dict)
     """What else ran on the host meanwhile; see `benchmarks.measure.Beside`. Empty: of before 2026-11-29."""
     appendix: str = ""
-    """Which engines have features of the appendix. "named": those whose variants end with `APPENDIX`; "all":
-    every one. Empty: of before 2026-11-29, when names hid it."""
+    """Which engines have features of the appendix. "named": those whose variants end with `APPENDIX`. "all":
+    every one, in files of before 2026-12-01. Empty: of before 2026-11-29, when names hid it."""
 
     @property
     def folder(self) -> str:
@@ -230,7 +230,6 @@ def collect(
     runs: Sequence[Run],
     device: torch.device,
     ceilings: Mapping[str, float] | None = None,
-    appendix: str = "named",
 ) -> Evidence:
     """Put runs together with the time, the commit, the machine and the versions they belong to."""
     return Evidence(
@@ -240,7 +239,7 @@ def collect(
         machine=machine_facts(device, ceilings),
         versions=versions(),
         runs=tuple(runs),
-        appendix=appendix,
+        appendix="named",
     )
 
 

@@ -32,6 +32,7 @@ def list_of(schema: Any) -> Grammar:
 
 
 RECORDS = list_of(SCHEMAS["person"])
+PEOPLE = list_of(_FILE["people"])
 ORDERS = list_of(_FILE["order"])
 STRINGS = list_of({"type": "string", "maxLength": 20})
 """Their outputs end after more tokens than are asked for, so that all variants generate equally many. The end

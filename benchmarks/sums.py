@@ -10,7 +10,6 @@ from torch import Tensor
 from common.roofline import time_call
 from parallel.ranks import PLAIN, Ranks, Reducer
 
-WAYS = ("nccl", "one-shot")
 INSIDE = 40
 """Sums in one graph, or between two looks at the clock."""
 

@@ -1,4 +1,4 @@
-"""Phase 12 against phase 09: what masks cost, and what forced tokens save."""
+"""Phase 12 against phase 09: what masks cost, by automata and by a library, and what forced tokens save."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from benchmarks.evidence import APPENDIX, BenchOptions, Run
 from benchmarks.grammars import (
     BACKENDS,
     ORDERS,
+    PEOPLE,
     RECORDS,
     SCHEMAS,
     STRINGS,
@@ -44,8 +45,9 @@ PHASE, BEFORE = "12_structured", "09_cuda_graphs"
 ONE, FREE = f"{PHASE}+one", f"{PHASE}+no grammar"
 """One request among many has a grammar; or none has."""
 FIELDS = f"{PHASE}+no strings"
-SHORT = f"{PHASE}+short strings"
-"""All rows have a grammar without strings, or of nothing but short ones."""
+LIMITS, SHORT = f"{PHASE}+limits", f"{PHASE}+short strings"
+"""All rows have a grammar: without strings, with limits of lengths and numbers, or of nothing but short
+strings. The automata know none of these three."""
 LARGE = "random:qwen3-8b"
 """A model whose steps take a GPU longer than their masks take the host; measured beside the usual one."""
 
@@ -54,12 +56,10 @@ class Bench(benchmarks.bench.Bench):
     """One model, a vocabulary for its grammars, and the engines of phases 09 and 12."""
 
     phase = PHASE
-    appendix = "all"
 
     def __init__(self, options: BenchOptions) -> None:
         super().__init__(options)
         self.tokenizer: Tokenizer | None = None
-        self.backend = "llguidance" if find_spec("llguidance") else "automata"
         if self.name.startswith("random:"):
             self.vocabulary = made_up(self.model)
         else:
@@ -77,7 +77,7 @@ class Bench(benchmarks.bench.Bench):
         runs = self.throughput() + self.masks() + self.steps()
         if not self.on_cpu and self.options.model is None and not self.quick:
             large = Bench(replace(self.options, model=LARGE))
-            runs += large.rates(workload("offline-256"), (ONE, PHASE))
+            runs += large.rates(workload("offline-256"), (ONE, LIMITS))
         return runs
 
     # Throughput.
@@ -90,13 +90,21 @@ class Bench(benchmarks.bench.Bench):
         """
         count, prompt, output = (16, 16, 24) if self.on_cpu else (256, 128, 256)
         few = uniform(f"constrained-{count}x{prompt}+{output}", count, prompt, output)
-        runs = self.rates(few, (FREE, ONE, FIELDS, PHASE, SHORT))
+        runs = self.rates(few, (PHASE,), "")
+        runs += self.rates(few, (FREE, ONE, FIELDS, PHASE, LIMITS, SHORT))
         if self.on_cpu or self.quick:
             return runs
-        return self.rates(workload("offline-256"), (ONE, FIELDS, PHASE)) + runs
+        many = workload("offline-256")
+        return self.rates(many, (PHASE,), "") + self.rates(many, (ONE, FIELDS, LIMITS)) + runs
 
-    def rates(self, work: Workload, variants: Sequence[str]) -> list[Run]:
-        """Measure the tokens a second of phase 09 and of `variants`, on one workload."""
+    def rates(
+        self, work: Workload, variants: Sequence[str], ending: str = APPENDIX
+    ) -> list[Run]:
+        """Measure the tokens a second of phase 09 and of `variants`, on one workload.
+
+        ending: of the engines' names; without the appendix, masks are by this phase's automata.
+        """
+        self.ending = ending
         work = self.short(work)
         count = len(work.items)
         free = [
@@ -112,12 +120,13 @@ class Bench(benchmarks.bench.Bench):
             FREE: free,
             ONE: [*bound(RECORDS)[:1], *free[1:]],
             FIELDS: bound(ORDERS),
-            PHASE: bound(RECORDS),
+            PHASE: bound(PEOPLE),
+            LIMITS: bound(RECORDS),
             SHORT: bound(STRINGS),
         }
         longest = max(len(item.prompt) + item.max_tokens for item in work.items)
         sizes = self.sizes(count, 512 if longest <= 512 else 2048, most_at_once(work))
-        engines = {BEFORE: engine_of(BEFORE + APPENDIX, self.model, **sizes)}
+        engines = {BEFORE: engine_of(BEFORE + ending, self.model, **sizes)}
         engines |= dict.fromkeys(variants, self.engine(sizes))
 
         def sample(name: str, most: int, repeat: int) -> Sample:
@@ -128,7 +137,7 @@ class Bench(benchmarks.bench.Bench):
 
         for name in engines:  # instead of a whole run
             sample(name, 2, -1)
-        by: dict[str, Any] = {"masks by": self.backend}
+        by: dict[str, Any] = {"masks by": masks_by(ending)}
         timed = {name: partial(sample, name, max(work.output_lens)) for name in engines}
         return self.compare(timed, work, warm={}, batch=count, **by)
 
@@ -149,14 +158,15 @@ class Bench(benchmarks.bench.Bench):
         """Return phase 12's engine with this vocabulary, since a random model has no tokenizer."""
         # Guesses would need a mask for each of their places, and phase 09 guesses nothing either.
         engine = engine_of(
-            PHASE + APPENDIX, self.model, **{"speculate": False, **sizes, **options}
+            PHASE + self.ending, self.model, **{"speculate": False, **sizes, **options}
         )
         masks = engine.grammar_manager
         assert isinstance(masks, AutomataGrammarManager)
         masks.refusal = ""
         masks.pool.seconds = 60.0
         masks.pool.cache_bytes = 1 << 28
-        masks.pool.make_backend = lambda: BACKENDS[self.backend]()(self.vocabulary)
+        kind = BACKENDS[masks_by(self.ending)]
+        masks.pool.make_backend = lambda: kind()(self.vocabulary)
         return engine
 
     # One mask.
@@ -169,6 +179,7 @@ class Bench(benchmarks.bench.Bench):
                 backend = made()(self.vocabulary)
             except UserError:
                 continue
+            self.ending = "" if name == "automata" else APPENDIX
             for schema in SCHEMAS:
                 begun = time.perf_counter()
                 try:
@@ -208,6 +219,7 @@ class Bench(benchmarks.bench.Bench):
             )
         prompts = [prompt] * len(params)
         runs = []
+        self.ending = APPENDIX
         tokens: dict[bool, list[list[int]]] = {}
         for overlap, jump in ((True, False), (True, True), (False, True)):
             engine = self.engine(self.sizes(1, 512, 2048), overlap=overlap, jump_forward=jump)
@@ -227,6 +239,11 @@ class Bench(benchmarks.bench.Bench):
         sha = hashlib.sha256(json.dumps([work, SCHEMAS]).encode()).hexdigest()
         made = self.run_of(variant, uniform(work, 1, 1, 1), Samples([dict(found)]), **options)
         return replace(made, workload_sha256=sha, noise=None)
+
+
+def masks_by(ending: str) -> str:
+    """Return the kind of an engine's masks. ending: of its name; only the appendix has the library."""
+    return "llguidance" if ending and find_spec("llguidance") else "automata"
 
 
 run = Bench.run

@@ -1,12 +1,14 @@
 """Phase 13: what HTTP costs on top of the engine, and what a server gains from batching.
 
-On a CPU: the same server in front of this ladder's engine and in front of phase 02, one request at a time. On
+On a CPU: the same server in front of this phase's engine and in front of phase 02, one request at a time. On
 a GPU: the engine's own rate, the same requests over HTTP, the first token of one user, and arrivals by the
-clock. No engine drafts: what HTTP costs and what batching brings is the question.
+clock. Each by this phase alone, and with the appendix by `ladder serve`. No engine drafts: what HTTP costs
+and what batching brings is the question.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
-from benchmarks.measure import Samples, time_generation
+from benchmarks.measure import Samples, release_memory, time_generation
 from benchmarks.plotting import Panel, figure
 from benchmarks.published import SIZES
 from benchmarks.replay import time_replay
@@ -49,7 +51,7 @@ def run(options: BenchOptions) -> Evidence:
     """Users and prompt lengths on a CPU; throughput, latency and arrivals on a GPU."""
     (target,) = targets(options)
     runs = on_cuda(target) if options.device.type == "cuda" else on_cpu(target)
-    return evidence_of(PHASE, runs, options, "all")
+    return evidence_of(PHASE, runs, options)
 
 
 # CPU.
@@ -62,7 +64,13 @@ def on_cpu(options: BenchOptions) -> list[Run]:
     """
     bench = Bench(replace(options, dtype=cpu_dtype(options.dtype)))
     flags: dict[str, Any] = {"device": "cpu", "dtype": bench.dtype_name}
-    sizes: dict[str, Any] = {"max_len": 1024, "cache_bytes": 1 << 30, "speculate": False}
+    sizes: dict[str, Any] = {
+        **flags,
+        "max_len": 1024,
+        "max_rows": USERS[-1],
+        "cache_bytes": 1 << 30,
+        "speculate": False,
+    }
     quick = options.quick
     many, least = (8, 2) if quick else (64, None)
     runs: list[Run] = []
@@ -76,19 +84,28 @@ def on_cpu(options: BenchOptions) -> list[Run]:
         ]
         runs.append(bench.run_of(variant, work, Samples(samples), **facts))
 
-    with (
-        Server(bench.name, **flags, **sizes, max_rows=USERS[-1]) as server,
-        Started("-m", "benchmarks.one_at_a_time", bench.name, *flags.values()) as alone,
-    ):
-        for users in USERS[:least]:
-            work = closed(max(4, users), QUESTION, 8 if quick else ANSWER)
-            ask(PHASE, server, work, users=users)
-            if users == many:
-                ask(ALONE, alone, work, users=users)
-        for length in PROMPTS[:least]:
-            work = closed(8, length, SHORT)
-            ask(LENGTHS, server, work, users=8, prompt=length)
+    with own("02", bench, flags) as alone:
+        for ending in ("", APPENDIX):
+            with served(bench, ending, sizes) as server:
+                for users in USERS[:least]:
+                    work = closed(max(4, users), QUESTION, 8 if quick else ANSWER)
+                    ask(PHASE + ending, server, work, users=users)
+                    if users == many and not ending:
+                        ask(ALONE, alone, work, users=users)
+                for length in PROMPTS[:least]:
+                    work = closed(8, length, SHORT)
+                    ask(LENGTHS + ending, server, work, users=8, prompt=length)
     return runs
+
+
+def own(phase: str, bench: Bench, options: dict[str, Any]) -> Started:
+    """Return phase 13's server by itself, with the engine of `phase` and these options of it."""
+    return Started("-m", "benchmarks.own_server", phase, bench.name, json.dumps(options))
+
+
+def served(bench: Bench, ending: str, options: dict[str, Any]) -> Started:
+    """Return phase 13's server: by itself, or with the appendix (`ending`), which is `ladder serve`."""
+    return Server(bench.name, **options) if ending else own(PHASE, bench, options)
 
 
 def cpu_dtype(asked: torch.dtype) -> torch.dtype:
@@ -114,21 +131,26 @@ def closed(requests: int, prompt: int, output: int) -> Workload:
 
 
 def on_cuda(options: BenchOptions) -> list[Run]:
-    """`offline-256` with and without HTTP, one user with and without, and arrivals by the clock."""
-    bench = OnCuda(options)
-    server = Server(
-        bench.name, **bench.engine_options(), dtype=bench.dtype_name, speculate=False
-    )
-    with server:
-        return [*bench.throughput(server), *bench.first_token(server), *bench.arrivals(server)]
+    """`offline-256` with and without HTTP, one user with and without; with the appendix arrivals as well."""
+    runs = []
+    for ending in ("", APPENDIX):
+        bench = OnCuda(options, ending)
+        sizes = {**bench.engine_options(), "dtype": bench.dtype_name, "speculate": False}
+        with served(bench, ending, sizes) as server:
+            runs += [*bench.throughput(server), *bench.first_token(server)]
+            runs += bench.arrivals(server) if ending else []
+        del bench
+        release_memory(options.device)
+    return runs
 
 
 class OnCuda(Bench):
-    """The engine in this process, and the same engine behind a server."""
+    """The engine in this process, and the same engine behind a server. ending: of the variants' names."""
 
-    def __init__(self, options: BenchOptions) -> None:
+    def __init__(self, options: BenchOptions, ending: str) -> None:
         super().__init__(options)
-        self.engine = engine_of(f"09{APPENDIX}", self.model, **self.engine_options())
+        self.ending = ending
+        self.engine = engine_of(f"09{ending}", self.model, **self.engine_options())
         self.shift = 0
 
     def engine_options(self) -> dict[str, Any]:
@@ -140,7 +162,7 @@ class OnCuda(Bench):
         self.shift += 1
         return work.cold(self.shift)
 
-    def throughput(self, server: Server) -> list[Run]:
+    def throughput(self, server: Started) -> list[Run]:
         """256 requests at once, from four client processes."""
         work = self.short(workload("offline-256"))
         users = len(work.items)
@@ -151,7 +173,7 @@ class OnCuda(Bench):
         # No sample is taken again for other processes' work: servers and their clients are such processes.
         return self.compare(variants, work, tries=1, users=users)
 
-    def first_token(self, server: Server) -> list[Run]:
+    def first_token(self, server: Started) -> list[Run]:
         """One user, who waits for each answer: what the way through two processes adds."""
         work = uniform("one-user-16x128+32", 16, 128, 32)
         sequential = replace(work, sequential=True)
@@ -161,7 +183,7 @@ class OnCuda(Bench):
         }
         return self.compare(variants, work, tries=1, users=1)
 
-    def arrivals(self, server: Server) -> list[Run]:
+    def arrivals(self, server: Started) -> list[Run]:
         """Run five workloads, each at 4, 8 and 16 requests per second (with `quick`: one, at one rate)."""
         runs = []
         for name in SERVING[:1] if self.quick else SERVING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Samples
 from benchmarks.plotting import Panel, figure
-from benchmarks.sums import WAYS, times
+from benchmarks.sums import times
 from benchmarks.workloads import Workload, uniform, workload
 
 PHASE, BEFORE = "14_parallel", "13_serving"
@@ -36,7 +37,7 @@ CPU: dict[str, Any] = {"max_rows": 8, "max_len": 160, "cache_bytes": 8 << 20}
 def run(options: BenchOptions) -> Evidence:
     """Sums over ranks and every workload, for each number of ranks: as many as GPUs, or two of a CPU.
 
-    Each number has a process of its own, which takes what NCCL keeps with it when it ends.
+    Each engine has a process of its own, which takes what NCCL keeps with it when it ends.
     """
     cuda = options.device.type == "cuda"
     options = replace(
@@ -44,16 +45,23 @@ def run(options: BenchOptions) -> Evidence:
     )
     most = torch.cuda.device_count() if cuda else 2
     runs: list[Run] = []
-    for ranks in (count for count in (1, 2, 4, 8) if count <= most):
+    counts = [count for count in (1, 2, 4, 8) if count <= most]
+    for ranks, ending in product(counts, ("", APPENDIX)):
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            runs += pool.submit(measure, options, ranks).result()
-    return evidence_of(PHASE, runs, options, "all")
+            runs += pool.submit(measure, options, ranks, ending).result()
+    return evidence_of(PHASE, runs, options)
 
 
-def measure(options: BenchOptions, ranks: int) -> list[Run]:
-    """Time sums over `ranks` ranks by each way, such as NCCL, then all workloads with one engine."""
+def measure(options: BenchOptions, ranks: int, ending: str) -> list[Run]:
+    """Time sums over `ranks` ranks, then all workloads with one engine.
+
+    ending: of the engine's name, see `engine_of`; with the appendix, sums are by its own kernel.
+    """
     bench = Bench(options)
-    runs = sums(bench, ranks) if ranks > 1 else []
+    bench.ending = ending
+    ways = ("gloo", "") if bench.on_cpu else ("nccl", "one-shot")
+    way = ways[bool(ending)]
+    runs = sums(bench, ranks, way) if ranks > 1 and way else []
     given: dict[str, Any] = {
         "device": options.device.type,
         "dtype": bench.dtype_name,
@@ -63,7 +71,7 @@ def measure(options: BenchOptions, ranks: int) -> list[Run]:
         **({"tensor_parallel": ranks} if ranks > 1 else {}),
     }
     variant = PHASE if ranks > 1 else BEFORE
-    engine: Any = engine_of(variant + APPENDIX, bench.name, **given)
+    engine: Any = engine_of(variant + ending, bench.name, **given)
     for part in WORK:
         work = work_of(part, options)
         timed = {variant: bench.timer(engine, work)}
@@ -73,17 +81,16 @@ def measure(options: BenchOptions, ranks: int) -> list[Run]:
     return runs
 
 
-def sums(bench: Bench, ranks: int) -> list[Run]:
-    """Time a sum over `ranks` ranks, in microseconds, for each way, such as NCCL, and number of bytes."""
+def sums(bench: Bench, ranks: int, way: str) -> list[Run]:
+    """Time a sum over `ranks` ranks by a way, such as NCCL, in microseconds, for each number of bytes."""
     sizes = BYTES[: 2 if bench.quick else 4 if bench.on_cpu else None]
     kind, runs = bench.device.type, []
-    for way in ("gloo",) if bench.on_cpu else WAYS:
-        found = parallel.together(ranks, times, way, list(sizes), HIDDEN, device=kind)[0]
-        for size, microseconds in found.items():
-            said = {"ranks": ranks, "way": way, "bytes": size, "hidden": HIDDEN}
-            work = uniform(SUMS, 1, 1, 1, seed=size)
-            samples = Samples([{"all_reduce_us": each} for each in microseconds])
-            runs.append(bench.run_of(PHASE, work, samples, **said))
+    found = parallel.together(ranks, times, way, list(sizes), HIDDEN, device=kind)[0]
+    for size, microseconds in found.items():
+        said = {"ranks": ranks, "way": way, "bytes": size, "hidden": HIDDEN}
+        work = uniform(SUMS, 1, 1, 1, seed=size)
+        samples = Samples([{"all_reduce_us": each} for each in microseconds])
+        runs.append(bench.run_of(PHASE, work, samples, **said))
     return runs
 
 

@@ -1,8 +1,8 @@
-"""Phase 19 against phase 08: first tokens after an eviction and after a restart, and sessions of agents.
+"""Phase 19 against phase 17, which it is built on: first tokens after an eviction and after a restart, and
+sessions of agents.
 
-Then one engine with chunked prefill against two engines, one for prompts and one that decodes. On a GPU all
-engines have the appendix, and phase 08 has kernels: with attention in torch it would compute an 8B's 32,768
-tokens in three times the time, and loads would look too good.
+Then `ladder serve` with one engine, whose prefill is chunked, against two engines, one for prompts and one
+that decodes.
 """
 
 from __future__ import annotations
@@ -36,29 +36,28 @@ from moving_blocks.tiers import TieredConnector
 from paged_cache import PagedEngine
 
 PHASE = "19_moving_blocks"
-BEFORE = "08_prefix_cache"
+BEFORE = "17_hybrid_cache"
 CPU_LENGTHS = (128, 512)
 GPU_LENGTHS = (512, 2048, 8192, 32_768)
 RESTART = 2000
 """Tokens of the conversation that a restarted server answers."""
 BLOCKS = 2.5
 """Room of the cache and of host memory, in prompts of the longest length."""
-CHUNKED = "19_moving_blocks, one engine"
-APART = "19_moving_blocks, prefill apart"
+CHUNKED = f"{PHASE}, one engine{APPENDIX}"
+APART = f"{PHASE}, prefill apart{APPENDIX}"
 SHARED = Path("/dev/shm")
 SHARED_BYTES = 1 << 30
 """Least room in shared memory; with less, blocks go through the folder for temporary files."""
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Measure phases 08 and 19 with one model; on a GPU a large one, whose prompts take long to compute."""
-    if options.device.type == "cuda":
-        return OnCuda.run(replace(options, model=options.model or "random:qwen3-8b"))
-    return Bench.run(replace(options, model=options.model or "smollm2"))
+    """Measure phases 17 and 19 with one model; on a GPU a large one, whose prompts take long to compute."""
+    usual = "random:qwen3-8b" if options.device.type == "cuda" else "smollm2"
+    return Bench.run(replace(options, model=options.model or usual))
 
 
 class Bench(benchmarks.bench.Bench):
-    """Engines of phases 08 and 19 over one model, and the lengths of the prompts that they serve."""
+    """Engines of phases 17 and 19 over one model, and the lengths of the prompts that they serve."""
 
     phase = PHASE
 
@@ -77,8 +76,8 @@ class Bench(benchmarks.bench.Bench):
         restarted = self.restarted if self.on_cpu else list
         return [*self.evicted(), *self.sessions(), *restarted(), *self.apart()]
 
-    def engine(self, number: str, **more: Any) -> PagedEngine:
-        """Make the engine of phase "08" or "19" (`number`), with room for the longest prompt.
+    def engine(self, variant: str, **more: Any) -> PagedEngine:
+        """Make the engine of phase 17 or 19 (`variant`), with room for the longest prompt.
 
         more: options of the engine.
         """
@@ -87,16 +86,13 @@ class Bench(benchmarks.bench.Bench):
             "max_rows": 8,
             "max_len": self.longest + 16,
             "cache_bytes": room,
+            "host_bytes": room,
+            **({} if self.on_cpu else {"step_tokens": 8192}),
+            **more,
         }
-        if not self.on_cpu:
-            sizes["step_tokens"] = 8192
-        if number == "19":
-            sizes["host_bytes"] = room
-        else:
-            more.pop("host_bytes", None)
-        if not self.on_cpu:
-            number, sizes = number + APPENDIX, sizes | {"kernels": "triton"}
-        return engine_of(number, self.model, **{**sizes, **more})
+        if variant == BEFORE:
+            del sizes["host_bytes"]
+        return engine_of(variant, self.model, **sizes)
 
     # A prompt whose blocks had to leave the cache.
 
@@ -104,7 +100,7 @@ class Bench(benchmarks.bench.Bench):
         """Return runs: the time to first token of prompts that were computed, evicted, and are asked for
         again.
         """
-        engines = {BEFORE: self.engine("08"), PHASE: self.engine("19")}
+        engines = {name: self.engine(name) for name in (BEFORE, PHASE)}
         runs: list[Run] = []
         for length in self.lengths:
             work = uniform(f"evicted-{length}", 1, length, 1)
@@ -148,7 +144,7 @@ class Bench(benchmarks.bench.Bench):
                 "cache_bytes": self.kv_bytes(int(share * distinct)),
                 "host_bytes": self.kv_bytes(int(1.25 * distinct)),
             }
-            engines = {name: self.engine(name[:2], **sizes) for name in (BEFORE, PHASE)}
+            engines = {name: self.engine(name, **sizes) for name in (BEFORE, PHASE)}
             for engine in engines.values():
                 self.turns(engine, work.first(2 * count), -1)
             variants = {name: partial(self.turns, engines[name], work) for name in engines}
@@ -233,13 +229,13 @@ class Bench(benchmarks.bench.Bench):
         work = uniform(f"restart-{length}", 1, length, 1)
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "blocks")
-            earlier = self.engine("19", disk_folder=path)
+            earlier = self.engine(PHASE, disk_folder=path)
             for prompt in work.prompts:
                 first_token(earlier, prompt)
             finish_copies(earlier)
             made: dict[str, Callable[[], PagedEngine]] = {
-                BEFORE: partial(self.engine, "08"),
-                PHASE: partial(self.engine, "19", disk_folder=path),
+                BEFORE: partial(self.engine, BEFORE),
+                PHASE: partial(self.engine, PHASE, disk_folder=path),
             }
             start = {name: partial(self.start, make, work) for name, make in made.items()}
             return self.compare(start, work, tokens=length, after="restart")
@@ -253,12 +249,6 @@ class Bench(benchmarks.bench.Bench):
         engine = make()
         seconds = time.perf_counter() - started
         return {**first_token(engine, work.prompts[0]), "start_ms_p50": 1e3 * seconds}
-
-
-class OnCuda(Bench):
-    """The benchmark on a GPU: all engines have the appendix's features (optional parts) as well."""
-
-    appendix = "all"
 
 
 def first_token(engine: PagedEngine, prompt: list[int]) -> Sample:

@@ -1,33 +1,42 @@
-"""Phase 02 behind the server: requests are served one after the other, each to its end.
+"""Phase 13's server by itself, without the appendix's routes and request fields.
 
-What every request of the line would wait for, if there were no continuous batching; phase 13's bench starts
-it: `python -m benchmarks.one_at_a_time MODEL DEVICE DTYPE`.
+It serves phase 13's engine or, one request after the other, each to its end, phase 02's: what every request
+would wait for if there were no continuous batching. Phase 13's bench starts both:
+`python -m benchmarks.own_server PHASE MODEL OPTIONS`, where OPTIONS is JSON.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import uvloop
 
+from benchmarks.engines import engine_of
 from common.errors import UserError
 from common.events import Streams, TokenEvent
-from common.models.hub import model_folder
+from common.http.limits import Limits
+from common.models.hub import RANDOM, model_folder
 from common.request import Request
 from common.rules import NO_GRAMMARS, check_prompt, output_limit
 from common.sampling.params import SamplingParams
 from common.sockets import listen
+from common.text.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
 from continuous.work import Output
+from forward.shapes import SHAPES
 from kv_cache import load
 from phases.appendix.connections.server import HttpServer
-from phases.appendix.server import whole_app
+from serving.app import App
+from serving.endpoints import ServedModel
 from serving.liveness import EngineProcess
 
 
@@ -111,17 +120,25 @@ class OneAtATime:
         return outputs
 
 
-def make(folder: str, device: str, dtype: str) -> OneAtATime:
-    """Return the engine, in its process."""
-    return OneAtATime(load(folder, device=device, dtype=dtype))
+def make(phase: str, model: str, options: Mapping[str, Any]) -> Any:
+    """Return the engine of a phase, in its process."""
+    if phase == "02":
+        return OneAtATime(load(model, **options))
+    return engine_of(phase, model, **options)
 
 
-def main(model: str, device: str, dtype: str) -> None:
+def main(phase: str, model: str, options: str) -> None:
     """Serve at a free port until a signal, and print `Ready: URL` first."""
-    folder, listening = model_folder(model), listen("127.0.0.1", 0)
-    engine = EngineProcess(partial(make, str(folder), device, dtype))
+    listening = listen("127.0.0.1", 0)
+    engine = EngineProcess(partial(make, phase, model, json.loads(options)))
+    with TemporaryDirectory() as made_up:
+        if model.startswith(RANDOM):
+            shape, folder = SHAPES[model.removeprefix(RANDOM)], Path(made_up)
+            write_tokenizer(folder, shape.vocab_size, shape.eos_token_ids)
+        else:
+            folder = model_folder(model)
+        app = App(engine, ServedModel(model, Tokenizer(folder), Limits(), {}))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    app = whole_app(engine, Tokenizer(folder), model)
     server = HttpServer(app, on_ready=partial(print, f"Ready: {url}", flush=True))
     uvloop.run(server.serve([listening]))
 
