@@ -320,10 +320,16 @@ def test_sizes_of_the_vocabulary() -> None:
             assert len({room for _, _, room in parts}) == 1
 
 
-def test_nan_is_told_though_each_rank_sees_a_part() -> None:
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_nan_is_told_though_each_rank_sees_a_part(kernels: str) -> None:
+    kind = RankSamplerBackend
+    if kernels == "triton":
+        pytest.importorskip("triton")
+        from parallel.reduce_argmax import TritonRankSamplerBackend as kind
     same = SimpleNamespace(rank=0, size=2, gather=lambda part: torch.stack([part, part]))
-    backend = RankSamplerBackend(same, SamplerBackend(), vocab_size=8)  # type: ignore[arg-type]
-    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [0.0, 3.0, torch.nan, 2.0]])
+    device = "cuda" if kernels == "triton" and torch.cuda.is_available() else "cpu"
+    backend = kind(same, SamplerBackend(), vocab_size=8)  # type: ignore[arg-type]
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [0.0, 3.0, torch.nan, 2.0]], device=device)
     plan: Any = SimpleNamespace(features=SamplingFlags(0), draws=(), wanted=None)
     none: Any = None
     tokens = backend.choose(none, logits, none, none, plan, masked=False)
