@@ -30,7 +30,10 @@ class Capturer:
     def __init__(self, device: torch.device) -> None:
         self.device, self.count = device, 0
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        cuda = device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if cuda else None
+        # PyTorch's own capture stream is of the GPU that was the current one at the process's first capture.
+        self._stream = torch.cuda.Stream(device) if cuda else None
 
     def capture(self, function: Callable[[], None]) -> Replay:
         """Capture `function` as a CUDA graph, and return a function that replays it.
@@ -48,7 +51,7 @@ class Capturer:
         # graph of an engine that is garbage may be freed: CUDA ends the capture at that.
         with (
             collector_paused(),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, self._pool, self._stream, "thread_local"),
         ):
             function()
         self._graphs.append(graph)
