@@ -184,13 +184,8 @@ class Evidence:
         return found[0]
 
     def own(self) -> dict[str, str]:
-        """The phase's variants by what tables call them: alone, with the appendix, and what is served.
-
-        In evidence of before names said so there is only one, which has the appendix.
-        """
+        """The phase's variants by what tables call them: alone, with the appendix, and what is served."""
         phase, both = f"ours, phase {self.phase[:2]}", "ours, with the appendix"
-        if not self.appendix:
-            return {both: self.phase}
         names = {phase: self.phase, both: f"{self.phase}{APPENDIX}", "ours, as served": SERVED}
         return {name: variant for name, variant in names.items() if self.find(variant)}
 

@@ -9,10 +9,7 @@ from typing import Any
 
 from benchmarks.evidence import APPENDIX, Evidence, Run
 from benchmarks.labels import axis_label
-from phases import PHASES, Phase, find_phase
-
-FIRST_WITH_APPENDIX = 9
-"""The first phase whose benches loaded engines with the appendix's features, before names said so."""
+from phases import PHASES, Phase
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,7 @@ HEADLINES = {
     ),
     16: Headline(before=("dense of all weights", "dense of equal activity")),
     17: Headline("requests_in_flight", runs={"context": 8192}),
-    19: Headline(
-        "ttft_ms_p50", runs={"workload": "restart-2000"}, before=("08_prefix_cache",)
-    ),
+    19: Headline("ttft_ms_p50", runs={"workload": "restart-2000"}),
 }
 """By the number of the phase; other phases have the default."""
 
@@ -77,7 +72,6 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
     if evidence is None:
         return None
     names = [other.name for other in reversed(PHASES) if other.number < phase.number]
-    hidden = hides_appendix(evidence)
     head = headline_of(phase)
     wanted = head.runs if evidence.find(**head.runs) else {}
     for variant in head.variants or (phase.name,):
@@ -87,16 +81,14 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
             for name in head.before or names:
                 for before in evidence.find(name):
                     if head.metric in before.metrics and _same_work(before, after, wanted):
-                        named = hidden or after.variant.endswith(APPENDIX)
+                        named = hides_appendix(evidence) or after.variant.endswith(APPENDIX)
                         return Gain(head.metric, before, after, named)
     return None
 
 
 def hides_appendix(evidence: Evidence) -> bool:
-    """Whether all engines have the appendix and no name says so, which is so in old files, too."""
-    phase = find_phase(evidence.phase)
-    older = phase is not None and phase.number >= FIRST_WITH_APPENDIX and not evidence.appendix
-    return older or evidence.appendix == "all"
+    """Whether all engines have the appendix and no name says so; one file is older than the field."""
+    return (evidence.appendix or evidence.phase) in ("all", "replicas")
 
 
 def factor_text(found: Gain | None) -> str:

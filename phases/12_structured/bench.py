@@ -48,8 +48,6 @@ FIELDS = f"{PHASE}+no strings"
 LIMITS, SHORT = f"{PHASE}+limits", f"{PHASE}+short strings"
 """All rows have a grammar: without strings, with limits of lengths and numbers, or of nothing but short
 strings. The automata know none of these three."""
-LARGE = "random:qwen3-8b"
-"""A model whose steps take a GPU longer than their masks take the host; measured beside the usual one."""
 
 
 class Bench(benchmarks.bench.Bench):
@@ -70,15 +68,8 @@ class Bench(benchmarks.bench.Bench):
             )
 
     def measured(self) -> list[Run]:
-        """Measure throughput with masks, the time of a mask, and the steps that forced tokens save.
-
-        On a GPU also the throughput of a large model.
-        """
-        runs = self.throughput() + self.masks() + self.steps()
-        if not self.on_cpu and self.options.model is None and not self.quick:
-            large = Bench(replace(self.options, model=LARGE))
-            runs += large.rates(workload("offline-256"), (ONE, LIMITS))
-        return runs
+        """Measure throughput with masks, the time of a mask, and the steps that forced tokens save."""
+        return self.throughput() + self.masks() + self.steps()
 
     # Throughput.
 
@@ -260,7 +251,6 @@ draw = figure(
         where={
             "batch": "?*",
             "workload": ("offline-256", "constrained-16*"),
-            "model": "!qwen3-8b",
         },
     ),
 )

@@ -208,20 +208,20 @@ class OnCuda(Bench):
         return replace(work, items=tuple(items[:count]), shift=0)
 
 
-ASKED = {"users": "?*", "variant": f"!{LENGTHS}"}
-BY_USERS = "{name}, users: {users}"
+ASKED = {"users": "?*", "prompt": ""}
 draw = figure(
     Panel(
-        "All users together: up to {most} tokens a second",
+        "All users together",
         where=ASKED,
-        label=BY_USERS,
+        x="users",
+        log="x",
         peers=True,
     ),
-    Panel("Each of them: first tokens", "ttft_ms_p50", ASKED, label=BY_USERS, peers=True),
+    Panel("Each of them: first tokens", "ttft_ms_p50", ASKED, x="users", log="xy", peers=True),
     Panel(
         "First token by the clock",
         "ttft_ms_p99",
-        {"variant": ARRIVALS},
+        {"variant": f"{ARRIVALS}*"},
         x="rate",
         by="{workload}",
         log="y",

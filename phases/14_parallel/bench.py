@@ -105,7 +105,12 @@ def work_of(part: str, options: BenchOptions) -> Workload:
 
 draw = figure(
     Panel(
-        "Scaling", "output_tokens_per_s", {"part": "?*"}, x="ranks", by="{part}", relative=True
+        "Scaling",
+        "output_tokens_per_s",
+        {"part": "?*", "variant": f"!*{APPENDIX}"},
+        x="ranks",
+        by="{part}",
+        relative=True,
     ),
     Panel("A sum over ranks", "all_reduce_us", x="bytes", by="{way}, {ranks} ranks", log="xy"),
 )

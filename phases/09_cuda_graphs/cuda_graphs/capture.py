@@ -33,7 +33,7 @@ class Capturer:
         cuda = device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if cuda else None
         # PyTorch's own capture stream is of the GPU that was the current one at the process's first capture.
-        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
 
     def capture(self, function: Callable[[], None]) -> Replay:
         """Capture `function` as a CUDA graph, and return a function that replays it.
