@@ -156,8 +156,7 @@ class Bench(benchmarks.bench.Bench):
         masks.refusal = ""
         masks.pool.seconds = 60.0
         masks.pool.cache_bytes = 1 << 28
-        kind = BACKENDS[masks_by(self.ending)]
-        masks.pool.make_backend = lambda: kind()(self.vocabulary)
+        masks.pool.make_backend = partial(BACKENDS[masks_by(self.ending)](), self.vocabulary)
         return engine
 
     # One mask.

@@ -107,7 +107,7 @@ draw = figure(
     Panel(
         "Scaling",
         "output_tokens_per_s",
-        {"part": "?*", "variant": f"!*{APPENDIX}"},
+        {"part": "?*", "variant": "!*appendix"},
         x="ranks",
         by="{part}",
         relative=True,
