@@ -9,7 +9,10 @@ from typing import Any
 
 from benchmarks.evidence import APPENDIX, Evidence, Run
 from benchmarks.labels import axis_label
-from phases import PHASES, Phase
+from phases import PHASES, Phase, find_phase
+
+FIRST_WITH_APPENDIX = 9
+"""The first phase whose benches loaded engines with the appendix's features, before names said so."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,10 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
 
 
 def hides_appendix(evidence: Evidence) -> bool:
-    """Whether all engines have the appendix and no name says so; one file is older than the field."""
-    return (evidence.appendix or evidence.phase) in ("all", "replicas")
+    """Whether all engines have the appendix and no name says so, which is so in old files, too."""
+    phase = find_phase(evidence.phase)
+    older = phase is not None and phase.number >= FIRST_WITH_APPENDIX and not evidence.appendix
+    return older or evidence.appendix == "all"
 
 
 def factor_text(found: Gain | None) -> str:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -48,6 +47,8 @@ FIELDS = f"{PHASE}+no strings"
 LIMITS, SHORT = f"{PHASE}+limits", f"{PHASE}+short strings"
 """All rows have a grammar: without strings, with limits of lengths and numbers, or of nothing but short
 strings. The automata know none of these three."""
+MASKS_BY = {APPENDIX: "llguidance", "": "automata"}
+"""Kind of an engine's masks by the ending of its name: only the appendix has the library."""
 
 
 class Bench(benchmarks.bench.Bench):
@@ -95,7 +96,6 @@ class Bench(benchmarks.bench.Bench):
 
         ending: of the engines' names; without the appendix, masks are by this phase's automata.
         """
-        self.ending = ending
         work = self.short(work)
         count = len(work.items)
         free = [
@@ -118,7 +118,7 @@ class Bench(benchmarks.bench.Bench):
         longest = max(len(item.prompt) + item.max_tokens for item in work.items)
         sizes = self.sizes(count, 512 if longest <= 512 else 2048, most_at_once(work))
         engines = {BEFORE: engine_of(BEFORE + ending, self.model, **sizes)}
-        engines |= dict.fromkeys(variants, self.engine(sizes))
+        engines |= dict.fromkeys(variants, self.engine(sizes, ending))
 
         def sample(name: str, most: int, repeat: int) -> Sample:
             params = [
@@ -128,8 +128,9 @@ class Bench(benchmarks.bench.Bench):
 
         for name in engines:  # instead of a whole run
             sample(name, 2, -1)
-        by: dict[str, Any] = {"masks by": masks_by(ending)}
-        timed = {name: partial(sample, name, max(work.output_lens)) for name in engines}
+        by: dict[str, Any] = {"masks by": MASKS_BY[ending]}
+        output = max(work.output_lens)
+        timed = {name + ending: partial(sample, name, output) for name in engines}
         return self.compare(timed, work, warm={}, batch=count, **by)
 
     def sizes(self, count: int, max_len: int, tokens: int) -> dict[str, Any]:
@@ -145,18 +146,21 @@ class Bench(benchmarks.bench.Bench):
             "cache_bytes": self.kv_bytes(max(2048, tokens)),
         }
 
-    def engine(self, sizes: Mapping[str, Any], **options: Any) -> PagedEngine:
-        """Return phase 12's engine with this vocabulary, since a random model has no tokenizer."""
+    def engine(self, sizes: Mapping[str, Any], ending: str, **options: Any) -> PagedEngine:
+        """Return phase 12's engine with this vocabulary, since a random model has no tokenizer.
+
+        ending: of its name, see `rates`.
+        """
         # Guesses would need a mask for each of their places, and phase 09 guesses nothing either.
         engine = engine_of(
-            PHASE + self.ending, self.model, **{"speculate": False, **sizes, **options}
+            PHASE + ending, self.model, **{"speculate": False, **sizes, **options}
         )
         masks = engine.grammar_manager
         assert isinstance(masks, AutomataGrammarManager)
         masks.refusal = ""
         masks.pool.seconds = 60.0
         masks.pool.cache_bytes = 1 << 28
-        masks.pool.make_backend = partial(BACKENDS[masks_by(self.ending)](), self.vocabulary)
+        masks.pool.make_backend = partial(BACKENDS[MASKS_BY[ending]](), self.vocabulary)
         return engine
 
     # One mask.
@@ -164,12 +168,11 @@ class Bench(benchmarks.bench.Bench):
     def masks(self) -> list[Run]:
         """Measure the time of a mask, by schema and backend, along outputs drawn from masks."""
         runs = []
-        for name, made in BACKENDS.items():
+        for ending, name in MASKS_BY.items():
             try:
-                backend = made()(self.vocabulary)
+                backend = BACKENDS[name]()(self.vocabulary)
             except UserError:
                 continue
-            self.ending = "" if name == "automata" else APPENDIX
             for schema in SCHEMAS:
                 begun = time.perf_counter()
                 try:
@@ -180,9 +183,8 @@ class Bench(benchmarks.bench.Bench):
                 first, again = (along(compiled.matcher, self.vocabulary, 4) for _ in range(2))
                 found |= {"first_us": median(first), "mask_us": median(again)}
                 found |= {"mask_us_p99": float(np.percentile(again, 99))}
-                runs.append(
-                    self.fact(f"{PHASE}+{name}", f"masks of {schema}", found, backend=name)
-                )
+                variant = f"{PHASE}+{name}{ending}"
+                runs.append(self.fact(variant, f"masks of {schema}", found, backend=name))
         return runs
 
     # Steps.
@@ -209,17 +211,17 @@ class Bench(benchmarks.bench.Bench):
             )
         prompts = [prompt] * len(params)
         runs = []
-        self.ending = APPENDIX
         tokens: dict[bool, list[list[int]]] = {}
         for overlap, jump in ((True, False), (True, True), (False, True)):
-            engine = self.engine(self.sizes(1, 512, 2048), overlap=overlap, jump_forward=jump)
+            sizes = self.sizes(1, 512, 2048)
+            engine = self.engine(sizes, APPENDIX, overlap=overlap, jump_forward=jump)
             done = generate(engine, prompts, params)
             tokens[jump] = [completion.token_ids for completion in done]
             found = {"steps": float(engine.stats.steps)}
             found["output_tokens"] = float(sum(map(len, tokens[jump])))
             found["forced_tokens"] = float(getattr(engine.scheduler.drafter, "forced", 0))
             name = f"{PHASE}+{'jump' if jump else 'no jump'}{'' if overlap else ', in turn'}"
-            runs.append(self.fact(name, "schema sample", found))
+            runs.append(self.fact(name + APPENDIX, "schema sample", found))
         if tokens[False] != tokens[True] and self.on_cpu:
             raise AssertionError("jumping forward has changed the text")
         return runs
@@ -229,11 +231,6 @@ class Bench(benchmarks.bench.Bench):
         sha = hashlib.sha256(json.dumps([work, SCHEMAS]).encode()).hexdigest()
         made = self.run_of(variant, uniform(work, 1, 1, 1), Samples([dict(found)]), **options)
         return replace(made, workload_sha256=sha, noise=None)
-
-
-def masks_by(ending: str) -> str:
-    """Return the kind of an engine's masks. ending: of its name; only the appendix has the library."""
-    return "llguidance" if ending and find_spec("llguidance") else "automata"
 
 
 run = Bench.run

@@ -63,14 +63,21 @@ def fetch(
     with signals():  # a download that runs is ended
         try:
             check(phase, options, device, dtype)
-            found.send(_folder_of(model, folder))
+            found.send(tokenizer_folder(model, folder))
         except UserError as error:
             found.send(error)
         except KeyboardInterrupt:
             return  # it is the API process that says so
 
 
-def _folder_of(model: str, folder: Path) -> Path:
+def tokenizer_folder(model: str, folder: Path) -> Path:
+    """Return the folder of a model's files; that of random weights is `folder`, with a made-up tokenizer.
+
+    folder: an empty one.
+
+    Raises:
+        UserError: the model cannot be fetched, or there is no such shape of random weights.
+    """
     from common.text.made_up import write_tokenizer
     from forward.shapes import SHAPES
 

@@ -53,9 +53,10 @@ class TritonRankSamplerBackend(RankSamplerBackend):
         found = self.ranks.gather(torch.stack(parts))  # [ranks, parts, B, CHUNKS]
         whole = found.permute(1, 2, 0, 3).flatten(2).contiguous()  # [parts, B, ranks * CHUNKS]
         best, tokens, *races = whole.unbind(0)
-        self.best = best.view(torch.float32).T  # what `report` reads
+        largest = best.view(torch.float32)
+        self.best = largest.T
         return BestTokens(
-            best.view(torch.float32),
+            largest,
             races[0].view(torch.float32) if races else None,
             tokens,
         )

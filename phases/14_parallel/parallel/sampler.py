@@ -36,7 +36,11 @@ class RankSamplerBackend(SamplerBackend):
 
     ranks: this rank in its process group. vocab_size: of the whole model.
     inner: the backend that chooses from gathered logits `[B, V]`, where a step needs them.
+    best: `[parts, B]` float32, the largest values that the last `reduce_argmax` found in each part of the
+        vocabulary, NaN in a part that has one. Every `reduce_argmax` keeps them here, where `report` looks.
     """
+
+    best: Tensor
 
     def __init__(self, ranks: Ranks, inner: SamplerBackend, vocab_size: int) -> None:
         self.ranks, self.inner = ranks, inner

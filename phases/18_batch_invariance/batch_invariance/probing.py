@@ -8,6 +8,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from cuda_graphs.capture import Capturer
+
 Product = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 """Writes `x W^T + bias` to `out`: takes `x [T, K]`, `W [N, K]`, `bias [N]` or None, and `out [T, N]`."""
 
@@ -63,16 +65,17 @@ def seconds(
     weights = weights[: max(1, ROWS_AT_ONCE // rows)]
     x = random_rows(weights[0], rows)
     out = x.new_empty(rows, len(weights[0]))
-    product(x, weights[0], bias, out)  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+
+    def products() -> None:
         for weight in weights:
             product(x, weight, bias, out)
+
+    replay = Capturer(x.device).capture(products)
     times = []
     for _ in range(REPLAYS):
         torch.cuda.synchronize()
         start = perf_counter()
-        graph.replay()
+        replay()
         torch.cuda.synchronize()
         times.append(perf_counter() - start)
     return min(times) / len(weights)
