@@ -68,7 +68,7 @@ def keep(file: Path, folder: Path = RECORDED) -> Path:
         if digest and digest != workload(name).sha256:
             raise UserError(f"{file}: {name} had other requests than {name} has now")
     ways = ["batch-invariant"] * said["batch_invariant"]
-    ways += ["offload"] * ("kv_offloading_size" in said["flags"])
+    ways += ["served"] * said.get("served", False)
     facts = (said[fact] for fact in ("version", "when", "model", "dtype"))
     name = "-".join(["vllm", *facts, *ways])
     log = file.with_name(said["log"]).read_text(encoding="utf-8", errors="replace")
@@ -113,20 +113,21 @@ def of_run(file: Path) -> dict[str, Any]:
     if said["batch_invariant"]:
         phase, way = "18_batch_invariance", f"{way} batch-invariant"
     about = {"model": said["model"], "weights": "random", "dtype": "bfloat16"}
-    runs = []
-    for one in said["runs"]:
-        beside = phase
-        work, metrics = one["workload"], one["metrics"]
-        ways = {way: metrics} if any(metrics.values()) else {}
-        if work.startswith("evicted"):
-            beside = "19_moving_blocks"
-            ways = {
-                what.replace("ttft_ms", ",").removesuffix(", from the host"): {"ttft_ms_p50": times}
-                for what, times in metrics.items()
-            }
-        facts = {"workload": work, **about, "temperature": one["temperature"], "options": {}}
-        for each, kept in ways.items():
-            runs.append({"beside": beside, "way": each, **facts, "metrics": kept})
+    if said.get("served"):
+        phase, way = "13_serving", f"{way}, its server"
+    runs = [
+        {
+            "beside": phase,
+            "way": way,
+            "workload": one["workload"],
+            **about,
+            "temperature": one["temperature"],
+            "options": one.get("options", {}),
+            "metrics": one["metrics"],
+        }
+        for one in said["runs"]
+        if any(one["metrics"].values())
+    ]
     return {**{name: said[name] for name in names}, "runs": runs}
 
 

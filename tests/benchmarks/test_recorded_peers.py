@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from benchmarks.evidence import PEERS_FILE, RESULTS, ROOT, Metric, Run, collect, results
-from benchmarks.other_engines import record
+from benchmarks.other_engines import record, vllm_run
 from benchmarks.recorded_peers import beside, load, versus
 from benchmarks.records import server_lines
 from benchmarks.tables import fill
 from benchmarks.workloads import workload
 from common.device import device_name
 from common.errors import UserError
+from common.text.tokenizer import Tokenizer
 
 HERE = device_name(torch.device("cpu"))
 H200 = RESULTS / "h200" / PEERS_FILE
@@ -214,18 +215,32 @@ def test_a_peer_stands_beside_the_phase_of_its_feature(
     assert (run["beside"], run["way"]) == (phase, way)
 
 
-def test_first_tokens_of_an_evicted_prompt_stand_beside_19(tmp_path: Path) -> None:
-    times = {"ttft_ms computed": [90.0], "ttft_ms from the host": [30.0]}
-    runs = [{"workload": "evicted-32768", "temperature": 0.0, "metrics": times}]
-    flags = "kv_offloading_size=32"
-    kept = record.keep(measured(tmp_path, runs=runs, flags=flags), tmp_path)
-    assert kept.stem.endswith("-offload")
-    found = record.of_run(kept)["runs"]
-    assert [(run["way"], run["metrics"]["ttft_ms_p50"]) for run in found] == [
-        (", computed", [90.0]),
-        ("", [30.0]),
-    ]
-    assert {run["beside"] for run in found} == {"19_moving_blocks"}
+def test_a_server_that_was_asked_stands_beside_13_with_its_users(tmp_path: Path) -> None:
+    metrics = {"output_tokens_per_s": [9.0, 8.0, 7.0], "ttft_ms_p50": [1.0, 2.0, 3.0]}
+    asked = {"workload": "one-user", "temperature": 0.0, "options": {"users": 1}}
+    runs = [{**asked, "metrics": metrics}]
+    kept = record.keep(measured(tmp_path, runs=runs, served=True), tmp_path)
+    assert kept.stem.endswith("-served")
+    (run,) = record.of_run(kept)["runs"]
+    assert (run["beside"], run["way"], run["options"]) == (
+        "13_serving",
+        ", its server",
+        {"users": 1},
+    )
+    assert run["metrics"] == metrics
+
+
+def test_what_vllm_needs_is_written_with_the_requests_and_tokenizers(tmp_path: Path) -> None:
+    vllm_run.write(tmp_path)
+    requests = json.loads((tmp_path / "requests.json").read_text(encoding="utf-8"))
+    assert requests["offline-256"][-1] == workload("offline-256").sha256
+    for shape in vllm_run.MODELS.iterdir():
+        made = tmp_path / "models" / shape.name
+        told = json.loads((made / "config.json").read_text(encoding="utf-8"))
+        assert told == json.loads((shape / "config.json").read_text(encoding="utf-8"))
+        size = told.get("text_config", told)["vocab_size"]
+        assert Tokenizer(made).vocab_size == size, f"{shape.name}: a tokenizer of its own"
+    assert (tmp_path / "vllm_run.py").exists()
 
 
 def test_what_was_cut_off_or_had_other_requests_is_not_kept(tmp_path: Path) -> None:
@@ -237,7 +252,7 @@ def test_what_was_cut_off_or_had_other_requests_is_not_kept(tmp_path: Path) -> N
     with pytest.raises(UserError, match="was cut off before"):
         record.keep(measured(tmp_path, ended=False, runs=[some]), tmp_path)
     whole = some | {"metrics": {"prompt_tokens_per_s": [1.0, 2.0, 3.0]}}
-    begun = {"workload": "evicted-32768", "temperature": 0.0, "metrics": {}}
+    begun = {"workload": "offline-256", "temperature": 0.0, "metrics": {}}
     kept = record.keep(measured(tmp_path, ended=False, runs=[whole, some, begun]), tmp_path)
     assert json.loads(kept.read_text(encoding="utf-8"))["runs"] == [whole]
     other = {
