@@ -165,8 +165,8 @@ class Panel:
             groups[self.by.format_map(facts(run, phase))].append(run)
         compared = list(runs)
         if self.x:
-            shown = ({run.options[self.x] for run in group} for group in groups.values())
-            last = max(set.intersection(*shown))
+            shown = [{run.options[self.x] for run in group} for group in groups.values()]
+            last = max(set.intersection(*shown) or set.union(*shown))
             compared = [run for run in runs if run.options[self.x] == last]
             _lines(axes, groups, self, metric, phase)
         elif self.rows:

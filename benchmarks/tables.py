@@ -174,7 +174,7 @@ Why does company change an answer?
 Where does a block go when the GPU is full?
 """
 """What the phases answer, in order; the table of a later one has its summary."""
-PARTIAL = "ran without parts of what it requires; README.md names them."
+PARTIAL = "ran without parts of what it requires; docs/evidence.md names them."
 SPEED = (6, 9, 14)
 """Phases whose speed needs a GPU."""
 HOURS = re.compile(r"^\| \[(\d\d) .*?\| (\d+) \|", re.MULTILINE)

@@ -51,7 +51,7 @@ def main(files: Sequence[str] = ()) -> None:
 
 
 def keep(file: Path, folder: Path = RECORDED) -> Path:
-    """Copy what `vllm_run.py` wrote, under a name of its own, with its log less progress bars and folders.
+    """Copy what `vllm_run.py` wrote, under a name of its own, with its log less progress bars, requests and folders.
 
     Of a run that was cut off, the workloads that have all of their samples are kept.
 
@@ -72,7 +72,7 @@ def keep(file: Path, folder: Path = RECORDED) -> Path:
     facts = (said[fact] for fact in ("version", "when", "model", "dtype"))
     name = "-".join(["vllm", *facts, *ways])
     log = file.with_name(said["log"]).read_text(encoding="utf-8", errors="replace")
-    lines = [line for line in log.splitlines() if "%|" not in line]
+    lines = [line for line in log.splitlines() if not re.search(r"%\||\bPOST /v1/", line)]
     kept = re.sub(r"/[\w./+-]*/site-packages/", "…/", "\n".join(lines) + "\n")
     (folder / f"{name}.log").write_text(kept, encoding="utf-8")
     path = folder / f"{name}.json"
