@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from benchmarks.evidence import PEERS_FILE, RESULTS, ROOT, Metric, Run, collect, results
-from benchmarks.other_engines import record, vllm_run
+from benchmarks.loadtest.loops import LoadPlan
+from benchmarks.loadtest.user import Outcome
+from benchmarks.other_engines import ask_server, record, vllm_run
 from benchmarks.recorded_peers import beside, load, versus
 from benchmarks.records import server_lines
 from benchmarks.tables import fill
@@ -228,6 +230,33 @@ def test_a_server_that_was_asked_stands_beside_13_with_its_users(tmp_path: Path)
         {"users": 1},
     )
     assert run["metrics"] == metrics
+
+
+def test_a_server_is_asked_without_seeds_and_its_first_round_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[LoadPlan] = []
+
+    def answer(_: object, plan: LoadPlan, processes: int) -> list[Outcome]:
+        plans.append(plan)
+        assert processes == min(plan.users, 4)
+        at = float(len(plans))
+        return [Outcome(0.0, [at, 2 * at], 2, 2 * at, 200) for _ in plan.bodies]
+
+    monkeypatch.setattr(ask_server, "run", answer)
+    out = measured(tmp_path, runs=[], served=True, ended=False)
+    ask_server.main("http://127.0.0.1:1", str(out))
+    first, *rounds = plans
+    assert (first.users, len(rounds)) == (1, 8)
+    assert all(body["seed"] is None for plan in plans for body in plan.bodies)
+    prompts = [plan.bodies[0]["prompt"] for plan in rounds[:4]]
+    assert len(set(map(tuple, prompts))) == 4, (
+        "a prefix cache would find the last round's prompts"
+    )
+    said = json.loads(out.read_text(encoding="utf-8"))
+    assert said["ended"]
+    assert [one["options"] for one in said["runs"]] == [{"users": 256}, {"users": 1}]
+    assert said["runs"][0]["metrics"]["ttft_ms_p50"] == [3000.0, 4000.0, 5000.0]
 
 
 def test_what_vllm_needs_is_written_with_the_requests_and_tokenizers(tmp_path: Path) -> None:
