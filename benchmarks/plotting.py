@@ -166,6 +166,7 @@ class Panel:
         compared = list(runs)
         if self.x:
             shown = [{run.options[self.x] for run in group} for group in groups.values()]
+            # Two versions of a peer may have no place in common with each other.
             last = max(set.intersection(*shown) or set.union(*shown))
             compared = [run for run in runs if run.options[self.x] == last]
             _lines(axes, groups, self, metric, phase)
