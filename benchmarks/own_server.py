@@ -24,15 +24,17 @@ from benchmarks.engines import engine_of
 from common.errors import UserError
 from common.events import Streams, TokenEvent
 from common.http.limits import Limits
+from common.models.hub import RANDOM, model_folder
 from common.request import Request
 from common.rules import NO_GRAMMARS, check_prompt, output_limit
 from common.sampling.params import SamplingParams
 from common.sockets import listen
+from common.text.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
 from continuous.work import Output
+from forward.shapes import SHAPES
 from kv_cache import load
 from phases.appendix.connections.server import HttpServer
-from phases.commands.served_engine import tokenizer_folder
 from serving.app import App
 from serving.endpoints import ServedModel
 from serving.liveness import EngineProcess
@@ -130,8 +132,12 @@ def main(phase: str, model: str, options: str) -> None:
     listening = listen("127.0.0.1", 0)
     engine = EngineProcess(partial(make, phase, model, json.loads(options)))
     with TemporaryDirectory() as made_up:
-        tokenizer = Tokenizer(tokenizer_folder(model, Path(made_up)))
-    app = App(engine, ServedModel(model, tokenizer, Limits(), {}))
+        if model.startswith(RANDOM):
+            shape, folder = SHAPES[model.removeprefix(RANDOM)], Path(made_up)
+            write_tokenizer(folder, shape.vocab_size, shape.eos_token_ids)
+        else:
+            folder = model_folder(model)
+        app = App(engine, ServedModel(model, Tokenizer(folder), Limits(), {}))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     server = HttpServer(app, on_ready=partial(print, f"Ready: {url}", flush=True))
     uvloop.run(server.serve([listening]))

@@ -63,21 +63,14 @@ def fetch(
     with signals():  # a download that runs is ended
         try:
             check(phase, options, device, dtype)
-            found.send(tokenizer_folder(model, folder))
+            found.send(_folder_of(model, folder))
         except UserError as error:
             found.send(error)
         except KeyboardInterrupt:
             return  # it is the API process that says so
 
 
-def tokenizer_folder(model: str, folder: Path) -> Path:
-    """Return the folder of a model's files; that of random weights is `folder`, with a made-up tokenizer.
-
-    folder: an empty one.
-
-    Raises:
-        UserError: the model cannot be fetched, or there is no such shape of random weights.
-    """
+def _folder_of(model: str, folder: Path) -> Path:
     from common.text.made_up import write_tokenizer
     from forward.shapes import SHAPES
 
