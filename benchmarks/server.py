@@ -101,14 +101,22 @@ class Server(Started):
 
 
 def measured(
-    target: Target, work: Workload, *, users: int = 0, rate: float = 0.0, processes: int = 4
+    target: Target,
+    work: Workload,
+    *,
+    users: int = 0,
+    rate: float = 0.0,
+    processes: int = 4,
+    **more: Any,
 ) -> Sample:
     """Metrics of a workload: all users at a time, or by the clock at `rate` or at its own arrivals.
+
+    more: fields of every body, in place of those that `bodies_of` gives.
 
     Raises:
         RuntimeError: a request failed.
     """
-    bodies = bodies_of(work)
+    bodies = [body | more for body in bodies_of(work)]
     arrivals = [] if users else poisson(rate, len(bodies)) if rate else work.arrivals
     return answered(run(target, LoadPlan(bodies, len(bodies), users, arrivals), processes))
 

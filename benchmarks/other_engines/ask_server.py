@@ -13,11 +13,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.loadtest.loops import LoadPlan, run
 from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample
 from benchmarks.other_engines.record import SAMPLES
-from benchmarks.server import STARTS_WITHIN, answered, bodies_of
+from benchmarks.server import STARTS_WITHIN, measured
 from benchmarks.workloads import Workload, uniform, workload
 
 METRICS = ("output_tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
@@ -25,8 +24,7 @@ METRICS = ("output_tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "i
 
 def sample(target: Target, work: Workload, users: int) -> Sample:
     """Send requests, without seeds: with a seed each vLLM would draw their tokens one after the other."""
-    bodies = [body | {"seed": None} for body in bodies_of(work)]
-    return answered(run(target, LoadPlan(bodies, len(bodies), users), min(users, 4)))
+    return measured(target, work, users=users, processes=min(users, 4), seed=None)
 
 
 def wait(target: Target) -> None:

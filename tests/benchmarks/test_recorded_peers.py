@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import server
 from benchmarks.evidence import PEERS_FILE, RESULTS, ROOT, Metric, Run, collect, results
 from benchmarks.loadtest.loops import LoadPlan
 from benchmarks.loadtest.user import Outcome
@@ -243,7 +244,7 @@ def test_a_server_is_asked_without_seeds_and_its_first_round_is_not_kept(
         at = float(len(plans))
         return [Outcome(0.0, [at, 2 * at], 2, 2 * at, 200) for _ in plan.bodies]
 
-    monkeypatch.setattr(ask_server, "run", answer)
+    monkeypatch.setattr(server, "run", answer)
     out = measured(tmp_path, runs=[], served=True, ended=False)
     ask_server.main("http://127.0.0.1:1", str(out))
     first, *rounds = plans

@@ -17,9 +17,6 @@ from structured.automata.trie import Trie
 from structured.matcher import Backend, Compiled, Matcher, Words
 from structured.vocabulary import Vocabulary
 
-SECONDS = 1.5
-"""Most processor time to compile one grammar."""
-
 MOST_HEIGHT = 1000
 """Most states in a stack: how deep an output may nest."""
 MOST_STACKS = 64
@@ -31,7 +28,10 @@ class AutomataBackend(Backend):
 
     vocabulary: the model's tokens. Token masks are made when they are first needed, and shared by all
         outputs with the same grammar.
+    seconds: most processor time to compile one grammar.
     """
+
+    seconds = 1.5
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
@@ -44,7 +44,7 @@ class AutomataBackend(Backend):
             UserError: the grammar is wrong, too large, or written in Lark.
         """
         try:
-            with within(SECONDS):
+            with within(self.seconds):
                 return AutomataGrammar(Machine(rules_for(grammar), "start"), self)
         except (UserError, RecursionError, ValueError) as error:
             raise UserError(f"grammar ({grammar}) is refused: {error}") from None
